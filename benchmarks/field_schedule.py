@@ -12,9 +12,10 @@ from math import ceil
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.outline import ModelOutline, Work
 from horizon_lm.planning.step import Step, StepSettings, rates
-from horizon_lm.schedule.ops import EMBED, HEAD, Buf, Buffer, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Pass, Stream
 from horizon_lm.schedule.simulate import Cost, step_seconds
 from horizon_lm.schedule.waits import derive_waits
+from horizon_lm.units import EMBED, HEAD, block
 
 ALL = "all units"
 BYTES = 2  # per weight and per gradient in bf16, in host memory and on the device

@@ -12,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from horizon_lm.errors import DeviceFaultError, DoesNotFitError
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.preflight.inputs import Source, open_source
-from horizon_lm.schedule.ops import HEAD, Kind, block
+from horizon_lm.schedule.ops import Kind
 from horizon_lm.training import loop
 from horizon_lm.training.first_step import FirstStep
+from horizon_lm.units import HEAD, block
 from tests.e2e import tiny
 from tests.short_of_memory import Computation, ShortDevice
 

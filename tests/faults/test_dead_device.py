@@ -17,7 +17,8 @@ from horizon_lm.device.host_threads import HostPool, complete_updates
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.updates import PendingUpdates
 from horizon_lm.errors import DeviceMemoryError, PartialUpdateError, StreamingError
-from horizon_lm.schedule.ops import OUTER, Kind, Op, Stream
+from horizon_lm.schedule.ops import Kind, Op, Stream
+from horizon_lm.units import OUTER
 from tests import families
 from tests.dying import Death, DyingThreaded, dying
 from tests.threaded import ThreadedDevice

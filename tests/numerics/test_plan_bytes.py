@@ -16,7 +16,8 @@ from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.memory import host_bytes
 from horizon_lm.planning.request import ForwardBatch, Machine, Request
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Kind
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import EMBED, HEAD, OUTER
 from tests import families
 from tests.storages import StorageMeter
 from tests.thinning import thinned

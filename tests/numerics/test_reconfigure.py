@@ -8,7 +8,8 @@ import torch
 
 import horizon_lm
 from horizon_lm.planning.residency import Residency
-from horizon_lm.schedule.ops import HEAD, Kind, block
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import HEAD, block
 from tests import families
 from tests.short_of_memory import Computation, ShortDevice
 

@@ -16,8 +16,9 @@ from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings, rates
 from horizon_lm.planning.step_time import step_time
-from horizon_lm.schedule.ops import UPDATES, Kind, Op, Pass, Stream, block
+from horizon_lm.schedule.ops import UPDATES, Kind, Op, Pass, Stream
 from horizon_lm.schedule.simulate import Cost, Timeline, simulate, step_seconds
+from horizon_lm.units import block
 
 NUM_BLOCKS = 6
 SETTINGS = [

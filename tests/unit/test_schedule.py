@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, After, Buf, Buffer, Kind, Op, Pass, Stream, block, is_block
+from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, Op, Pass, Stream
 from horizon_lm.schedule.verify import Passes, check, each_wait, sequences, superfluous_waits, without_wait
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
+from horizon_lm.units import EMBED, HEAD, OUTER, block
 from tests.thinning import thinned
 
 
@@ -24,7 +25,7 @@ def passes_of(layout: build.Layout, head_grads: bool, kept: Sequence[int], train
     table_update = EMBED in trained or (layout.tied and HEAD in trained)
     saved = [EMBED, *map(block, range(layout.num_blocks)), *([] if layout.tied else [HEAD]), OUTER]
     saved = [unit for unit in saved if unit in trained] if layout.adapters else saved
-    fresh = {"table_update": table_update, "blocks_changed": any(map(is_block, trained))}
+    fresh = {"table_update": table_update, "blocks_changed": any(unit.is_block for unit in trained)}
     return Passes(
         first=build.forward(layout, keeps=kept, **fresh, head_grads=head_grads),
         again=build.forward(layout, keeps=kept, changed=False, head_grads=head_grads),

@@ -14,8 +14,9 @@ from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings, rates, update_bytes
 from horizon_lm.planning.step_time import save_time, step_time
-from horizon_lm.schedule.ops import EMBED, HEAD, UPDATES, Kind, Op, Stream
+from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
+from horizon_lm.units import EMBED, HEAD, block
 from tests.outlines import BLOCK, HIDDEN, TABLE, dense, machine
 
 PARAMETERS = 28 * BLOCK + 2 * TABLE + HIDDEN
@@ -61,7 +62,7 @@ def test_a_gpu_copies_codes_while_it_decodes_others(device: str, bandwidth: floa
     sizes = replace(outline.sizes, packed=[PackedSizes([BLOCK], BLOCK // 2, BLOCK // 2)])
     of = Step(replace(outline, sizes=sizes), StepSettings(1, residency=Residency(1)))
     one = machine(device=device, device_bandwidth=bandwidth, link_in=1.0, link_both=1.0, host_bandwidth={"1": 1.0})
-    assert of.cost(one)(Op(Kind.STREAM_IN, "block0", Stream.COPY_IN)) == pytest.approx(seconds)
+    assert of.cost(one)(Op(Kind.STREAM_IN, block(0), Stream.COPY_IN)) == pytest.approx(seconds)
 
 
 def test_attention_has_its_own_rate() -> None:

@@ -23,6 +23,7 @@ from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.store.buffers import fill_buffer, persistent_buffers, unrounded_buffers
 from horizon_lm.store.checkpoint_writer import main_dtype, write_configs
+from horizon_lm.units import Unit
 
 BUFFERS, ARRAYS = "buffers.safetensors", "arrays.safetensors"
 
@@ -209,7 +210,7 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
     return content
 
 
-def _unit_files(engine: Engine, optimizer: AdamW | None) -> dict[str, UnitFile]:
+def _unit_files(engine: Engine, optimizer: AdamW | None) -> dict[Unit, UnitFile]:
     """Return the layout of the file of each unit that has slabs: a tied head has none. The frozen base of adapters has no
     files.
     """
@@ -218,12 +219,12 @@ def _unit_files(engine: Engine, optimizer: AdamW | None) -> dict[str, UnitFile]:
     return {unit: unit_file(engine.store, moments, unit) for unit in units}
 
 
-def _read_unit(folder: Path, unit: str, file: UnitFile) -> tuple[str, str]:
+def _read_unit(folder: Path, unit: Unit, file: UnitFile) -> tuple[str, str]:
     name = _name(unit)
     return name, read_into(folder / name, file)
 
 
-def _name(unit: str) -> str:
+def _name(unit: Unit) -> str:
     return f"{UNITS}/{unit}.safetensors"
 
 

@@ -25,6 +25,7 @@ from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_writer import save_pretrained
 from horizon_lm.store.precision import join_master
 from horizon_lm.store.store import SlabLayout
+from horizon_lm.units import Unit
 
 _OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.yaml", "plan.json")
 
@@ -65,7 +66,7 @@ class _CheckpointStore:
         weight = self._read(name)
         return join_master(weight, self._read(name + LOW)) if self._has_low else weight.float()
 
-    def whole(self, unit: str) -> AbstractContextManager[None]:
+    def whole(self, unit: Unit) -> AbstractContextManager[None]:
         return nullcontext()
 
     def _read(self, tensor: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ from horizon_lm.distributed.whole_units import borrowing, is_lender, lend
 from horizon_lm.errors import ConfigError
 from horizon_lm.resources import usable_cores
 from horizon_lm.store.store import Store, as_array
+from horizon_lm.units import Unit
 
 # By store: the version of its blocks, and the hashes of then. A base changes only if other code writes it.
 _known: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDictionary()
@@ -32,12 +33,12 @@ def hash_base(store: Store, mesh: Mesh | None = None) -> Mapping[str, str]:
     return found
 
 
-def _hash_units(store: Store, units: Sequence[str]) -> Mapping[str, str]:
+def _hash_units(store: Store, units: Sequence[Unit]) -> Mapping[str, str]:
     with ThreadPoolExecutor(usable_cores()) as threads:
         return dict(zip(units, threads.map(lambda unit: _hash(store, unit), units), strict=True))
 
 
-def _hash_shared_units(store: Store, units: Sequence[str], mesh: Mesh) -> Mapping[str, str]:
+def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mapping[str, str]:
     found: dict[str, str] = {}
     mesh.exchange("the hashing of a base", None)
     if is_lender(mesh):
@@ -51,7 +52,7 @@ def _hash_shared_units(store: Store, units: Sequence[str], mesh: Mesh) -> Mappin
     return first
 
 
-def _hash(store: Store, unit: str) -> str:
+def _hash(store: Store, unit: Unit) -> str:
     digest, slabs = xxhash.xxh3_128(), store.units[unit]
     for name in slabs.plain:  # without the padding between tensors
         digest.update(as_array(slabs.plain.view(slabs.weights, name).reshape(-1)).data)

@@ -28,12 +28,13 @@ from horizon_lm.disk import Disk, part_of, publish_folder, write_file
 from horizon_lm.errors import first_line
 from horizon_lm.optim.moments import Moments
 from horizon_lm.store.store import SlabLayout, Store
+from horizon_lm.units import Unit
 
 STATE = "training_state.json"
 _POLL_SECONDS = 0.02  # until the other ranks have written their parts
 
 
-def file_name(unit: str, rank: int, num_ranks: int) -> str:
+def file_name(unit: Unit, rank: int, num_ranks: int) -> str:
     """Return the path of a unit's file inside a checkpoint: one for each rank that owns a part of the unit."""
     return f"{UNITS}/{unit}.safetensors" if num_ranks == 1 else f"{UNITS}/{unit}.rank{rank}.safetensors"
 
@@ -42,7 +43,7 @@ def _handover(rank: int) -> str:
     return f"rank{rank}.json"
 
 
-def unit_file(store: Store, moments: Moments | None, unit: str) -> UnitFile:
+def unit_file(store: Store, moments: Moments | None, unit: Unit) -> UnitFile:
     """Return the layout of a unit's file."""
     slabs = store.units[unit]
     used = [(WEIGHT, slabs.weights, _parts(slabs.layout), slabs.own)]
@@ -153,7 +154,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: Path,
-        files: Mapping[str, UnitFile],
+        files: Mapping[Unit, UnitFile],
         describe: Callable[[Mapping[str, FileEntry], Sequence[TensorEntry]], Manifest],
         fill: Callable[[Path], None],
         published: Callable[[], None],
@@ -188,7 +189,7 @@ class CheckpointWriter:
         self.saving._done.set()
         return self.saving
 
-    def moves(self) -> dict[str, list[Move]]:
+    def moves(self) -> dict[Unit, list[Move]]:
         """Return the moves that write each unit's file."""
         return {unit: [_WriteUnit(self._write(unit, file), self._writing)] for unit, file in self._files.items()}
 
@@ -230,7 +231,7 @@ class CheckpointWriter:
                 self._num_writing -= 1
                 self._changed.notify_all()
 
-    def _write(self, unit: str, file: UnitFile) -> Iterator[None]:
+    def _write(self, unit: Unit, file: UnitFile) -> Iterator[None]:
         """Write a unit's file, a chunk at a time. An error is kept: it must not reach the update that waits for this."""
         try:
             if self.saving.error is None:
@@ -243,7 +244,7 @@ class CheckpointWriter:
         if last:
             self._finish()
 
-    def _write_file(self, unit: str, file: UnitFile) -> Iterator[None]:
+    def _write_file(self, unit: Unit, file: UnitFile) -> Iterator[None]:
         name, digest = file_name(unit, self._rank, self._num_ranks), xxhash.xxh3_128()
         with self._disk.create(self._part / name, direct=True) as output:
             for chunk in file.chunks():

@@ -18,7 +18,7 @@ from horizon_lm.model.block_template import structure_key
 from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import forwards
 from horizon_lm.model.units import ModelParts
-from horizon_lm.schedule.ops import EMBED, OUTER
+from horizon_lm.units import EMBED, OUTER
 
 _ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely to be dimensions of a model, and not multiples of each other
 _WINDOW = 8  # shorter than the probe's rows, because only longer rows get the mask of a sliding window

@@ -13,7 +13,7 @@ from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import Decoded, forwards
 from horizon_lm.model.units import ModelParts
 from horizon_lm.planning.outline import Linear, Work
-from horizon_lm.schedule.ops import OUTER
+from horizon_lm.units import OUTER
 
 _TOKENS = 4096  # tokens of a trial, enough to make the part that does not depend on the number of tokens negligible
 

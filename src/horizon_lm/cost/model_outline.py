@@ -20,7 +20,7 @@ from horizon_lm.model.outer_trial import require_each_block_once, try_outer
 from horizon_lm.model.proven import MICRO_BATCHES, VARLEN, find_proof, require_proven
 from horizon_lm.model.units import ModelParts, adapted_model, find_parts, freeze
 from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
-from horizon_lm.schedule.ops import block
+from horizon_lm.units import block
 
 
 class QuantizedWeights(Protocol):

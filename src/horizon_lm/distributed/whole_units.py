@@ -10,6 +10,7 @@ from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import StreamingError, first_line
 from horizon_lm.store.store import Store
+from horizon_lm.units import Unit
 
 _DONE = ""
 
@@ -21,7 +22,7 @@ def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
     All ranks must have agreed that they are at the same place.
     """
 
-    def fill(unit: str) -> None:
+    def fill(unit: Unit) -> None:
         mesh.tell(unit)
         for slab, cuts in store.units[unit].slabs():
             for rank in range(1, store.shard.count):
@@ -49,7 +50,7 @@ def lend(mesh: Mesh, store: Store) -> None:
     Raises:
         StreamingError: the first rank has failed.
     """
-    while unit := mesh.hear():
+    while unit := Unit(mesh.hear()):
         if mesh.rank >= store.shard.count:  # of another copy of the model
             continue
         for slab, cuts in store.units[unit].slabs():
@@ -63,7 +64,7 @@ def lend(mesh: Mesh, store: Store) -> None:
 
 
 @contextmanager
-def sharing(mesh: Mesh, store: Store, unit: str) -> Iterator[None]:
+def sharing(mesh: Mesh, store: Store, unit: Unit) -> Iterator[None]:
     """Context manager of all ranks: let each read a whole unit, which takes its memory on each of them meanwhile."""
     mesh.exchange(f"the reading of {unit}", None)
     for slab, cuts in store.units[unit].slabs():

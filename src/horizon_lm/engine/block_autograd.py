@@ -27,7 +27,8 @@ from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache, rep
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
 from horizon_lm.model.attention import Segments
-from horizon_lm.schedule.ops import Kind, block
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import block
 
 if TYPE_CHECKING:
     from horizon_lm.engine.blocks import Blocks

@@ -35,7 +35,8 @@ from horizon_lm.model.attention import Segments
 from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.experts import zero_idle_experts
-from horizon_lm.schedule.ops import OUTER, Kind, block
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import OUTER, block
 
 RowProbe = Callable[[int, int], list[torch.Size]]
 

@@ -29,7 +29,8 @@ from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.outer_trial import Decoded, hidden_of, is_same
-from horizon_lm.schedule.ops import HEAD, Kind
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import HEAD
 
 _ROW_BLOCK = 4096  # rows of the head's gradient (V, H) computed at a time if its buffer has another dtype
 

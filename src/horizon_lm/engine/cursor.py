@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.errors import ScheduleMismatchError
-from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, Stream, is_block
+from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, Stream
+from horizon_lm.units import Unit
 
 MovesOf = Callable[[Op], Sequence[Move] | None]
 
@@ -53,7 +54,7 @@ class Cursor:
         self.schedule, self._tasks, self._position, self._reached_any = schedule, tasks, 0, False
         self._device.announce(tasks)
 
-    def bind(self, kind: Kind, unit: str, moves: Sequence[Move]) -> Task:
+    def bind(self, kind: Kind, unit: Unit, moves: Sequence[Move]) -> Task:
         """Set the data movements of an operation, once they are known."""
         assert self.schedule is not None
         task = self._tasks[self.schedule.positions[kind, unit]]
@@ -61,7 +62,7 @@ class Cursor:
         return task
 
     @contextmanager
-    def compute(self, kind: Kind, unit: str) -> Iterator[None]:
+    def compute(self, kind: Kind, unit: Unit) -> Iterator[None]:
         """Context manager: run a computation if it is next in the schedule; raise ScheduleMismatchError otherwise."""
         index = self._advance_to(kind, unit)
         task = self._tasks[index]
@@ -127,7 +128,7 @@ class Cursor:
     def _end(self) -> None:
         self.schedule, self._tasks = None, []
 
-    def _advance_to(self, kind: Kind, unit: str) -> int:
+    def _advance_to(self, kind: Kind, unit: Unit) -> int:
         """Issue everything before a computation of the schedule, and return its position."""
         wanted = f"{kind} {unit}"
         index = self.schedule.positions.get((kind, unit), -1) if self.schedule is not None else -1
@@ -148,7 +149,7 @@ class Cursor:
         at its end that no gradient reaches. In a forward pass, or between two blocks, a missing computation is an
         error.
         """
-        blocks_left_out = self._reached_any and any(is_block(op.unit) for op in skipped)
+        blocks_left_out = self._reached_any and any(op.unit.is_block for op in skipped)
         if skipped[0].kind == Kind.FORWARD or blocks_left_out:
             raise ScheduleMismatchError(str(skipped[0]), wanted)
         units = {op.unit for op in skipped}

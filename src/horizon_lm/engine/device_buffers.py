@@ -13,8 +13,9 @@ from horizon_lm.device.base import Device
 from horizon_lm.model.units import ModelParts
 from horizon_lm.planning.outline import Linear
 from horizon_lm.planning.residency import Residency
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, Op, block, block_index
+from horizon_lm.schedule.ops import Op
 from horizon_lm.store.store import Store
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 class Slots:
@@ -155,18 +156,18 @@ class DeviceBuffers:
         for each in slots:
             each.release()
 
-    def weights_of(self, unit: str) -> torch.Tensor:
+    def weights_of(self, unit: Unit) -> torch.Tensor:
         """Return the buffer that a unit's weights are streamed into."""
         if unit == HEAD:
             return self.head_weights[0]
         if unit == OUTER:
             return self.outer_weights[0]
-        index = block_index(unit)
+        index = unit.block_index
         return self.resident_weights[index][0] if self.is_resident(index) else self.weight_slots[index % 2]
 
-    def packed_of(self, unit: str) -> torch.Tensor:
+    def packed_of(self, unit: Unit) -> torch.Tensor:
         """Return the slot in which a block's codes and scales are gathered."""
-        return self.packed_slots[block_index(unit) % 2]
+        return self.packed_slots[unit.block_index % 2]
 
     def is_resident(self, index: int) -> bool:
         """Return whether a block's weights stay on the device."""
@@ -183,7 +184,7 @@ class DeviceBuffers:
         """Return the buffer from which a unit's gradients are landed, after those of several ranks are summed in it."""
         if op.unit == HEAD:
             return self.head_grads[0]
-        return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(block_index(op.unit))
+        return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(op.unit.block_index)
 
     def outgoing_grads(self, index: int) -> torch.Tensor:
         """Return the slot from which a block's gradients are landed."""

@@ -21,7 +21,8 @@ from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.lockstep import meet
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
-from horizon_lm.schedule.ops import EMBED, HEAD, Kind
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import EMBED, HEAD
 
 
 class StreamedEmbedding:

@@ -64,8 +64,9 @@ from horizon_lm.model.block_template import comparable
 from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.planning.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, IDLE, OUTER, Kind, Op, Pass, Stream, block, block_index, is_block
+from horizon_lm.schedule.ops import Kind, Op, Pass, Stream
 from horizon_lm.store.store import Store, UnitSlabs
+from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
 
 class Engine:
@@ -113,15 +114,15 @@ class Engine:
 
     # Units and parameters
 
-    def slab_unit(self, unit: str) -> str:
+    def slab_unit(self, unit: Unit) -> Unit:
         """Return the unit whose slabs hold this unit: the embedding for a tied head."""
         return EMBED if unit == HEAD and self.parts.tied else unit
 
-    def slabs(self, unit: str) -> UnitSlabs:
+    def slabs(self, unit: Unit) -> UnitSlabs:
         """Return the host slabs that hold a unit."""
         return self.store.units[self.slab_unit(unit)]
 
-    def trained(self, unit: str) -> list[str]:
+    def trained(self, unit: Unit) -> list[str]:
         """Return the full names of a unit's parameters that require a gradient in the running pass."""
         running = self.backward or self.forward
         return [] if running is None else running.trained.get(self.slab_unit(unit), [])
@@ -440,7 +441,7 @@ class Engine:
             holder.head_grads = False
         self.head_grads_lease.release()
 
-    def gradients_ready(self, unit: str, names: list[str]) -> None:
+    def gradients_ready(self, unit: Unit, names: list[str]) -> None:
         """Record that these parameters' gradients are complete on the device, before they are landed."""
         assert self.backward is not None
         if self.mesh is not None and self.updates.optimizer_in_backward is not None:
@@ -470,7 +471,7 @@ class Engine:
         """The full names of the adapters whose gradients are complete in the running backward pass."""
         return () if self.backward is None else self.backward.adapters
 
-    def has_gradients(self, unit: str) -> bool:
+    def has_gradients(self, unit: Unit) -> bool:
         """Return whether the gradients of a unit are complete in the running backward pass."""
         return self.backward is not None and unit in self.backward.ready
 
@@ -506,7 +507,7 @@ class Engine:
 
     # Update
 
-    def run_update(self, schedule: Pass, moves: Mapping[str, Sequence[Move]], table: TableUpdate | None) -> None:
+    def run_update(self, schedule: Pass, moves: Mapping[Unit, Sequence[Move]], table: TableUpdate | None) -> None:
         """Issue an update pass. If a fault interrupts it, the remaining operations stay pending until the next use.
 
         The updates of the step before must be done (`PendingUpdates.finish`).
@@ -516,7 +517,7 @@ class Engine:
             moves: the pieces of each unit's update.
             table: the embedding's update, which the next forward pass issues.
         """
-        self.store.weights_changed(blocks=any(pieces and is_block(unit) for unit, pieces in moves.items()))
+        self.store.weights_changed(blocks=any(pieces and unit.is_block for unit, pieces in moves.items()))
         self.updates.table = table
         try:
             self.cursor.start(schedule, lambda op: moves[op.unit])
@@ -524,7 +525,7 @@ class Engine:
             self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
 
-    def run_save(self, moves: Mapping[str, Sequence[Move]]) -> list[Task]:
+    def run_save(self, moves: Mapping[Unit, Sequence[Move]]) -> list[Task]:
         """Issue the pass that writes a checkpoint. Later updates of a unit wait for its task.
 
         The embedding is written after the next forward pass if its update is left to that pass.
@@ -580,7 +581,7 @@ class Engine:
             return self.grads.moves(self.slab_unit(op.unit), self.memory.grads_of(op))
         if op.kind == Kind.FETCH:
             assert self.backward is not None
-            index = block_index(op.unit)
+            index = op.unit.block_index
             host = self.backward.state.boundary(index)
             return [Copy(self.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]
         if op.kind == Kind.STREAM_IN and op.unit != EMBED:
@@ -592,7 +593,7 @@ class Engine:
             return [Reduce(self.mesh.reduce, self.memory.grads_of(op), self.slabs(op.unit).grad_cuts)]
         return None
 
-    def _weights_in(self, slabs: UnitSlabs, unit: str) -> list[Move]:
+    def _weights_in(self, slabs: UnitSlabs, unit: Unit) -> list[Move]:
         """Return the moves that stream a unit into its slot: a copy, and the decoding of what is quantized.
 
         Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
@@ -608,7 +609,7 @@ class Engine:
         packed = slabs.packed.data[slabs.packed.own]
         return [*moves, Copy(self.memory.packed_of(unit)[slabs.packed.own], packed, packed.numel())]
 
-    def _gathering(self, slabs: UnitSlabs, unit: str) -> list[Move]:
+    def _gathering(self, slabs: UnitSlabs, unit: Unit) -> list[Move]:
         """Return the moves that gather a unit in its slot, and decode there what is quantized."""
         assert self.mesh is not None
         slot, group = self.memory.weights_of(unit), self.mesh.gather

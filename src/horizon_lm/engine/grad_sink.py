@@ -8,8 +8,8 @@ import torch
 
 from horizon_lm.engine.executor import Engine
 from horizon_lm.errors import StreamingError
-from horizon_lm.schedule.ops import OUTER, block
 from horizon_lm.store.store import SlabLayout
+from horizon_lm.units import OUTER, block
 
 
 class GradSink:

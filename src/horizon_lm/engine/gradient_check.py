@@ -16,7 +16,7 @@ from horizon_lm.engine.recompute import no_autocast_cache, replaying
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import GradientMismatchError
 from horizon_lm.model.attention import plain_kernels
-from horizon_lm.schedule.ops import block
+from horizon_lm.units import block
 
 if TYPE_CHECKING:
     from horizon_lm.engine.block_autograd import BlockAutograd

@@ -16,8 +16,8 @@ from horizon_lm.engine.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts, ParamRef
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block, block_index
 from horizon_lm.store.store import Store
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 class SquaredNorms:
@@ -26,7 +26,7 @@ class SquaredNorms:
     def __init__(self) -> None:
         self._sums: dict[str, list[SquaredNorm]] = {}
 
-    def landing(self, unit: str, whole: bool) -> Callable[[SquaredNorm], None]:
+    def landing(self, unit: Unit, whole: bool) -> Callable[[SquaredNorm], None]:
         """Return a function that takes the sum of squares of a landing.
 
         Args:
@@ -38,7 +38,7 @@ class SquaredNorms:
         sums = self._sums.get(unit)
         return (lambda value: None) if sums is None else sums.append  # a change of an unknown sum is useless
 
-    def forget(self, unit: str) -> None:
+    def forget(self, unit: Unit) -> None:
         """Forget the sum of a unit whose slab other code may change from now on."""
         self._sums.pop(unit, None)
 
@@ -46,7 +46,7 @@ class SquaredNorms:
         """Forget all sums."""
         self._sums.clear()
 
-    def of(self, unit: str) -> float | None:
+    def of(self, unit: Unit) -> float | None:
         """Return the sum of squares of a unit, or None if it is unknown. All landings must be finished."""
         sums = self._sums.get(unit)
         return None if sums is None else float(sum(float(value) for value in sums))
@@ -72,7 +72,7 @@ class LandingSlots:
         self._rows = self._new(0)
         self._landed_rows: torch.Tensor | None = None  # (R,)
 
-    def _length(self, unit: str) -> int:
+    def _length(self, unit: Unit) -> int:
         own = self._store.units[unit].own_grads
         return own.stop - own.start
 
@@ -82,18 +82,18 @@ class LandingSlots:
         self._store.num_bytes["landing"] = self._store.num_bytes.get("landing", 0) + num_bytes
         return self._device.host_buffer(num_bytes).view(self._dtype) if numel else torch.empty(0, dtype=self._dtype)
 
-    def keeps(self, unit: str) -> bool:
+    def keeps(self, unit: Unit) -> bool:
         """Return whether a unit keeps its gradient slab in the store nevertheless."""
         return self._tied and unit == EMBED
 
-    def of(self, unit: str) -> torch.Tensor:
+    def of(self, unit: Unit) -> torch.Tensor:
         """Return the slot of a unit other than the embedding, with the length of the part of its gradient slab that this
         rank owns.
         """
         if unit == HEAD:
             assert self._head is not None
             return self._head
-        slot = self._outer if unit == OUTER else self._blocks[block_index(unit) % 2]
+        slot = self._outer if unit == OUTER else self._blocks[unit.block_index % 2]
         return slot[: self._length(unit)]
 
     def rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ class HostGrads:
         self._table_rows: torch.Tensor | None = None
         self._table_is_exclusive = True  # no other code has access to the embedding's gradient
 
-    def allocate(self, trainable: list[str], units: Iterable[str]) -> None:
+    def allocate(self, trainable: list[str], units: Iterable[Unit]) -> None:
         """Allocate host memory for gradients.
 
         Args:
@@ -169,7 +169,7 @@ class HostGrads:
             raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
         return grad is None
 
-    def moves(self, unit: str, source: torch.Tensor) -> list[Move]:
+    def moves(self, unit: Unit, source: torch.Tensor) -> list[Move]:
         """Return the moves that land a unit's gradients.
 
         Args:
@@ -207,7 +207,7 @@ class HostGrads:
             self._table_rows = rows
         return slice(None) if before is None else before[~torch.isin(before, rows, assume_unique=True)]
 
-    def hand_out(self, unit: str) -> None:
+    def hand_out(self, unit: Unit) -> None:
         """Record that other code may read and write a unit's gradients from now on."""
         self.squared_norms.forget(unit)
         if unit == EMBED:

@@ -20,9 +20,9 @@ from horizon_lm.engine.packed_parameters import PackedParameter
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts, ParamRef, adapter_params
-from horizon_lm.schedule.ops import OUTER
 from horizon_lm.store.precision import Precision
 from horizon_lm.store.store import Store, used_bytes
+from horizon_lm.units import OUTER
 
 TakeApart = Callable[[Any], ModelParts]
 Attach = Callable[[ModelParts, Store], Any]

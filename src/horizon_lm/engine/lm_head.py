@@ -14,7 +14,8 @@ from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.lockstep import meet
 from horizon_lm.engine.recompute import no_autocast_cache
 from horizon_lm.model.functional import in_place
-from horizon_lm.schedule.ops import HEAD, Kind
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import HEAD
 
 
 class LmHead:

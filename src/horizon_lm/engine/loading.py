@@ -32,6 +32,7 @@ from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
 from horizon_lm.store.checkpoint_loader import load_weights
 from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
 from horizon_lm.store.store import Store
+from horizon_lm.units import Unit
 
 _DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, with the values that have no effect here
@@ -449,7 +450,7 @@ def _move_in(ref: ParamRef, store: Store) -> None:
         ref.param.data = place  # frees the original memory of the parameter
 
 
-def _shapes(parts: ModelParts) -> dict[str, dict[str, torch.Size]]:
+def _shapes(parts: ModelParts) -> dict[Unit, dict[str, torch.Size]]:
     """Return the shapes of all parameters, by unit and full name."""
     return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
 

@@ -11,7 +11,8 @@ import torch
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.model.functional import in_place
-from horizon_lm.schedule.ops import OUTER, Kind
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import OUTER
 
 
 class OuterParameters:

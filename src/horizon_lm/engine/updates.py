@@ -9,7 +9,8 @@ import torch
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.errors import PartialUpdateError, StreamingError
-from horizon_lm.schedule.ops import EMBED, Kind, Op, Stream
+from horizon_lm.schedule.ops import Kind, Op, Stream
+from horizon_lm.units import EMBED, Unit
 
 
 class TableUpdate(Protocol):
@@ -43,7 +44,7 @@ class UnitOptimizer(Protocol):
         """True while gradients of an unfinished step have been applied, or are about to be applied."""
         ...
 
-    def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
+    def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
         """Return the update of these parameters of a unit. Their gradients, of the part that this rank owns, will be in
         ``grads``.
         """

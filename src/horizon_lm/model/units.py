@@ -15,7 +15,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.planning.memory import ModelSizes, PackedSizes
-from horizon_lm.schedule.ops import EMBED, HEAD, IDLE, OUTER, block, block_index, is_block
+from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
@@ -61,7 +61,7 @@ class ModelParts:
     tables: list[nn.Module]
     head: nn.Module
     final_norm: nn.Module | None
-    units: dict[str, list[ParamRef]]
+    units: dict[Unit, list[ParamRef]]
     tied: bool
     classifies: bool = False
     adapters: Mapping[int, frozenset[str]] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class ModelParts:
         trained += [adapters[r.name] for r in self.units[OUTER] if r.name in adapters and r.param.requires_grad]
         return min(trained, default=self.num_blocks)
 
-    def frozen_base(self) -> frozenset[str]:
+    def frozen_base(self) -> frozenset[Unit]:
         """Return the units without trainable weights if only adapters are trained in blocks; empty for other models."""
         blocks = {block(u) for u in range(self.num_blocks)}
         frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
@@ -267,9 +267,9 @@ def _find_units(
     tables: list[nn.Module],
     head: nn.Module,
     adapted: set[int],
-) -> tuple[dict[str, list[ParamRef]], dict[int, frozenset[str]]]:
+) -> tuple[dict[Unit, list[ParamRef]], dict[int, frozenset[str]]]:
     """Return the model's parameters by unit, in the order of the model, and the names of adapters in each block."""
-    owner: dict[int, str] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
+    owner: dict[int, Unit] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     if adapted:
         _reject_shared_modules(name, model, blocks, owner)
     owner |= {id(module): HEAD for module in head.modules()}
@@ -292,12 +292,12 @@ def _find_units(
     tied = _inside(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
     adapters: dict[int, set[str]] = {}
     names = [EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER, *([IDLE] if len(tables) > 1 else [])]
-    units: dict[str, list[ParamRef]] = {unit: [] for unit in names}
+    units: dict[Unit, list[ParamRef]] = {unit: [] for unit in names}
     for ref in refs.values():
         found = {owner.get(id(module), OUTER) for module, _ in ref.places}
-        if id(ref.param) in adapted and len(found) == 1 and is_block(*found):
+        if id(ref.param) in adapted and len(found) == 1 and (user := next(iter(found))).is_block:
             units[OUTER].append(ref)
-            adapters.setdefault(block_index(*found), set()).add(ref.name)
+            adapters.setdefault(user.block_index, set()).add(ref.name)
             continue
         is_head_weight = any(module is head and attribute == "weight" for module, attribute in ref.places)
         if found <= {EMBED, HEAD} and EMBED in found:
@@ -316,7 +316,7 @@ def _find_units(
     return units, {index: frozenset(names) for index, names in adapters.items()}
 
 
-def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: Mapping[int, str]) -> None:
+def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: Mapping[int, Unit]) -> None:
     """Raise ModelNotSupportedError if a module with parameters is in several blocks, as in some methods of PEFT."""
     inside = [(block(i), module) for i, each in enumerate(blocks) for module in each.modules()]
     shared = {

@@ -20,8 +20,8 @@ from horizon_lm.optim.moments import Moments, UnitArrays
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_settings, check_state
 from horizon_lm.optim.update_tasks import Span, StepUpdate, TableRows, compile_kernels, span_pieces
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 from horizon_lm.store.store import Store, as_array
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 class AdamW(torch.optim.Optimizer):
@@ -80,14 +80,14 @@ class AdamW(torch.optim.Optimizer):
         self._engine: Engine = model._horizon.engine
         self._store: Store = self._engine.store
         self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
-        self._arrays: dict[str, UnitArrays] = {}
+        self._arrays: dict[Unit, UnitArrays] = {}
         super().__init__(list(params) if params is not None else self._trainable(), defaults)
         if update_in_backward:
             self._engine.update_in_backward(self)
         self._engine.allocate_grads()
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
-        self.unit_grad_norms: dict[str, float] = {}
+        self.unit_grad_norms: dict[Unit, float] = {}
         self.non_finite_unit: str | None = None
         self._rejected: str | None = None
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
@@ -188,14 +188,14 @@ class AdamW(torch.optim.Optimizer):
             self._current = None
         self._engine.clear_grads()
 
-    def _present(self, unit: str) -> list[str]:
+    def _present(self, unit: Unit) -> list[str]:
         """Return the parameters of a unit that have a gradient. Other parameters are not updated, as in torch."""
         layout = self._store.units[unit].grad_layout
         if self._in_backward:
             return list(layout)
         return [name for name in layout if not self._engine.grads.is_empty(name)]
 
-    def _squared_norms(self, present: Mapping[str, list[str]]) -> dict[str, float]:
+    def _squared_norms(self, present: Mapping[Unit, list[str]]) -> dict[Unit, float]:
         """Return the sum of squares of each unit's stored gradients, read again only if landing did not compute it."""
         squared_norms = {}
         for unit, slabs in self._store.units.items():
@@ -209,7 +209,7 @@ class AdamW(torch.optim.Optimizer):
         sums = self._engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
         return dict(zip(squared_norms, sums, strict=True))
 
-    def _reject_step(self, unit: str) -> None:
+    def _reject_step(self, unit: Unit) -> None:
         """Skip a step whose gradient is not finite, or raise NonFiniteError."""
         self.non_finite_unit = unit
         reason = f"the gradient of {unit} is not finite at step {self._step + 1}"
@@ -228,7 +228,7 @@ class AdamW(torch.optim.Optimizer):
     def _start_step(self, clip: float) -> None:
         self._current = StepUpdate(self.param_groups, self._steps, self._seed, self._step + 1, clip)
 
-    def _issue_update(self, present: Mapping[str, list[str]], clip: float) -> None:
+    def _issue_update(self, present: Mapping[Unit, list[str]], clip: float) -> None:
         """Count the step, and issue the updates of all units, in the order in which the next forward pass streams them in."""
         self._engine.updates.finish()
         self._start_step(clip)
@@ -253,12 +253,12 @@ class AdamW(torch.optim.Optimizer):
         self._skipped.reset()
         self._current = None
 
-    def _spans(self, unit: str, names: Iterable[str]) -> list[Span]:
+    def _spans(self, unit: Unit, names: Iterable[str]) -> list[Span]:
         assert self._current is not None
         params = {name: self._engine.refs[name].param for name in names}
         return self._current.spans(unit, self._arrays[unit], params)
 
-    def _guard(self, unit: str) -> Callable[[], bool]:
+    def _guard(self, unit: Unit) -> Callable[[], bool]:
         """Return a check of a unit's gradient to call when its update runs; before that, the gradient may be
         incomplete.
         """
@@ -281,7 +281,7 @@ class AdamW(torch.optim.Optimizer):
     def pending(self) -> bool:
         return self._current is not None
 
-    def moves(self, unit: str, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
+    def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
         spans, record = self._spans(unit, names), self._engine.updates.partial_update.record
         return span_pieces(self._arrays[unit], spans, as_array(grads), record, self._guard(unit))
 

@@ -10,8 +10,8 @@ from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning
 from horizon_lm.kernels.gradients import squared_norm_kernel
 from horizon_lm.quantities import counted
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, block
 from horizon_lm.store.store import UnitSlabs, as_array
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 REMEDY = "Lower the learning rate, or look at the rows of this step."
 
@@ -27,7 +27,7 @@ def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:
     return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))
 
 
-def first_non_finite_unit(squared_norms: Mapping[str, float], num_blocks: int) -> str | None:
+def first_non_finite_unit(squared_norms: Mapping[Unit, float], num_blocks: int) -> Unit | None:
     """Return the first unit, in backward order, whose norm is not finite; non-finite values spread from there."""
     order = [HEAD, *map(block, reversed(range(num_blocks))), OUTER, EMBED]
     return next((unit for unit in order if not math.isfinite(squared_norms[unit])), None)

@@ -9,8 +9,8 @@ import torch
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
-from horizon_lm.schedule.ops import EMBED
 from horizon_lm.store.store import SlabLayout, Store, UnitSlabs, as_array, used_bytes
+from horizon_lm.units import EMBED, Unit
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -55,7 +55,7 @@ class Moments:
         store.num_bytes["moments"] = 2 * (
             used_bytes(own.values(), dtype) + used_bytes(own_scales.values(), torch.float32)
         )
-        self.units: dict[str, UnitMoments] = {}
+        self.units: dict[Unit, UnitMoments] = {}
         for unit, (starts, count) in scales.items():
             first, second = (arena.take(layouts[unit].numel, dtype, own[unit]) for arena in arenas)
             scale1, scale2 = (arena.take(count, torch.float32, own_scales[unit]) for arena in scale_arenas)
@@ -79,7 +79,7 @@ class Moments:
                 return starts[name] + row * -(-width // BLOCK) + rest // BLOCK
         return count
 
-    def _place_scales(self, unit: str, layout: SlabLayout) -> tuple[dict[str, int], int]:
+    def _place_scales(self, unit: Unit, layout: SlabLayout) -> tuple[dict[str, int], int]:
         """Return the index of each parameter's first scale, and the number of scales."""
         starts: dict[str, int] = {}
         count = 0
@@ -89,7 +89,7 @@ class Moments:
         return starts, count
 
     @staticmethod
-    def num_blocks(unit: str, layout: SlabLayout, name: str) -> int:
+    def num_blocks(unit: Unit, layout: SlabLayout, name: str) -> int:
         """Return the number of blocks of a parameter. Each row of the embedding starts a new block, as rows are updated
         separately.
         """
@@ -98,7 +98,7 @@ class Moments:
             return entry.shape[0] * -(-entry.shape[1] // BLOCK)
         return -(-entry.numel // BLOCK)
 
-    def state(self, unit: str, layout: SlabLayout, name: str) -> dict[str, Any]:
+    def state(self, unit: Unit, layout: SlabLayout, name: str) -> dict[str, Any]:
         """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
         moments = self.units[unit]
         views: dict[str, Any] = {
@@ -122,7 +122,7 @@ class UnitArrays:
         modes: names of the weight, moment and gradient formats, which select the kernel.
     """
 
-    def __init__(self, store: Store, unit: str, moments: Moments) -> None:
+    def __init__(self, store: Store, unit: Unit, moments: Moments) -> None:
         slabs, own = store.units[unit], moments.units[unit]
         self.layout, self.grad_layout = slabs.layout, slabs.grad_layout
         self.own, self.own_grads = slabs.own, slabs.own_grads

@@ -19,6 +19,7 @@ from horizon_lm.engine.updates import TableGrads
 from horizon_lm.kernels.adamw import Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.moments import UnitArrays
 from horizon_lm.store.store import as_array
+from horizon_lm.units import Unit
 
 _PIECE_ELEMENTS = (
     1 << 19
@@ -93,7 +94,7 @@ class StepUpdate:
         self._steps, self._seed, self._step, self._clip = steps, seed, step, clip
         self.stepped: list[torch.nn.Parameter] = []
 
-    def spans(self, unit: str, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter]) -> list[Span]:
+    def spans(self, unit: Unit, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter]) -> list[Span]:
         """Group parameters of a unit into spans, leaving out parameters that the optimizer does not train."""
         order = {name: number for number, name in enumerate(arrays.layout)}
         spans: list[tuple[list[str], Scalars]] = []
@@ -112,7 +113,7 @@ class StepUpdate:
         return [Span(*span) for span in spans]
 
 
-def noise_key(seed: int, step: int, unit: str) -> int:
+def noise_key(seed: int, step: int, unit: Unit) -> int:
     """Return a key that differs by step and unit. The noise of an element depends on the key and on its position in the
     slab.
     """

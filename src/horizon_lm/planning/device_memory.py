@@ -10,8 +10,9 @@ from horizon_lm.planning.outline import Footprint, Linear
 from horizon_lm.planning.request import ForwardBatch
 from horizon_lm.planning.residency import Working
 from horizon_lm.planning.step import Step
-from horizon_lm.schedule.ops import HEAD, Kind, Stream, block_index, is_block
+from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Span
+from horizon_lm.units import HEAD
 
 
 def working(
@@ -155,9 +156,9 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
             continue
         if span.op.unit == HEAD:
             changes += [(span.start, needed.head), (span.end, -needed.head)]
-        if not is_block(span.op.unit):
+        if not span.op.unit.is_block:
             continue
-        index = block_index(span.op.unit)
+        index = span.op.unit.block_index
         stays = step.boundary if index >= max(first, num_blocks - residency.boundaries) else 0
         graph = needed.graphs[index]
         stays += graph if index >= max(first, num_blocks - residency.graphs) else 0

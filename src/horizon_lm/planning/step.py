@@ -18,8 +18,9 @@ from horizon_lm.planning.outline import ModelOutline, Work
 from horizon_lm.planning.request import FixedSettings
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import EMBED, HEAD, OUTER, UPDATES, Kind, Op, Pass, Stream, block, block_index, is_block
+from horizon_lm.schedule.ops import UPDATES, Kind, Op, Pass, Stream
 from horizon_lm.schedule.simulate import Rates
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 FUSED = 0.4
 """Share of elementwise traffic that remains when compiled blocks fuse chains of operations: an assumption."""
@@ -168,7 +169,7 @@ class Step:
         return [save, forward, *([build.save_table(self.layout)] if table else []), *others]
 
     @property
-    def saved_units(self) -> list[str]:
+    def saved_units(self) -> list[Unit]:
         """The units of a checkpoint: all that have slabs, or only the trained ones if the base of adapters is frozen."""
         sizes = self.outline.trained if self.outline.base_is_frozen else self.outline.sizes
         units = [EMBED, *map(block, range(self.outline.num_blocks)), *([] if sizes.tied else [HEAD]), OUTER]
@@ -187,12 +188,12 @@ class Step:
 _OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE)
 
 
-def _sizes_of(unit: str, sizes: ModelSizes) -> Sequence[int]:
+def _sizes_of(unit: Unit, sizes: ModelSizes) -> Sequence[int]:
     if unit == EMBED:
         return sizes.table
     if unit == HEAD:
         return sizes.head
-    return sizes.outer if unit == OUTER else sizes.blocks[block_index(unit)]
+    return sizes.outer if unit == OUTER else sizes.blocks[unit.block_index]
 
 
 class StepCost:
@@ -238,8 +239,8 @@ class StepCost:
         ranks = self._settings.shard.count
         elements = self._elements(op.unit, self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes)
         packed, decoded = 0, 0  # bytes of codes and scales, and elements of what they are decoded to
-        if is_block(op.unit) and op.kind in (Kind.STREAM_IN, Kind.GATHER):
-            quantized = self._outline.sizes.packed_of(block_index(op.unit))
+        if op.unit.is_block and op.kind in (Kind.STREAM_IN, Kind.GATHER):
+            quantized = self._outline.sizes.packed_of(op.unit.block_index)
             packed, decoded = quantized.num_bytes, sum(quantized.tensors)
         if op.kind == Kind.GATHER:
             received = ((elements - decoded) * self._outline.compute_bytes + packed) * (ranks - 1) / ranks
@@ -257,12 +258,12 @@ class StepCost:
         # A GPU decodes a part while the next one crosses the link.
         return moved + decoding if hardware.on_host else max(moved, decoding)
 
-    def _elements(self, unit: str, sizes: ModelSizes) -> int:
+    def _elements(self, unit: Unit, sizes: ModelSizes) -> int:
         if unit == EMBED:
             return self._step.table_rows * sizes.hidden
         return sum(_sizes_of(unit, sizes))
 
-    def _summed_bytes(self, unit: str) -> int:
+    def _summed_bytes(self, unit: Unit) -> int:
         """Return the bytes of an element of a unit's gradients on the device, where ranks sum them."""
         settings = self._settings
         if unit == HEAD:
@@ -286,7 +287,7 @@ class StepCost:
 
     # Checkpoints
 
-    def _saved(self, unit: str) -> int:
+    def _saved(self, unit: Unit) -> int:
         """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
         settings, sizes = self._settings, self._outline.sizes
         per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
@@ -312,7 +313,7 @@ class StepCost:
             return moved / self._hardware.device_bandwidth if op.unit == EMBED else 0.0
         if op.unit == HEAD:
             return self._seconds(self._head(op), compiled=False)
-        index = block_index(op.unit)
+        index = op.unit.block_index
         kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
         has_graph = index >= self._outline.num_blocks - self._settings.residency.graphs
         key = (op.kind, kind, has_graph)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.step import Step, StepCost, rates
-from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Pass, Stream, is_block
+from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Pass, Stream
 from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
 from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
 
@@ -196,7 +196,7 @@ def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates
     """
     in_backward = step.settings.update_in_backward
     loaded, gathered = (
-        sum(cost(op) for op in passes[0].ops if op.kind == kind and is_block(op.unit))
+        sum(cost(op) for op in passes[0].ops if op.kind == kind and op.unit.is_block)
         for kind in (Kind.STREAM_IN, Kind.GATHER)
     )
     updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)

@@ -9,21 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from horizon_lm.schedule.ops import (
-    EMBED,
-    HEAD,
-    OUTER,
-    Buf,
-    Buffer,
-    Kind,
-    Op,
-    Pass,
-    Stream,
-    block,
-    block_index,
-    is_block,
-)
+from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Pass, Stream
 from horizon_lm.schedule.waits import derive_waits
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 _CACHED = 32  # cached passes of each kind: deriving the waits of a deep model takes tens of milliseconds
 
@@ -71,26 +59,26 @@ class Layout:
         return Buffer(Buf.RESIDENT, index) if self.is_resident(index) else Buffer(Buf.WEIGHTS, index % 2)
 
 
-def _host(kind: Buf, unit: str, layout: Layout) -> Buffer:
+def _host(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
     return Buffer(kind, EMBED if unit == HEAD and layout.tied else unit)
 
 
-def _stream_in(unit: str, into: Buffer, layout: Layout) -> list[Op]:
+def _stream_in(unit: Unit, into: Buffer, layout: Layout) -> list[Op]:
     """Return the copy of a unit to the device and, with several ranks, its gathering there."""
-    packed = (Buffer(Buf.PACKED, block_index(unit) % 2),) if layout.packed and is_block(unit) else ()
+    packed = (Buffer(Buf.PACKED, unit.block_index % 2),) if layout.packed and unit.is_block else ()
     buffers = (into, *packed)
     copy = Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), buffers)
     return [copy, *([Op(Kind.GATHER, unit, Stream.COLLECTIVE, buffers, buffers)] if layout.sharded else [])]
 
 
-def _landing(unit: str, layout: Layout) -> Buffer:
+def _landing(unit: Unit, layout: Layout) -> Buffer:
     """Return the host buffer in which a unit's gradients land."""
     if not layout.update_in_backward or (layout.tied and unit in (EMBED, HEAD)):
         return _host(Buf.HOST_GRADS, unit, layout)
-    return Buffer(Buf.HOST_LANDING, block_index(unit) % 2 if is_block(unit) else unit)
+    return Buffer(Buf.HOST_LANDING, unit.block_index % 2 if unit.is_block else unit)
 
 
-def _stream_out(unit: str, source: Buffer, layout: Layout) -> list[Op]:
+def _stream_out(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
     """Return the landing of a gradient, after the gradients of several ranks are summed, and, in the backward pass, its
     update. The table is updated in the next forward pass.
     """
@@ -104,12 +92,12 @@ def _stream_out(unit: str, source: Buffer, layout: Layout) -> list[Op]:
     return ops
 
 
-def _update(unit: str, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
+def _update(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
     weights = _host(Buf.HOST_WEIGHTS, unit, layout)
     return Op(kind, unit, stream, (_landing(unit, layout), weights), (weights,))
 
 
-def _compute(kind: Kind, unit: str, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...] = ()) -> Op:
+def _compute(kind: Kind, unit: Unit, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...] = ()) -> Op:
     # The model's code runs between our operations and may read outer parameters at any time.
     return Op(kind, unit, Stream.COMPUTE, (*reads, Buffer(Buf.OUTER)), writes)
 
@@ -254,18 +242,18 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
     return Pass("backward", derive_waits(ops))
 
 
-def update(layout: Layout, units: Iterable[str]) -> Pass:
+def update(layout: Layout, units: Iterable[Unit]) -> Pass:
     """Return the optimizer's pass over these units in this order, which is that of the next forward pass."""
     return _update_pass(layout, tuple(units))
 
 
 @lru_cache(_CACHED)
-def _update_pass(layout: Layout, units: tuple[str, ...]) -> Pass:
+def _update_pass(layout: Layout, units: tuple[Unit, ...]) -> Pass:
     ops = [_update(unit, layout) for unit in units]
     return Pass("update", derive_waits(ops))
 
 
-def save(layout: Layout, units: Iterable[str]) -> Pass:
+def save(layout: Layout, units: Iterable[Unit]) -> Pass:
     """Return the pass that writes a checkpoint, after an update and before the next step.
 
     The update of a unit in the next step waits until the unit is saved, so units are saved in the order of these updates.
@@ -279,7 +267,7 @@ def save(layout: Layout, units: Iterable[str]) -> Pass:
 
 
 @lru_cache(_CACHED)
-def _save_pass(layout: Layout, units: frozenset[str]) -> Pass:
+def _save_pass(layout: Layout, units: frozenset[Unit]) -> Pass:
     blocks = [block(u) for u in range(layout.num_blocks)]
     # Rows of the table are updated by the forward pass that follows the next updates.
     order = [HEAD, *reversed(blocks), OUTER, EMBED] if layout.update_in_backward else [OUTER, *blocks, HEAD, EMBED]
@@ -292,5 +280,5 @@ def save_table(layout: Layout) -> Pass:
     return Pass("save", derive_waits([_save(EMBED, layout)]))
 
 
-def _save(unit: str, layout: Layout) -> Op:
+def _save(unit: Unit, layout: Layout) -> Op:
     return Op(Kind.SAVE, unit, Stream.DISK, (_host(Buf.HOST_WEIGHTS, unit, layout),))

@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from horizon_lm.errors import HorizonError
+from horizon_lm.units import Unit
 
 
 class _Word(StrEnum):
@@ -137,7 +138,7 @@ class Op:
     """An operation: its kind and unit, its stream, the buffers that it accesses, and its waits."""
 
     kind: Kind
-    unit: str
+    unit: Unit
     stream: Stream
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
@@ -185,22 +186,3 @@ def uses(op: Op) -> tuple[LastUse, ...]:
 
 class ScheduleError(HorizonError, AssertionError):
     """A schedule would race, deadlock or read the wrong unit. This is an internal error, never the user's."""
-
-
-def block(index: int) -> str:
-    """Return the unit name of the decoder block at ``index``."""
-    return f"block{index}"
-
-
-def block_index(unit: str) -> int:
-    """Return the index of the decoder block in a unit's name."""
-    return int(unit.removeprefix("block"))
-
-
-def is_block(unit: str) -> bool:
-    """Return whether a unit is a decoder block."""
-    return unit.startswith("block")
-
-
-EMBED, HEAD, OUTER = "embed", "head", "outer"
-IDLE = "idle"  # embedding tables that are not trained, of which rows are read, beside one that is; in no schedule

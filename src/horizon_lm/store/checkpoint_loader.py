@@ -13,12 +13,12 @@ from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
 from horizon_lm.model.hub import require_finite
 from horizon_lm.model.quantization import quantization_of
 from horizon_lm.model.units import ModelParts, ParamRef
-from horizon_lm.schedule.ops import HEAD
 from horizon_lm.store.buffers import fill_buffer
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
 from horizon_lm.store.store import Store
+from horizon_lm.units import HEAD
 
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # saved by old versions of transformers, now computed
 

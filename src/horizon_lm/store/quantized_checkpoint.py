@@ -21,9 +21,9 @@ from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.hub import require_finite
 from horizon_lm.model.quantization import expected_codecs, matrix_codec
 from horizon_lm.model.units import ModelParts
-from horizon_lm.schedule.ops import block
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
+from horizon_lm.units import block
 
 _STATE = ".quant_state.bitsandbytes__"
 _LONGEST_STATE = 4096  # bytes of a description of a weight; published ones have about 200

@@ -16,9 +16,9 @@ from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
 from horizon_lm.errors import StreamingError
 from horizon_lm.quantities import page_aligned
-from horizon_lm.schedule.ops import EMBED, OUTER
 from horizon_lm.shards import WHOLE, Shard
 from horizon_lm.store.precision import Precision, join_master, split_master
+from horizon_lm.units import EMBED, OUTER, Unit
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _HUGE_PAGE = 2 * 2**20
@@ -272,10 +272,10 @@ class Store:
 
     def __init__(
         self,
-        shapes: Mapping[str, Mapping[str, torch.Size]],
+        shapes: Mapping[Unit, Mapping[str, torch.Size]],
         precision: Precision,
-        frozen: Collection[str] = (),
-        kept: Mapping[str, UnitSlabs] | None = None,
+        frozen: Collection[Unit] = (),
+        kept: Mapping[Unit, UnitSlabs] | None = None,
         codecs: Mapping[str, Codec] | None = None,
         shard: Shard = WHOLE,
     ) -> None:
@@ -288,7 +288,7 @@ class Store:
         self.source_dtypes: dict[str, torch.dtype] = {}
         self.source_buffers: dict[str, torch.Tensor] = {}
         self.decoded_dtypes: dict[str, torch.dtype] = {}  # of weights that were read quantized
-        self.fill: Callable[[str], None] | None = None  # fetches the ranges of a unit that other ranks own
+        self.fill: Callable[[Unit], None] | None = None  # fetches the ranges of a unit that other ranks own
         self.version = 0  # version of the weights, incremented by every update
         self.block_version = 0  # the same for weights of blocks, which an update of adapters leaves as they are
         self.has_grads = False
@@ -315,7 +315,7 @@ class Store:
     def _codecs_of(self, names: Iterable[str]) -> dict[str, Codec]:
         return {name: self.codecs[name] for name in names if name in self.codecs}
 
-    def _allocate(self, units: Sequence[str]) -> None:
+    def _allocate(self, units: Sequence[Unit]) -> None:
         """Allocate the weights of these units, and their low halves if the precision has them and they may be trained."""
         dtype = self.precision.weight_dtype
         split = [unit for unit in units if self.precision.low_half and unit not in self.frozen]
@@ -333,10 +333,10 @@ class Store:
 
     def extended(
         self,
-        shapes: Mapping[str, Mapping[str, torch.Size]],
+        shapes: Mapping[Unit, Mapping[str, torch.Size]],
         old_names: Mapping[str, str],
         precision: Precision,
-        frozen: Collection[str],
+        frozen: Collection[Unit],
     ) -> "Store":
         """Return the store of the same model with more parameters. Units without new parameters keep their memory.
 
@@ -367,7 +367,7 @@ class Store:
         """Return an arena that holds exactly one slab for each of these numbers of elements."""
         return Arena(sum(page_aligned(numel * dtype.itemsize) for numel in sizes), sparse=not self.shard.is_whole)
 
-    def allocate_grads(self, trainable: Iterable[str], units: Collection[str]) -> None:
+    def allocate_grads(self, trainable: Iterable[str], units: Collection[Unit]) -> None:
         """Allocate gradient slabs of these units for these parameters, given by full name.
 
         Gradients can be allocated only once, because the slots and moments of all units have the same layout.
@@ -403,7 +403,7 @@ class Store:
             )
 
     @contextmanager
-    def whole(self, unit: str) -> Iterator[None]:
+    def whole(self, unit: Unit) -> Iterator[None]:
         """Context manager: read a whole unit, of which other ranks own parts. Afterwards their memory is given back.
 
         Raises:

@@ -11,13 +11,14 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
 from horizon_lm.disk import Disk, write_file
 from horizon_lm.training.bad_rows import BadRows
+from horizon_lm.units import Unit
 
 _MOST_TOKENS = 65536  # of a file, which then has about two megabytes
 _MOST_FILES = 100  # of a run
 
 
 def save_bad_batch(
-    folder: Path, step: int, batch: Batch, tokenizer: Any, problem: str, unit: str | None, bad: BadRows | None
+    folder: Path, step: int, batch: Batch, tokenizer: Any, problem: str, unit: Unit | None, bad: BadRows | None
 ) -> Path | None:
     """Write the rows of a step, those that cause the problem first. Return the file; None if the folder is full.
 

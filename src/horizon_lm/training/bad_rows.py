@@ -10,7 +10,7 @@ import torch
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
 from horizon_lm.objective.base import CustomObjective, Objective
-from horizon_lm.schedule.ops import EMBED, HEAD, block
+from horizon_lm.units import EMBED, HEAD, Unit, block
 
 _MOST_SHOWN = 8
 _MOST_PASSES = 32  # over the model; one bad row among 64 takes 13
@@ -32,7 +32,7 @@ class BadRows:
     micro_batches: Sequence[int]
     num_micro_batches: int
     is_complete: bool
-    unit: str | None = None
+    unit: Unit | None = None
 
     def describe(self, places: Sequence[str]) -> str:
         """Return a sentence about the rows, whose ``places`` are those of the whole batch."""
@@ -133,12 +133,12 @@ def _gradient_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
     return all(math.isfinite(engine.grads.squared_norms.of(unit) or 0.0) for unit in engine.store.units)
 
 
-def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> str:
+def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> Unit:
     """Return the first unit of a forward whose output for a token is not finite: the head, if no block's is."""
     mask = batch.attention_mask
-    found: list[str] = []
+    found: list[Unit] = []
 
-    def check(unit: str, hidden: Any) -> None:
+    def check(unit: Unit, hidden: Any) -> None:
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # (B, T, H)
         finite = torch.isfinite(hidden).all(-1).cpu()
         if mask is not None and mask.shape == finite.shape:

@@ -14,6 +14,7 @@ from horizon_lm.training.bad_rows import BadRows, find_bad_rows
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_dir import RunDir
+from horizon_lm.units import Unit
 
 _MOST_SEARCHES = 10  # in a run that skips such steps: a search takes as long as a few steps
 
@@ -70,7 +71,7 @@ class NonFinite:
             problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
             self.reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {shown_places(batch)}")
 
-    def _explain(self, unit: str | None, step: int, batch: Batch) -> tuple[str, str]:
+    def _explain(self, unit: Unit | None, step: int, batch: Batch) -> tuple[str, str]:
         """Return what is not finite, and sentences about its rows and the file in which they were saved."""
         bad = self._search(batch, with_gradient=math.isfinite(self._loss))
         if math.isfinite(self._loss):
