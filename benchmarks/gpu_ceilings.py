@@ -26,7 +26,7 @@ from horizon_lm.engine.options import open_device
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.plan import make_plan
 from horizon_lm.planning.request import Limit, Machine, Request
-from horizon_lm.store.store import Arena
+from horizon_lm.store.arena import Arena
 
 _ROUNDS = 5
 _PLANNED = ("qwen2.5-3b", "qwen2.5-7b")

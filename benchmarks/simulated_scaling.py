@@ -22,7 +22,7 @@ from horizon_lm.preflight.this_machine import other_machine
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.schedule.simulate import step_seconds, without
-from horizon_lm.shards import Shard
+from horizon_lm.slabs import Shard
 
 DATE = "2026-11-25"
 LENGTH = 4096

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from horizon_lm.distributed.collectives import Group, Reduce
 from horizon_lm.distributed.mesh import Mesh
-from horizon_lm.shards import Shard
+from horizon_lm.slabs import Shard
 from tests.distributed.pool import Pool
 
 

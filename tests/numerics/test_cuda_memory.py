@@ -19,7 +19,7 @@ from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.errors import PageLockWarning
-from horizon_lm.store.store import Arena
+from horizon_lm.store.arena import Arena
 from tests import families
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 from tests.thinning import thinned

@@ -23,7 +23,7 @@ from horizon_lm.kernels.bits import F32, U32, kernel, mix, nearest, stochastic
 from horizon_lm.kernels.gradients import landing_kernel, squared_norm_kernel
 from horizon_lm.kernels.gradients import rows_kernel as landing_rows_kernel
 from horizon_lm.optim.update_tasks import Hyperparameters
-from horizon_lm.store.store import as_array
+from horizon_lm.store.arena import as_array
 from tests.thinning import thinned
 
 WEIGHTS, MOMENTS, GRADS = ("float32", "bf16", "fp32_master"), ("float32", "bfloat16", "8bit"), ("float32", "bfloat16")

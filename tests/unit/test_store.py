@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 import horizon_lm
 from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.store.arena import Arena
 from horizon_lm.store.precision import join_master, split_master
-from horizon_lm.store.store import Arena, SlabLayout
+from horizon_lm.store.unit_slabs import SlabLayout
 from tests import families
 from tests.storages import StorageMeter
 from tests.thinning import thinned

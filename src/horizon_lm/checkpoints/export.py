@@ -20,11 +20,11 @@ from horizon_lm.model import hub
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
-from horizon_lm.shards import WHOLE
+from horizon_lm.slabs import WHOLE
 from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_writer import save_pretrained
 from horizon_lm.store.precision import join_master
-from horizon_lm.store.store import SlabLayout
+from horizon_lm.store.unit_slabs import SlabLayout
 from horizon_lm.units import Unit
 
 _OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.yaml", "plan.json")

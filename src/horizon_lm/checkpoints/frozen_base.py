@@ -13,7 +13,8 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import borrowing, is_lender, lend
 from horizon_lm.errors import ConfigError
 from horizon_lm.resources import usable_cores
-from horizon_lm.store.store import Store, as_array
+from horizon_lm.store.arena import as_array
+from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
 
 # By store: the version of its blocks, and the hashes of then. A base changes only if other code writes it.

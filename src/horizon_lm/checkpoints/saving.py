@@ -27,7 +27,9 @@ from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder, write_file
 from horizon_lm.errors import first_line
 from horizon_lm.optim.moments import Moments
-from horizon_lm.store.store import SlabLayout, Store
+from horizon_lm.slabs import num_scales
+from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import SlabLayout
 from horizon_lm.units import Unit
 
 STATE = "training_state.json"
@@ -51,7 +53,8 @@ def unit_file(store: Store, moments: Moments | None, unit: Unit) -> UnitFile:
         used.append((LOW, slabs.low, _parts(slabs.layout), slabs.own))
     if moments is not None:
         own, layout = moments.units[unit], slabs.grad_layout
-        scales = {name: Part(s, (moments.num_blocks(unit, layout, name),)) for name, s in own.scale_starts.items()}
+        counts = {name: num_scales(layout.entries[name].numel, slabs.row) for name in own.scale_starts}
+        scales = {name: Part(own.scale_starts[name], (count,)) for name, count in counts.items()}
         used += [
             (".exp_avg", own.first, _parts(layout), slabs.own_grads),
             (".exp_avg_sq", own.second, _parts(layout), slabs.own_grads),

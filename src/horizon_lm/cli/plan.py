@@ -25,7 +25,7 @@ from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.this_machine import other_machine, this_machine
 from horizon_lm.quantities import counted, parse_bytes
-from horizon_lm.shards import WHOLE, Shard
+from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.loop import Intervals
 from horizon_lm.training.ranks import mesh_shape, reject_unsupported

@@ -10,7 +10,7 @@ import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.constants import PACKED_ALIGNMENT
-from horizon_lm.shards import WHOLE, Shard
+from horizon_lm.slabs import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
-from horizon_lm.store.store import Arena, as_array
+from horizon_lm.store.arena import Arena, as_array
 
 _PACKED_BYTES = 1 << 19  # codes and scales that one thread decodes: a millisecond of work
 _ROWS_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work

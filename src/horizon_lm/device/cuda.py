@@ -19,7 +19,7 @@ from horizon_lm.device.transfers import Link
 from horizon_lm.errors import ConfigError, PageLockWarning
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.schedule.ops import Stream
-from horizon_lm.store.store import Arena
+from horizon_lm.store.arena import Arena
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.doctor.timing import Rounds
-from horizon_lm.store.store import Arena
+from horizon_lm.store.arena import Arena
 
 # Number of tokens, input width and output width of each projection.
 _CPU_PRODUCTS = ((1024, 576, 1536), (1024, 1536, 576), (1024, 2048, 2048))

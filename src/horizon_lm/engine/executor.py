@@ -65,7 +65,8 @@ from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.planning.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Op, Pass, Stream
-from horizon_lm.store.store import Store, UnitSlabs
+from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import UnitSlabs
 from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
 

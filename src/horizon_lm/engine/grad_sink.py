@@ -8,7 +8,7 @@ import torch
 
 from horizon_lm.engine.executor import Engine
 from horizon_lm.errors import StreamingError
-from horizon_lm.store.store import SlabLayout
+from horizon_lm.store.unit_slabs import SlabLayout
 from horizon_lm.units import OUTER, block
 
 

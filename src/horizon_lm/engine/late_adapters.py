@@ -20,8 +20,9 @@ from horizon_lm.engine.packed_parameters import PackedParameter
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts, ParamRef, adapter_params
+from horizon_lm.slabs import used_bytes
 from horizon_lm.store.precision import Precision
-from horizon_lm.store.store import Store, used_bytes
+from horizon_lm.store.store import Store
 from horizon_lm.units import OUTER
 
 TakeApart = Callable[[Any], ModelParts]
@@ -172,5 +173,5 @@ def _drop_empty_low_halves(store: Store, mesh: Mesh | None) -> None:
         return
     for each in found:
         assert each.low is not None
-        store.num_bytes["low_halves"] -= used_bytes([each.own], each.low.dtype)
+        store.num_bytes["low_halves"] -= used_bytes([each.own], each.low.dtype.itemsize)
         each.low = None

@@ -16,7 +16,7 @@ from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import VALUES, Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.kernels.bits import F32, U32, float_of, inlined, kernel, nearest, widen
-from horizon_lm.store.store import as_array
+from horizon_lm.store.arena import as_array
 
 Components = Mapping[str, torch.Tensor]
 

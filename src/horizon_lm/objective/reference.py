@@ -18,7 +18,8 @@ from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import evaluation_mode, without_adapters
 from horizon_lm.objective.dpo import answer_logprobs
 from horizon_lm.resources import usable_cores
-from horizon_lm.store.store import UnitSlabs, as_array
+from horizon_lm.store.arena import as_array
+from horizon_lm.store.unit_slabs import UnitSlabs
 
 _MAGIC = b"HLMPAIR1"
 _RECORD = np.dtype([("pair", "<f4", 2), ("checksum", "<u8")])

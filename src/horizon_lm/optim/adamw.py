@@ -20,7 +20,8 @@ from horizon_lm.optim.moments import Moments, UnitArrays
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_settings, check_state
 from horizon_lm.optim.update_tasks import Span, StepUpdate, TableRows, compile_kernels, span_pieces
 from horizon_lm.schedule import build
-from horizon_lm.store.store import Store, as_array
+from horizon_lm.store.arena import as_array
+from horizon_lm.store.store import Store
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
@@ -317,7 +318,7 @@ class AdamW(torch.optim.Optimizer):
             unit = self._store.unit_of[name]
             slabs = self._store.units[unit]
             if name in slabs.grad_layout:
-                self.state[param] = {"step": torch.tensor(0.0), **self._moments.state(unit, slabs.grad_layout, name)}
+                self.state[param] = {"step": torch.tensor(0.0), **self._moments.state(unit, slabs, name)}
                 if slabs.low is not None:
                     self.state[param][LOW_HALF] = slabs.layout.view(slabs.low, name)
                 self._steps[param] = 0

@@ -10,7 +10,8 @@ from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning
 from horizon_lm.kernels.gradients import squared_norm_kernel
 from horizon_lm.quantities import counted
-from horizon_lm.store.store import UnitSlabs, as_array
+from horizon_lm.store.arena import as_array
+from horizon_lm.store.unit_slabs import UnitSlabs
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 REMEDY = "Lower the learning rate, or look at the rows of this step."

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
-from horizon_lm.store.store import SlabLayout, Store, UnitSlabs, as_array, used_bytes
-from horizon_lm.units import EMBED, Unit
+from horizon_lm.slabs import num_scales, scale_at, used_bytes
+from horizon_lm.store.arena import as_array
+from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import UnitSlabs
+from horizon_lm.units import Unit
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -47,13 +49,13 @@ class Moments:
         self.kind = kind
         dtype = _DTYPES[kind]
         layouts = {unit: slabs.grad_layout for unit, slabs in store.units.items()}
-        scales = {unit: self._place_scales(unit, layout) for unit, layout in layouts.items()}
+        scales = {unit: self._place_scales(slabs) for unit, slabs in store.units.items()}
         own = {unit: slabs.own_grads for unit, slabs in store.units.items()}
-        own_scales = {unit: self._own_scales(store.units[unit], *placed) for unit, placed in scales.items()}
+        own_scales = {unit: self._own_scales(slabs) for unit, slabs in store.units.items()}
         arenas = [store.new_arena([layout.numel for layout in layouts.values()], dtype) for _ in range(2)]
         scale_arenas = [store.new_arena([count for _, count in scales.values()], torch.float32) for _ in range(2)]
         store.num_bytes["moments"] = 2 * (
-            used_bytes(own.values(), dtype) + used_bytes(own_scales.values(), torch.float32)
+            used_bytes(own.values(), dtype.itemsize) + used_bytes(own_scales.values(), torch.float32.itemsize)
         )
         self.units: dict[Unit, UnitMoments] = {}
         for unit, (starts, count) in scales.items():
@@ -61,53 +63,32 @@ class Moments:
             scale1, scale2 = (arena.take(count, torch.float32, own_scales[unit]) for arena in scale_arenas)
             self.units[unit] = UnitMoments(first, second, scale1, scale2, starts, own_scales[unit])
 
-    def _own_scales(self, slabs: UnitSlabs, starts: dict[str, int], count: int) -> slice:
+    def _own_scales(self, slabs: UnitSlabs) -> slice:
         """Return the range of a unit's scales that belongs to this rank's range of its moments."""
-        own = slabs.own_grads
-        if slabs.shard.is_whole or not count:
-            return slice(0, count)
-        return slice(self._scale_at(slabs, starts, own.start, count), self._scale_at(slabs, starts, own.stop, count))
+        if self.kind != "8bit":
+            return slice(0, 0)
+        tensors, own = slabs.grad_layout.numels, slabs.own_grads
+        return slice(scale_at(tensors, own.start, slabs.row), scale_at(tensors, own.stop, slabs.row))
 
-    def _scale_at(self, slabs: UnitSlabs, starts: dict[str, int], offset: int, count: int) -> int:
-        """Return the index of the scale of the block that begins at an offset of the moments' slab, or after it."""
-        for name, entry in slabs.grad_layout.entries.items():
-            before = offset - entry.offset
-            if before < entry.numel:
-                blocks, width = (entry.shape[0], entry.shape[1]) if slabs.is_table else (1, entry.numel)
-                row, rest = divmod(max(0, before), width)
-                assert row < blocks
-                return starts[name] + row * -(-width // BLOCK) + rest // BLOCK
-        return count
-
-    def _place_scales(self, unit: Unit, layout: SlabLayout) -> tuple[dict[str, int], int]:
+    def _place_scales(self, slabs: UnitSlabs) -> tuple[dict[str, int], int]:
         """Return the index of each parameter's first scale, and the number of scales."""
         starts: dict[str, int] = {}
         count = 0
-        for name in layout if self.kind == "8bit" else ():
+        for name, entry in slabs.grad_layout.entries.items() if self.kind == "8bit" else ():
             starts[name] = count
-            count += self.num_blocks(unit, layout, name)
+            count += num_scales(entry.numel, slabs.row)
         return starts, count
 
-    @staticmethod
-    def num_blocks(unit: Unit, layout: SlabLayout, name: str) -> int:
-        """Return the number of blocks of a parameter. Each row of the embedding starts a new block, as rows are updated
-        separately.
-        """
-        entry = layout.entries[name]
-        if unit == EMBED:
-            return entry.shape[0] * -(-entry.shape[1] // BLOCK)
-        return -(-entry.numel // BLOCK)
-
-    def state(self, unit: Unit, layout: SlabLayout, name: str) -> dict[str, Any]:
+    def state(self, unit: Unit, slabs: UnitSlabs, name: str) -> dict[str, Any]:
         """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
-        moments = self.units[unit]
+        moments, layout = self.units[unit], slabs.grad_layout
         views: dict[str, Any] = {
             "exp_avg": layout.view(moments.first, name),
             "exp_avg_sq": layout.view(moments.second, name),
         }
         if self.kind == "8bit":
             start = moments.scale_starts[name]
-            stop = start + self.num_blocks(unit, layout, name)
+            stop = start + num_scales(layout.entries[name].numel, slabs.row)
             views["exp_avg_scale"] = moments.scale1[start:stop]
             views["exp_avg_sq_scale"] = moments.scale2[start:stop]
         return views

@@ -18,7 +18,7 @@ from horizon_lm.device.transfers import Link, Move
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.kernels.adamw import Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.moments import UnitArrays
-from horizon_lm.store.store import as_array
+from horizon_lm.store.arena import as_array
 from horizon_lm.units import Unit
 
 _PIECE_ELEMENTS = (

@@ -1,11 +1,10 @@
 """Sizes of the engine's device buffers and of the store's host memory, computed from the sizes of a model's units."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horizon_lm.constants import COLLECTIVE_BYTES, MOMENT_BLOCK, PACKED_ALIGNMENT, PAGE, SLAB_ALIGNMENT
-from horizon_lm.quantities import page_aligned
-from horizon_lm.shards import WHOLE, Shard
+from horizon_lm.constants import COLLECTIVE_BYTES, PACKED_ALIGNMENT
+from horizon_lm.slabs import WHOLE, Shard, UnitCuts, scale_at, slab_elements, used_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,34 +102,17 @@ class BufferSettings:
     shard: Shard = WHOLE
 
 
-def slab_elements(tensors: Sequence[int]) -> int:
-    """Return the number of elements of a slab for tensors of these sizes."""
-    return sum(-(-numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT for numel in tensors)
-
-
-def _table_elements(tensors: Sequence[int], shard: Shard) -> int:
-    """Return the number of elements of a table's slab that are cut: between rows, so without padding at its end."""
-    return slab_elements(tensors) if shard.is_whole else sum(tensors)
-
-
-def slot_elements(tensors: Sequence[int], shard: Shard, row: int | None = None, packed: Sequence[int] = ()) -> int:
-    """Return the number of elements of a slot, which several ranks fill in equal parts, except for quantized tensors.
-
-    Args:
-        tensors: elements of each tensor.
-        shard: the ranks.
-        row: elements of a row, for a table.
-        packed: those of the tensors that are quantized.
-    """
-    numel = slab_elements(tensors) - slab_elements(packed) if row is None else _table_elements(tensors, shard)
-    return max(slab_elements(tensors), shard.count * shard.chunk(numel, row or SLAB_ALIGNMENT))
-
-
 def block_slots(sizes: ModelSizes, shard: Shard) -> list[int]:
     """Return the number of elements of each block's slot."""
+    return [cuts.slot_numel for cuts in _cuts(sizes, shard)[1 : 1 + len(sizes.blocks)]]
+
+
+def _cuts(sizes: ModelSizes, shard: Shard) -> list[UnitCuts]:
+    """Return the places at which the slabs of each unit are cut."""
+    packed = {1 + index: each.tensors for index, each in enumerate(sizes.packed)}
     return [
-        slot_elements(tensors, shard, packed=sizes.packed_of(index).tensors)
-        for index, tensors in enumerate(sizes.blocks)
+        UnitCuts(tensors, packed.get(number, ()), None if number else sizes.hidden, shard)
+        for number, tensors in enumerate(sizes.units)
     ]
 
 
@@ -153,8 +135,8 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     shard = settings.shard
     slots = block_slots(sizes, shard)
     largest = max(slots)
-    head = slot_elements(sizes.head, shard, sizes.hidden if sizes.tied else None)
-    outer = slot_elements(sizes.outer, shard)
+    head = UnitCuts(sizes.head, row=sizes.hidden if sizes.tied else None, shard=shard).slot_numel
+    outer = UnitCuts(sizes.outer, shard=shard).slot_numel
     num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
     rows, forward_rows = num_rows * sizes.hidden, settings.forward_table_rows * sizes.hidden
     compute, grad = settings.compute_bytes, settings.grad_bytes
@@ -243,15 +225,14 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
     kept = ranges
     if settings.update_in_backward:
         kept = ranges[:1] if trained.tied else []
+    cuts = _cuts(sizes, settings.shard)
+    masters = [each for each, saved in zip(cuts, _has_masters(trained, settings), strict=True) if saved]
+    packed = [settings.shard.own(settings.shard.cuts(each.slab_bytes, PACKED_ALIGNMENT)) for each in sizes.packed]
     kinds = {
-        "weights": _slabs(sizes.units, WEIGHT_BYTES[settings.precision], settings.shard, sizes.hidden, sizes.packed),
-        "packed_weights": sum(
-            _used_bytes(each.slab_bytes, 1, settings.shard, PACKED_ALIGNMENT) for each in sizes.packed
-        ),
-        "low_halves": _slabs(
-            _with_masters(sizes, trained, settings), LOW_HALF_BYTES[settings.precision], settings.shard, sizes.hidden
-        ),
-        "grads": _range_bytes(kept, settings.grad_bytes),
+        "weights": _own_bytes(cuts, WEIGHT_BYTES[settings.precision]),
+        "packed_weights": used_bytes(packed, 1),
+        "low_halves": _own_bytes(masters, LOW_HALF_BYTES[settings.precision]),
+        "grads": used_bytes(kept, settings.grad_bytes),
         "moments": _moments(trained, ranges, settings),
         "landing": _landing(trained, ranges, settings) if settings.update_in_backward else 0,
         "boundaries": settings.offloaded * settings.boundary,
@@ -262,8 +243,10 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
 def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> int:
     """Return the bytes of the slabs in a checkpoint. The arguments are those of `host_bytes`."""
     per_weight = (WEIGHT_BYTES[settings.precision], LOW_HALF_BYTES[settings.precision])
-    saved, settings = _with_masters(sizes, trained, settings), replace(settings, shard=WHOLE)  # of all ranks
-    slabs = sum(_slabs(saved, itemsize, WHOLE, sizes.hidden) for itemsize in per_weight)
+    settings = replace(settings, shard=WHOLE)  # of all ranks
+    units = zip(sizes.units, _has_masters(trained, settings), strict=True)
+    saved = [UnitCuts(tensors) for tensors, is_saved in units if is_saved]
+    slabs = sum(_own_bytes(saved, itemsize) for itemsize in per_weight)
     return slabs + _moments(trained, _trained_ranges(sizes, trained, WHOLE), settings)
 
 
@@ -271,109 +254,45 @@ def largest_file_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSet
     """Return the bytes of the largest file of a checkpoint, which holds a rank's range of a unit. The arguments are those of
     `host_bytes`.
     """
-    units = zip(_with_masters(sizes, trained, settings), trained.units, strict=True)
     per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
+    units = zip(sizes.units, trained.units, _has_masters(trained, settings), strict=True)
     whole = [
-        per_weight * slab_elements(saved) + 2 * MOMENT_BYTES[settings.moments] * slab_elements(part)
-        for saved, part in units
+        per_weight * slab_elements(tensors) * is_saved + 2 * MOMENT_BYTES[settings.moments] * slab_elements(part)
+        for tensors, part, is_saved in units
     ]
     return max(whole) // settings.shard.count
 
 
-def _with_masters(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> list[Sequence[int]]:
-    """Return the tensors of each unit that may be trained, none of a frozen base: it has no low halves and is in no
-    checkpoint.
-    """
-    units = zip(sizes.units, trained.units, strict=True)
-    return [tensors if sum(part) or not settings.frozen_base else () for tensors, part in units]
+def _has_masters(trained: ModelSizes, settings: HostSettings) -> list[bool]:
+    """Return whether each unit has low halves and is in checkpoints: all but those of a frozen base."""
+    return [bool(sum(part)) or not settings.frozen_base for part in trained.units]
 
 
 def _moments(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:
-    scales = _scales(trained, ranges, settings.shard) if settings.moments == "8bit" else []
-    return 2 * (_range_bytes(ranges, MOMENT_BYTES[settings.moments]) + _range_bytes(scales, 4))
+    scales = _scales(trained, ranges) if settings.moments == "8bit" else []
+    return 2 * (used_bytes(ranges, MOMENT_BYTES[settings.moments]) + used_bytes(scales, 4))
 
 
-def _slabs(
-    units: Sequence[Sequence[int]], itemsize: int, shard: Shard, row: int, packed: Sequence[PackedSizes] = ()
-) -> int:
-    """Return the bytes of this rank's ranges of the weights of these units.
-
-    Args:
-        units: the tensors of the table, of each block, and of other units.
-        itemsize: bytes of an element.
-        shard: the range of each slab that this rank owns.
-        row: elements of a row of the table.
-        packed: quantized tensors of each block, which are not in these slabs.
-    """
-    elements = [
-        _table_elements(tensors, shard) if not number else slab_elements(tensors)
-        for number, tensors in enumerate(units)
-    ]
-    for index, each in enumerate(packed):
-        elements[1 + index] -= slab_elements(each.tensors)
-    return sum(
-        _used_bytes(numel, itemsize, shard, SLAB_ALIGNMENT if number else row) for number, numel in enumerate(elements)
-    )
-
-
-def _used_bytes(numel: int, itemsize: int, shard: Shard, granule: int) -> int:
-    """Return the bytes of the pages of a slab that hold the range which this rank owns."""
-    return _range_bytes([shard.own(shard.cuts(numel, granule))], itemsize)
-
-
-def _range_bytes(ranges: Sequence[slice], itemsize: int) -> int:
-    """Return the bytes of the pages that hold these ranges of slabs."""
-    return sum(
-        page_aligned(own.stop * itemsize) - own.start * itemsize // PAGE * PAGE
-        for own in ranges
-        if own.start < own.stop
-    )
+def _own_bytes(cuts: Iterable[UnitCuts], itemsize: int) -> int:
+    """Return the bytes of the pages that hold this rank's ranges of the weights of these units."""
+    return used_bytes((each.own for each in cuts), itemsize)
 
 
 def _trained_ranges(sizes: ModelSizes, trained: ModelSizes, shard: Shard) -> list[slice]:
-    """Return this rank's range of the gradients of each unit: those of its range of the weights."""
-    ranges = []
-    for number, (tensors, part) in enumerate(zip(sizes.units, trained.units, strict=True)):
-        if not any(part):
-            ranges.append(slice(0, 0))
-        elif not number:
-            ranges.append(shard.own(shard.cuts(_table_elements(tensors, shard), sizes.hidden)))
-        else:
-            own = shard.own(shard.cuts(slab_elements(tensors), SLAB_ALIGNMENT))
-            ranges.append(slice(_place(tensors, part, own.start), _place(tensors, part, own.stop)))
-    return ranges
+    """Return this rank's range of the gradients of each unit."""
+    return [
+        shard.own(cuts.grads(part)) if any(part) else slice(0, 0)
+        for cuts, part in zip(_cuts(sizes, shard), trained.units, strict=True)
+    ]
 
 
-def _place(tensors: Sequence[int], trained: Sequence[int], offset: int) -> int:
-    """Return the offset in a slab of the trained tensors that corresponds to one in a slab of all tensors of a unit."""
-    before = place = 0
-    for numel, own in zip(tensors, trained, strict=True):
-        if own and offset - before < numel:
-            return place + max(0, offset - before)
-        before, place = before + slab_elements([numel]), place + slab_elements([own])
-    return place
-
-
-def _scales(trained: ModelSizes, ranges: Sequence[slice], shard: Shard) -> list[slice]:
-    """Return this rank's range of the scales of one 8-bit moment, for each unit. Each table row starts a new block, as rows
-    are updated separately.
-    """
-    of_row = -(-trained.hidden // MOMENT_BLOCK)
-    rows = trained.vocabulary * of_row if trained.table else 0
-    found = [shard.own(shard.cuts(rows, of_row))]
-    for unit, own in zip(trained.units[1:], ranges[1:], strict=True):
-        found.append(slice(_scale_at(unit, own.start), _scale_at(unit, own.stop)))
-    return found
-
-
-def _scale_at(tensors: Sequence[int], offset: int) -> int:
-    """Return the number of scales of the blocks before an offset in a slab of these tensors."""
-    before = count = 0
-    for numel in tensors:
-        if offset - before < numel:
-            return count + max(0, offset - before) // MOMENT_BLOCK
-        before, count = before + slab_elements([numel]), count + -(-numel // MOMENT_BLOCK)
-    return count
+def _scales(trained: ModelSizes, ranges: Sequence[slice]) -> list[slice]:
+    """Return this rank's range of the scales of one 8-bit moment, for each unit."""
+    rows = [trained.hidden] + [None] * (len(trained.units) - 1)
+    return [
+        slice(scale_at(tensors, own.start, row), scale_at(tensors, own.stop, row))
+        for tensors, own, row in zip(trained.units, ranges, rows, strict=True)
+    ]
 
 
 def _landing(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
-from horizon_lm.shards import WHOLE, Shard
+from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
 
 

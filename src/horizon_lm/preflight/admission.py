@@ -21,7 +21,7 @@ from horizon_lm.planning.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
 from horizon_lm.preflight.inputs import RowShape, Source, open_source
 from horizon_lm.preflight.this_machine import this_machine
-from horizon_lm.shards import WHOLE, Shard
+from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
 
 _NO_SAVES = Saves()

@@ -1,261 +1,19 @@
 """The slabs of a model in host memory: weights (and low halves, or codes), and gradients once training starts."""
 
 import math
-import mmap
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.slab import PackedSlab
-from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
 from horizon_lm.errors import StreamingError
 from horizon_lm.quantities import page_aligned
-from horizon_lm.shards import WHOLE, Shard
+from horizon_lm.slabs import WHOLE, Shard, used_bytes
+from horizon_lm.store.arena import Arena
 from horizon_lm.store.precision import Precision, join_master, split_master
+from horizon_lm.store.unit_slabs import UnitSlabs
 from horizon_lm.units import EMBED, OUTER, Unit
-
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-_HUGE_PAGE = 2 * 2**20
-
-
-class Arena:
-    """A memory mapping of exactly the requested size, whose pages are allocated when first written.
-
-    torch's own allocators round up (pinned memory to powers of two), which would break the byte budget.
-
-    Args:
-        num_bytes: the size.
-        sparse: only parts of it will ever be used, so none is promised, and no huge page may reach beyond such a part.
-    """
-
-    def __init__(self, num_bytes: int, sparse: bool = False) -> None:
-        self.num_bytes, self._is_sparse = num_bytes, sparse
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if sparse else 0)
-        self._map = mmap.mmap(-1, max(num_bytes, PAGE), flags=flags)
-        for advice in ("MADV_NOHUGEPAGE" if sparse else "MADV_HUGEPAGE", "MADV_DONTFORK"):  # absent on macOS
-            if hasattr(mmap, advice):
-                try:
-                    self._map.madvise(getattr(mmap, advice))
-                except OSError:  # a kernel without huge pages, which is only slower
-                    continue
-        self._used = 0
-
-    def take(self, numel: int, dtype: torch.dtype, used: slice | None = None) -> torch.Tensor:
-        """Return the next ``numel`` elements, page-aligned, as a 1-D tensor that keeps the mapping alive.
-
-        ``used``: the elements of a sparse arena's slab that will be used.
-        """
-        num_bytes = numel * dtype.itemsize
-        if self._used + num_bytes > self.num_bytes:
-            raise AssertionError(f"arena of {self.num_bytes} bytes: {self._used} used, {num_bytes} more asked for")
-        start, self._used = self._used, page_aligned(self._used + num_bytes)
-        if self._is_sparse and used is not None:
-            self._use_huge_pages(start + used.start * dtype.itemsize, start + used.stop * dtype.itemsize)
-        return self.at(start, numel, dtype)
-
-    def _use_huge_pages(self, start: int, stop: int) -> None:
-        """Allow huge pages in these bytes of a sparse arena."""
-        start, stop = -(-start // _HUGE_PAGE) * _HUGE_PAGE, stop // _HUGE_PAGE * _HUGE_PAGE
-        if hasattr(mmap, "MADV_HUGEPAGE") and start < stop:
-            with suppress(OSError):  # a kernel without huge pages
-                self._map.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
-
-    def forget(self, start: int, stop: int) -> None:
-        """Give the memory of the whole pages among these bytes back to the system. They become zero."""
-        start, stop = page_aligned(start), stop // PAGE * PAGE
-        if start < stop and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
-
-    @property
-    def position(self) -> int:
-        """Offset of the next slab in bytes."""
-        return self._used
-
-    def at(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``numel`` elements from byte ``start`` on, as a 1-D tensor with a separate storage."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=start)
-
-
-def as_array(tensor: torch.Tensor) -> Any:
-    """Return the same memory as a numpy array; numpy has no bf16, so bf16 appears as uint16."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.detach().view(torch.int16).numpy().view(np.uint16)
-    return tensor.detach().numpy()
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The position of a tensor in a slab. ``offset`` and ``numel`` count elements."""
-
-    offset: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    numel: int
-
-
-class SlabLayout:
-    """Offsets of named tensors in one flat slab. Weights, gradients, moments and device slots share a layout."""
-
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self.entries: dict[str, Entry] = {}
-        offset = 0
-        for name, shape in shapes.items():
-            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            entry = Entry(offset, torch.Size(shape), strides, math.prod(shape))
-            self.entries[name] = entry
-            offset += -(-entry.numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT
-        self.numel = offset
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    @property
-    def num_params(self) -> int:
-        """The number of elements without the padding between tensors."""
-        return sum(entry.numel for entry in self.entries.values())
-
-    def restrict(self, names: Iterable[str]) -> "SlabLayout":
-        """Return the layout of a slab that holds only the given tensors, in the order of this layout."""
-        names = set(names)
-        return SlabLayout({name: entry.shape for name, entry in self.entries.items() if name in names})
-
-    def place_in(self, part: "SlabLayout", offset: int) -> int:
-        """Return the offset in a layout of some of these tensors that corresponds to an offset in this one.
-
-        It is the number of elements of that layout that lie before the offset here.
-        """
-        for name, entry in part.entries.items():
-            before = offset - self.entries[name].offset
-            if before < entry.numel:
-                return entry.offset + max(0, before)
-        return part.numel
-
-    def view(self, slab: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the named tensor as a view of a flat slab (or of a device buffer with this layout)."""
-        entry = self.entries[name]
-        return slab.as_strided(entry.shape, entry.strides, slab.storage_offset() + entry.offset)
-
-    def gaps(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """Return the padding between tensors, which must be zero if a whole slab is reduced."""
-        ends = [entry.offset + entry.numel for entry in self.entries.values()]
-        starts = [*[entry.offset for entry in self.entries.values()][1:], self.numel]
-        return [slab[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
-
-
-class UnitSlabs:
-    """The slabs of one unit.
-
-    Args:
-        shapes: shapes of its tensors, by full parameter name.
-        codecs: the codecs of those that are quantized.
-        shard: the range of the slabs that this rank owns. The others have addresses, but no memory.
-        is_table: the unit is a table, of which whole rows are owned.
-
-    Attributes:
-        layout: the layout of a slot on the device, with the quantized tensors at its end.
-        slot_numel, slot_cuts: elements of such a slot, and the places between the equal parts of ``weights`` that the ranks fill. The
-            last may reach into the place of quantized tensors, which are decoded afterwards.
-        cuts, grad_cuts: the places at which the ranks cut weights and gradients.
-        weights: the tensors that are not quantized, in this layout.
-        packed: the quantized tensors.
-        is_table: see above.
-        low: the low halves of ``weights``, if the unit has them.
-        grads, grad_layout: the gradients of its trainable tensors.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, torch.Size],
-        codecs: Mapping[str, Codec] | None = None,
-        shard: Shard = WHOLE,
-        is_table: bool = False,
-    ) -> None:
-        codecs, self.shard = codecs or {}, shard
-        plain = {name: shape for name, shape in shapes.items() if name not in codecs}
-        quantized = {name: shape for name, shape in shapes.items() if name in codecs}
-        self.layout = SlabLayout(plain | quantized)
-        self.plain = SlabLayout(plain)
-        self.packed = PackedSlab(quantized, codecs, shard)
-        self.is_table = is_table
-        numel, self._granule = self.plain.numel, SLAB_ALIGNMENT
-        if is_table:
-            (table,) = self.layout.entries.values()
-            self._granule = table.shape[1]
-            numel = numel if shard.is_whole else table.numel
-        self.cuts = shard.cuts(numel, self._granule)
-        chunk = shard.chunk(numel, self._granule)
-        self.slot_cuts = [chunk * rank for rank in range(shard.count + 1)]
-        self.slot_numel = max(self.layout.numel, self.slot_cuts[-1])
-        self.arena = self.packed_arena = Arena(0)  # of the weights, which start at this byte in it
-        self.start = self.packed_start = 0
-        self.weights = torch.empty(0)
-        self.low: torch.Tensor | None = None
-        self.low_arena, self.low_start = self.arena, 0
-        self.grads = torch.empty(0)
-        self.train(())
-
-    def train(self, names: Iterable[str]) -> None:
-        """Lay out the gradients of these tensors."""
-        self.grad_layout = self.layout.restrict(names)
-        self.grad_cuts = [self.layout.place_in(self.grad_layout, cut) for cut in self.cuts]
-
-    @property
-    def own(self) -> slice:
-        """The range of the weights' slab that this rank owns, in elements."""
-        return self.shard.own(self.cuts)
-
-    @property
-    def own_grads(self) -> slice:
-        """The range of the gradients' slab that this rank owns, in elements."""
-        return self.shard.own(self.grad_cuts)
-
-    def slabs(self) -> list[tuple[torch.Tensor, list[int]]]:
-        """Return the slabs of the weights, and the places at which the ranks cut them."""
-        low = [] if self.low is None else [(self.low, self.cuts)]
-        return [(self.weights, self.cuts), *low, (self.packed.data, self.packed.cuts)]
-
-    def forget_others(self) -> None:
-        """Give back the memory of the ranges of other ranks, which were read."""
-        for slab, own, arena, start in (
-            (self.weights, self.own, self.arena, self.start),
-            (self.low, self.own, self.low_arena, self.low_start),
-            (self.packed.data, self.packed.own, self.packed_arena, self.packed_start),
-        ):
-            if slab is not None:
-                size = slab.element_size()
-                arena.forget(start, start + own.start * size)
-                arena.forget(start + own.stop * size, start + slab.numel() * size)
-
-    def own_grads_of(self, name: str) -> slice:
-        """The part of a parameter's gradient that this rank owns, as a range of the slab."""
-        entry, own = self.grad_layout.entries[name], self.own_grads
-        start = max(entry.offset, own.start)
-        return slice(start, max(start, min(entry.offset + entry.numel, own.stop)))
-
-    def row_cuts(self, rows: torch.Tensor) -> list[int]:
-        """Return the places at which sorted rows (R,) of a table are cut between the ranks."""
-        bounds = torch.tensor([cut // self._granule for cut in self.cuts])
-        return [int(place) for place in torch.searchsorted(rows, bounds)]
-
-
-def used_bytes(parts: Iterable[slice], dtype: torch.dtype) -> int:
-    """Return the bytes of the pages that hold these ranges of slabs, each of which begins at a page."""
-    return sum(
-        page_aligned(part.stop * dtype.itemsize) - part.start * dtype.itemsize // PAGE * PAGE
-        for part in parts
-        if part.start < part.stop
-    )
 
 
 class Store:
@@ -305,9 +63,9 @@ class Store:
             own.packed_arena, own.packed_start = slabs.packed_arena, slabs.packed_start
         with_low = [slabs.own for slabs in self.units.values() if slabs.low is not None]
         self.num_bytes = {
-            "weights": used_bytes([slabs.own for slabs in self.units.values()], precision.weight_dtype),
-            "packed_weights": used_bytes([slabs.packed.own for slabs in self.units.values()], torch.uint8),
-            "low_halves": used_bytes(with_low, torch.int16),
+            "weights": used_bytes([slabs.own for slabs in self.units.values()], precision.weight_dtype.itemsize),
+            "packed_weights": used_bytes([slabs.packed.own for slabs in self.units.values()], 1),
+            "low_halves": used_bytes(with_low, torch.int16.itemsize),
         }
         if not self.codecs:
             del self.num_bytes["packed_weights"]
@@ -390,7 +148,7 @@ class Store:
             slabs.grads = arena.take(slabs.grad_layout.numel, dtype, slabs.own_grads)
         for slabs in self.units.values():
             slabs.grads = slabs.grads if slabs in kept else torch.empty(0, dtype=dtype)
-        self.num_bytes["grads"] = used_bytes([slabs.own_grads for slabs in kept], dtype)
+        self.num_bytes["grads"] = used_bytes([slabs.own_grads for slabs in kept], dtype.itemsize)
         self.has_grads = True
 
     def require_whole(self) -> None:

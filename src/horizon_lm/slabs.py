@@ -1,0 +1,158 @@
+"""How tensors lie in slabs, and how slabs are cut between ranks: the arithmetic that store, optimizer and planner share."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from horizon_lm.constants import MOMENT_BLOCK, PAGE, SLAB_ALIGNMENT
+from horizon_lm.quantities import page_aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The place of a rank in its shard group.
+
+    Attributes:
+        index, count: the rank owns range ``index`` of ``count`` equal ranges of every slab.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the rank owns everything."""
+        return self.count == 1
+
+    def chunk(self, numel: int, granule: int) -> int:
+        """Return the elements of a range of a slab: as many whole granules for each rank, so the last range may be shorter.
+
+        Args:
+            numel: elements of the slab.
+            granule: elements that stay together: a block of 8-bit moments, or a row of a table.
+        """
+        if self.is_whole:
+            return numel
+        return -(-numel // (granule * self.count)) * granule
+
+    def cuts(self, numel: int, granule: int) -> list[int]:
+        """Return the ``count + 1`` places at which a slab is cut."""
+        chunk = self.chunk(numel, granule)
+        return [min(rank * chunk, numel) for rank in range(self.count)] + [numel]
+
+    def own(self, cuts: Sequence[int]) -> slice:
+        """Return the range of this rank."""
+        return slice(cuts[self.index], cuts[self.index + 1])
+
+
+WHOLE = Shard()
+
+
+def slab_elements(tensors: Iterable[int]) -> int:
+    """Return the elements of a slab that holds tensors of these numbers of elements, each of them padded."""
+    return sum(-(-numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT for numel in tensors)
+
+
+def used_bytes(ranges: Iterable[slice], itemsize: int) -> int:
+    """Return the bytes of the pages that hold these ranges of slabs, each of which begins at a page.
+
+    Args:
+        ranges: the elements that are used of each slab.
+        itemsize: bytes of an element.
+    """
+    return sum(
+        page_aligned(used.stop * itemsize) - used.start * itemsize // PAGE * PAGE
+        for used in ranges
+        if used.start < used.stop
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCuts:
+    """The places at which the ranks cut the slabs of a unit.
+
+    Attributes:
+        tensors: elements of each tensor.
+        quantized: elements of those that are quantized. They lie in a slab of bytes, and at the end of a slot on the device.
+        row: elements of a row if the unit is a table, which is cut between rows; None for other units.
+        shard: the ranks.
+    """
+
+    tensors: Sequence[int]
+    quantized: Sequence[int] = ()
+    row: int | None = None
+    shard: Shard = WHOLE
+
+    @property
+    def _granule(self) -> int:
+        return self.row or SLAB_ALIGNMENT
+
+    @property
+    def numel(self) -> int:
+        """The elements that are cut: those of the slab, without the padding at the end of a table that is cut."""
+        is_cut_table = self.row is not None and not self.shard.is_whole
+        return sum(self.tensors) if is_cut_table else slab_elements(self.tensors) - slab_elements(self.quantized)
+
+    @property
+    def weights(self) -> list[int]:
+        """The places at which the slab of the weights is cut."""
+        return self.shard.cuts(self.numel, self._granule)
+
+    @property
+    def own(self) -> slice:
+        """The range of the weights that this rank owns."""
+        return self.shard.own(self.weights)
+
+    @property
+    def slot(self) -> list[int]:
+        """The places between the equal parts of a slot on the device that the ranks fill with weights. The last part may
+        reach into the place of quantized tensors, which are decoded afterwards.
+        """
+        chunk = self.shard.chunk(self.numel, self._granule)
+        return [chunk * rank for rank in range(self.shard.count + 1)]
+
+    @property
+    def slot_numel(self) -> int:
+        """The elements of a slot on the device."""
+        return max(slab_elements(self.tensors), self.slot[-1])
+
+    def grads(self, trained: Sequence[int]) -> list[int]:
+        """Return the places at which the slab of the gradients is cut: those of the weights that they belong to.
+
+        Args:
+            trained: elements of each of ``tensors`` if it is trained, else 0.
+        """
+        return [_place(self.tensors, trained, cut) for cut in self.weights]
+
+
+def _place(tensors: Sequence[int], trained: Sequence[int], offset: int) -> int:
+    """Return the number of elements of a slab of the trained tensors that lie before an offset in the slab of all tensors."""
+    start = place = 0
+    for numel, kept in zip(tensors, trained, strict=True):
+        if kept and offset - start < numel:
+            return place + max(0, offset - start)
+        start, place = start + slab_elements([numel]), place + slab_elements([kept])
+    return place
+
+
+def num_scales(numel: int, row: int | None = None) -> int:
+    """Return the number of scales of an 8-bit moment: one for each block of a tensor, or of each row of a table, because
+    rows are updated separately.
+    """
+    return numel // row * num_scales(row) if row else -(-numel // MOMENT_BLOCK)
+
+
+def scale_at(tensors: Sequence[int], offset: int, row: int | None = None) -> int:
+    """Return the number of scales of the blocks that lie before an offset in a slab of moments.
+
+    Args:
+        tensors: elements of each tensor in the slab.
+        offset: an element of the slab at which a block begins.
+        row: elements of a row if the tensor is a table.
+    """
+    start = count = 0
+    for numel in tensors:
+        if offset - start < numel:
+            first, rest = divmod(max(0, offset - start), row or numel)
+            return count + first * num_scales(row or numel) + rest // MOMENT_BLOCK
+        start, count = start + slab_elements([numel]), count + num_scales(numel, row)
+    return count

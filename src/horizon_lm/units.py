@@ -1,0 +1,29 @@
+"""The names of a model's units: the embedding table, the decoder blocks, the head, and everything else."""
+
+from functools import cache
+
+
+class Unit(str):
+    """The name of a unit, which is streamed, updated and saved as a whole."""
+
+    __slots__ = ()
+
+    @property
+    def is_block(self) -> bool:
+        """True for a decoder block."""
+        return self.startswith("block")
+
+    @property
+    def block_index(self) -> int:
+        """The index of the decoder block."""
+        return int(self.removeprefix("block"))
+
+
+@cache
+def block(index: int) -> Unit:
+    """Return the name of the decoder block at ``index``."""
+    return Unit(f"block{index}")
+
+
+EMBED, HEAD, OUTER = Unit("embed"), Unit("head"), Unit("outer")
+IDLE = Unit("idle")  # embedding tables that are not trained, of which rows are read, beside one that is; in no schedule
