@@ -90,8 +90,8 @@ def weights(model: Any) -> list[torch.Tensor]:
 def assert_idle(model: Any) -> None:
     engine = model._horizon.engine
     assert not engine.cursor.active
-    assert engine.forward is None
-    assert engine.head_grads_lease.holder is None
+    assert engine.running.forward is None
+    assert engine.between.head_grads.holder is None
     taken = engine.boundaries.num_bytes - sum(buffer.numel() for buffer, _ in engine.boundaries._free)
     assert taken == 0, f"{taken} bytes of boundaries are still taken"
 

@@ -75,9 +75,9 @@ def test_a_hanging_operation_is_named(base: type, kind: Kind, text: str, monkeyp
     device = hanging(base, kind, "block1", reached, released)
     model = horizon_lm.stream(families.build("llama"), device, precision="float32")
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
-    assert model._horizon.engine.pending_operations() == []
+    assert model._horizon.engine.cursor.describe_unfinished() == []
     before = step(model, optimizer)
-    assert model._horizon.engine.pending_operations() == []
+    assert model._horizon.engine.cursor.describe_unfinished() == []
 
     class Report(io.StringIO):
         def write(self, text: str) -> int:
@@ -91,7 +91,7 @@ def test_a_hanging_operation_is_named(base: type, kind: Kind, text: str, monkeyp
 
     def pending() -> list[str]:
         assert reached.wait(SECONDS)  # the limit may pass before the step has come this far
-        return model._horizon.engine.pending_operations()
+        return model._horizon.engine.cursor.describe_unfinished()
 
     def release() -> None:
         reported.wait(SECONDS)
@@ -107,7 +107,7 @@ def test_a_hanging_operation_is_named(base: type, kind: Kind, text: str, monkeyp
     assert report.getvalue().count("warning: step 2 has taken more than 0 s (step_timeout)") == 1
     assert text in report.getvalue()
     assert " is MainThread" in report.getvalue()
-    assert model._horizon.engine.pending_operations() == []
+    assert model._horizon.engine.cursor.describe_unfinished() == []
 
 
 def test_operations_of_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_operations_of_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> No
 
     def look() -> None:
         assert reached.wait(SECONDS)
-        seen.extend(model._horizon.engine.pending_operations())
+        seen.extend(model._horizon.engine.cursor.describe_unfinished())
         released.set()
 
     looker = threading.Thread(target=look)

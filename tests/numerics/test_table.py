@@ -43,7 +43,7 @@ def same_gradients(plain: Any, streamed: Any, seed: int, zero: bool = True) -> N
         if zero:
             model.zero_grad()
         model(**families.batch(seed=seed), use_cache=False).loss.backward()
-    streamed._horizon.engine.wait_for_grads()
+    streamed._horizon.engine.access.wait_for_grads()
     grads = {name: streamed._horizon.engine.store.grad(name) for name, _ in streamed.named_parameters()}
     for name, param in plain.named_parameters():
         assert torch.equal(param.grad, grads[name]), name

@@ -13,6 +13,22 @@ from tests.thinning import thinned
 USES = ("forward only", "evaluated", "trained", "failed")
 
 
+def test_store_is_freed_without_the_garbage_collector() -> None:
+    """Hundreds of gigabytes do not wait for a collection."""
+    gc.disable()
+    try:
+        model = horizon_lm.stream(families.build("llama"), device_micro_batch_size=1)
+        optimizer = horizon_lm.AdamW(model)
+        model(**families.batch()).loss.backward()
+        optimizer.step()
+        horizon_lm.synchronize(model)
+        store = weakref.ref(model._horizon.engine.store)
+        del model, optimizer
+        assert store() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     ("family", "head", "micro_batch_size", "used"),
     thinned(itertools.product(("llama", "mixtral", "gpt2"), ("chunked", "whole"), (None, 1), USES)),

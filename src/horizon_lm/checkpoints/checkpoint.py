@@ -74,7 +74,7 @@ def save_checkpoint(
     optimizer_in_backward = engine.updates.optimizer_in_backward
     if engine.cursor.active or (optimizer_in_backward is not None and optimizer_in_backward.pending):
         raise StreamingError("save_checkpoint was called inside a step; call it after optimizer.step()")
-    engine.wait_for_saves()
+    engine.saves.wait()
     restore_folder(disk, folder)
     engine.foreign_writes.follow()
     store, moments = engine.store, optimizer.moments.kind if optimizer else None
@@ -116,9 +116,10 @@ def save_checkpoint(
     if engine.device_lost:  # nothing changes any more, so no update has to wait
         writer.write_units()
     else:
-        engine.running_save = writer
-        tasks = engine.run_save(writer.moves())
-        writer.saving.issue = lambda: writer.attempt(engine.issue_saves)
+        engine.saves.running = writer
+        engine.check_alive()
+        tasks = engine.saves.run(writer.moves(), engine.layout)
+        writer.saving.issue = lambda: writer.attempt(engine.saves.issue)
         writer.saving.wait_for_moves = lambda: writer.attempt(lambda: engine.device.wait(tasks))
     if wait:
         writer.saving.wait()

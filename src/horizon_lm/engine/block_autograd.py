@@ -164,8 +164,8 @@ class BlockAutograd:
         self.context = RecomputeContext(blocks.engine.device.torch_device.type)
         self.mode = self.module.mode()
         self.segments: list[Segments | None] = blocks.segments
-        self.micro_batches: list[MicroBatch] = blocks.engine.running.micro_batches
-        self.num_rows = blocks.engine.running.num_rows
+        self.micro_batches: list[MicroBatch] = blocks.engine.forward.micro_batches
+        self.num_rows = blocks.engine.forward.num_rows
         self.expected: list[torch.Tensor] | None = None
         self.true_inputs: list[torch.Tensor] | None = None
 
@@ -206,12 +206,12 @@ class BlockAutograd:
             if not engine.memory.is_resident(self.index):
                 engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
             if engine.trained(unit) and not engine.memory.accumulates:
-                engine.gradients_ready(unit, names)
+                engine.backward.gradients_ready(unit, names)
         # Sums over micro-batches are in a separate float32 buffer; here they are rounded into the outgoing slot.
         if engine.trained(unit) and engine.memory.accumulates:
             with engine.cursor.compute(Kind.STAGE, unit):
                 engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
-                engine.gradients_ready(unit, names)
+                engine.backward.gradients_ready(unit, names)
         if self.true_inputs is not None and self.blocks.gradient_check is not None:
             self.blocks.gradient_check.compare_block(self, self.true_inputs, grads, input_grads)
         if self.saved.graph_use is not GraphUse.KEPT:

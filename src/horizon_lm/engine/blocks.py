@@ -14,6 +14,7 @@ from torch import nn
 from horizon_lm.device.transfers import Copy
 from horizon_lm.engine.block_autograd import BlockAutograd, BlockFunction, SavedForBackward
 from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.forward_pass import require_forward
 from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.gradient_check import GradientCheck
 from horizon_lm.engine.lockstep import meet
@@ -82,7 +83,7 @@ class Blocks:
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Compute a block for a whole batch. The model calls this instead of the forward method of the block module."""
-        self.engine.require_forward(self.blocks[index].name)
+        require_forward(self.engine, self.blocks[index].name)
         call = BlockCall(args, kwargs)
         if self.probing is not None:
             return self._probe(index, call)
@@ -102,7 +103,7 @@ class Blocks:
         """
         engine = self.engine
         keys, hooked = calls[0][1], self.blocks[index].is_hooked()
-        if len(calls) != len(engine.running.num_rows) or any(other != keys for _, other in calls):
+        if len(calls) != len(engine.forward.num_rows) or any(other != keys for _, other in calls):
             raise StreamingError(
                 f"{self.blocks[index].name}: the batches of a pass do not pass through the same blocks, or do not ask for "
                 "the same outputs; compute them one by one"
@@ -146,7 +147,7 @@ class Blocks:
         """
         engine, module = self.engine, self.blocks[index]
         dims, tensors = self.row_dims(index, calls), calls.tensors
-        outputs = [RowOutputs(count) for count in engine.running.num_rows]
+        outputs = [RowOutputs(count) for count in engine.forward.num_rows]
         offload = saved is not None and engine.layout.is_offloaded(index)
         if saved is not None and offload:
             self._plan_offloads(index, calls, saved.forward_state)
@@ -161,7 +162,7 @@ class Blocks:
             with module.bound(weights if saved is None else saved.params(weights)):
                 # All micro-batches run through a block before the next block, so its weights are streamed only once per
                 # pass.
-                for number, part in enumerate(engine.running.micro_batches):
+                for number, part in enumerate(engine.forward.micro_batches):
                     call, segments = calls.calls[part.batch], self.segments[part.batch]
                     inputs = calls.inputs(tensors, dims, part)
                     if saved is not None:
@@ -169,7 +170,7 @@ class Blocks:
                     args, kwargs = call.rebuild(inputs)
                     before = None if saved is None else call.containers(args, kwargs)
                     with (
-                        engine.running.randomness.drawing(number) as rng_state,
+                        engine.forward.randomness.drawing(number) as rng_state,
                         nullcontext() if saved is None else saved.computing(),
                     ):
                         tree = Tree(run_block(module, args, kwargs, keys, segments, part.rows, uncompiled))
@@ -183,7 +184,7 @@ class Blocks:
                     outputs[part.batch].add(part.rows, tree)
             if not engine.memory.is_resident(index):
                 engine.device.poison(engine.memory.weights_of(block(index)))
-        engine.counts["block_forward_rows"] += sum(engine.running.num_rows)
+        engine.counts["block_forward_rows"] += sum(engine.forward.num_rows)
         self._outputs[index] = outputs
         return outputs
 
@@ -235,7 +236,7 @@ class Blocks:
 
     def row_dims(self, index: int, calls: BlockCalls) -> list[int | None]:
         """Return the row dimension of each tensor input, found by a probe for batches of several micro-batches."""
-        split = {part.batch for part in self.engine.running.micro_batches if not part.is_whole}
+        split = {part.batch for part in self.engine.forward.micro_batches if not part.is_whole}
         dims: list[int | None] = []
         for batch, call in enumerate(calls.calls):
             dims += self._dims_of(index, batch, call) if batch in split else [None] * len(call.paths)
@@ -248,7 +249,7 @@ class Blocks:
             assert self.probe_rows is not None
             shapes = [t.shape for t in call.tensors]
             more = self.probe_rows(index, batch)
-            dims = compare_rows(call.paths, shapes, more, self.engine.running.num_rows[batch])
+            dims = compare_rows(call.paths, shapes, more, self.engine.forward.num_rows[batch])
             self._row_dims.update({(signature, path): dim for path, dim in dims.items()})
         return [self._row_dims[key] for key in keys]
 
@@ -261,7 +262,7 @@ class Blocks:
             raise ProbeDoneError
         # Earlier blocks have already been computed in this forward pass, so the structure of their outputs is known.
         outputs = self._outputs[index][batch]
-        return outputs.rebuild(outputs.imitate(self.engine.running.num_rows[batch] + 1))[0]
+        return outputs.rebuild(outputs.imitate(self.engine.forward.num_rows[batch] + 1))[0]
 
 
 def rebuild_all(outputs: Sequence[RowOutputs], tensors: Sequence[torch.Tensor]) -> list[Any]:

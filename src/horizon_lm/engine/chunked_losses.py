@@ -32,7 +32,7 @@ class LossRun(ChunkedRun):
         forward_state = self.forward_state
         if forward_state is not None and forward_state.head_grads:
             loss, self.computed = self._loss_and_grads(hidden, outer, None, first=True)
-            self.engine.head_grads_lease.take(forward_state)
+            self.engine.between.head_grads.take(forward_state)
         else:
             loss = self._loss(hidden, outer)
         self.statistics = None  # the backward may compute the chunks again

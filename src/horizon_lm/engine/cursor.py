@@ -90,6 +90,10 @@ class Cursor:
         issued = {id(t): t for t in [*self._last_use.copy().values(), *tasks] if t.issued and not t.done}
         return [*issued.values(), *(t for t in tasks[position : position + 1] if not t.issued and not t.done)]
 
+    def describe_unfinished(self) -> list[str]:
+        """Describe the operations that were begun and are not finished, with stream and thread. Any thread may call this."""
+        return [_describe(task) for task in self.unfinished() if not self._device.is_finished(task)]
+
     def update_begun(self) -> bool:
         """Return whether the running pass has issued an update."""
         return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)
@@ -167,3 +171,9 @@ class Cursor:
                     return
                 self._device.issue(task)
             self._position += 1
+
+
+def _describe(task: Task) -> str:
+    thread = "the thread of the training" if task.op.stream == Stream.COMPUTE else f"a thread horizon-{task.op.stream}"
+    waits = ", ".join(f"{each.op} ({each.op.stream})" for each in task.waits if not each.done)
+    return f"{task.op} on stream {task.op.stream}, {thread}" + (f", which waits for {waits}" if waits else "")

@@ -17,6 +17,7 @@ from horizon_lm.device.base import send
 from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.forward_pass import advice
 from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.lockstep import meet
 from horizon_lm.errors import StreamingError, TokenError
@@ -119,9 +120,9 @@ class StreamedEmbedding:
             raise StreamingError(
                 "the input embedding of a streamed model has no gradient when it is called outside of the model: give "
                 "input_ids to the model, or call the embedding under torch.no_grad(), or freeze it."
-                f"{engine.advice()}"
+                f"{advice(engine)}"
             )
-        engine.hand_out_weight()
+        engine.access.hand_out_weight()
         with torch.no_grad():
             rows, positions = torch.unique(ids.cpu(), return_inverse=True)  # (R,), (B, T)
             self._require_rows(rows)
@@ -132,7 +133,7 @@ class StreamedEmbedding:
     def read(self, index: Any) -> torch.Tensor:
         """Return rows of the table that the model reads directly, outside of a lookup. Their gradient must be zero."""
         engine = self.engine
-        engine.hand_out_weight()
+        engine.access.hand_out_weight()
         rows = self._table()[index].to(engine.device.torch_device, engine.options.compute_dtype, copy=True)
         if engine.recording is not None and self._is_trained():
             rows.requires_grad_().register_hook(_reject_gradient)
@@ -190,7 +191,7 @@ class StreamedEmbedding:
             engine.updates.finish()  # the last update of the table reads the slot that is written now
             return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
         # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
-        empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and engine.has_gradients(HEAD))
+        empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
         report = engine.grads.squared_norms.landing(EMBED, whole=empty)
         clear = engine.grads.rows_to_clear(rows, empty)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not empty, report=report)
@@ -276,7 +277,7 @@ class _Lookup:
                     with torch.enable_grad():
                         (row_grads,) = torch.autograd.grad(self.look_up(weight, positions), weight, grad)
                     outgoing.add_(row_grads)
-            engine.gradients_ready(EMBED, [embedding._name])
+            engine.backward.gradients_ready(EMBED, [embedding._name])
 
 
 class _LookupFunction(torch.autograd.Function):

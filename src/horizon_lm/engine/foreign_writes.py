@@ -91,17 +91,17 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for engine in _engines(optimizer):
-        engine.before_foreign_step(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+    for owner in _owners_of(optimizer):
+        owner.before_foreign_step(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for engine in _engines(optimizer):
-        engine.store.weights_changed()
+    for owner in _owners_of(optimizer):
+        owner.after_foreign_step()
 
 
-def _engines(optimizer: Any) -> Iterator[Any]:
-    """Return the engines whose parameters an optimizer updates; empty for our own optimizer, which updates slabs
+def _owners_of(optimizer: Any) -> Iterator[Any]:
+    """Return the owners of the parameters that an optimizer updates; empty for our own optimizer, which updates slabs
     directly.
     """
     if getattr(type(optimizer), "updates_slabs", False):

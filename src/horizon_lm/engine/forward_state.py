@@ -4,17 +4,14 @@ A boundary is the input of a block, kept from the forward pass to the backward p
 """
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from horizon_lm.device.base import Device, Task
-from horizon_lm.engine.micro_batches import MicroBatch
-from horizon_lm.engine.recompute import MicroBatchRandomness
 from horizon_lm.errors import StreamingError
+from horizon_lm.units import Unit
 
 
 class Anchor:
@@ -71,7 +68,7 @@ class ForwardState:
     """
 
     def __init__(
-        self, version: int, keeps: frozenset[int], trained: dict[str, list[str]], config: Any, anchor: Anchor
+        self, version: int, keeps: frozenset[int], trained: dict[Unit, list[str]], config: Any, anchor: Anchor
     ) -> None:
         self.version = version
         self.keeps = keeps
@@ -111,47 +108,6 @@ class ForwardState:
                 "the model's config was changed between this forward pass and its backward pass, which recomputes the "
                 "blocks; change it (set_attn_implementation, for example) before the forward pass"
             )
-
-
-@dataclass(eq=False, slots=True)
-class RunningForward:
-    """The state of a forward pass while it runs, dropped when the pass ends or fails.
-
-    Attributes:
-        state: the state for its backward pass; None if no backward pass can follow.
-        trained: full names of the parameters that require a gradient, by unit.
-        num_rows: rows of each batch (B); most passes have one batch.
-        micro_batches: the parts of the batches that blocks compute at once.
-        randomness: random states of the micro-batches.
-        anchor: the tensor that autograd nodes depend on, besides their inputs.
-    """
-
-    state: ForwardState | None
-    trained: dict[str, list[str]]
-    num_rows: Sequence[int]
-    micro_batches: list[MicroBatch]
-    randomness: MicroBatchRandomness
-    anchor: torch.Tensor | None
-
-
-@dataclass(eq=False, slots=True)
-class RunningBackward:
-    """The state of a backward pass while it runs, dropped when the pass ends or fails.
-
-    Attributes:
-        state: the state of the forward pass.
-        ready: full names of the parameters whose gradients are complete on the device, by unit.
-        adapters: those of adapters inside blocks, which are landed with the outer parameters.
-    """
-
-    state: ForwardState
-    ready: dict[str, list[str]] = field(default_factory=dict)
-    adapters: set[str] = field(default_factory=set)
-
-    @property
-    def trained(self) -> dict[str, list[str]]:
-        """The full names of the parameters that required a gradient in the forward pass, by unit."""
-        return self.state.trained
 
 
 class BufferLease:
@@ -237,3 +193,44 @@ class BoundaryPool:
         while boundaries:
             block, buffer = boundaries.popitem()
             self._free.append((buffer, offloads.get(block)))
+
+
+class BetweenPasses:
+    """What passes leave for those that follow.
+
+    Attributes:
+        head_grads, graphs: the leases of the head's gradient buffer, and of the room for autograd graphs.
+        recorded: the states of forward passes, as long as a backward pass may follow.
+        structure: kept blocks, residency and trained parameters of the last recorded pass.
+        outer_version, resident_version: versions of the outer parameters and of the resident blocks on the device.
+        after_grad: parameters with hooks to call when autograd's graph is finished.
+    """
+
+    def __init__(self) -> None:
+        self.head_grads, self.graphs = BufferLease(), BufferLease()
+        self.recorded: weakref.WeakSet[ForwardState] = weakref.WeakSet()
+        self.structure: tuple[Any, ...] = ()
+        self.outer_version = self.resident_version = -1
+        self.after_grad: dict[str, None] = {}
+        self._anchor: Anchor | None = None
+
+    def anchor_of(self, params: list[nn.Parameter]) -> Anchor:
+        """Return the anchor of the trained parameters: the last anchor, unless it belongs to other parameters."""
+        if self._anchor is None or list(map(id, params)) != list(map(id, self._anchor.params)):
+            with torch.enable_grad():
+                self._anchor = Anchor(params)
+        return self._anchor
+
+    def awaits_backward(self) -> bool:
+        """Return whether the backward pass of a recorded forward pass has not run yet."""
+        return not all(state.consumed for state in self.recorded)
+
+    def forget_weights(self) -> None:
+        """Stream the outer parameters and the resident blocks in again with the next pass."""
+        self.outer_version = self.resident_version = -1
+
+    def release(self) -> None:
+        """Free what a pass that failed has taken."""
+        self.after_grad = {}
+        self.head_grads.release()
+        self.graphs.release()

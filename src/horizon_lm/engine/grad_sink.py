@@ -58,7 +58,7 @@ class GradSink:
         """
         if self._trained:
             self._slot.zero_the_rest()
-        self._engine.adapters_ready(self._adapter_slot.written)
+        self._engine.backward.adapters.update(self._adapter_slot.written)
         return [name for name in self._slot.layout if name in self._slot.written]
 
 

@@ -83,7 +83,7 @@ class GradientCheck:
         Raises:
             GradientMismatchError: a gradient differs by more than is allowed.
         """
-        self._engine.wait_for_grads()
+        self._engine.access.wait_for_grads()
         for name, (expected, bound) in self._expected.items():
             _require_close(name, self._engine.store.grad(name), expected, bound)
         self._expected = {}

@@ -18,6 +18,7 @@ from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.model_forward import ModelForward
 from horizon_lm.engine.packed_parameters import PackedParameter
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
+from horizon_lm.engine.trained_parameters import trains_other_adapters
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts, ParamRef, adapter_params
 from horizon_lm.slabs import used_bytes
@@ -33,7 +34,7 @@ def are_adapters_changed(horizon: ModelForward) -> bool:
     """Return whether PEFT has added, removed or swapped adapters, or switched to one that was not trained before, and other
     code has changed no other parameter.
     """
-    if not horizon.is_structure_changed():
+    if not horizon.replaced.is_structure_changed():
         return _trains_others(horizon)
     now = {id(param) for param in horizon.model.parameters()}
     before = {id(ref.param) for ref in horizon.engine.refs.values()}
@@ -51,7 +52,7 @@ def empty_adapters(model: Any) -> set[str]:
 
 def _trains_others(horizon: ModelForward) -> bool:
     # Without gradients, an adapter is active for a moment: the reference of preference trainers, for example.
-    return torch.is_grad_enabled() and horizon.engine.trains_other_adapters()
+    return torch.is_grad_enabled() and trains_other_adapters(horizon.engine)
 
 
 def attach_again(
@@ -112,7 +113,7 @@ def _require_between_steps(engine: Engine) -> None:
 def _detach(horizon: ModelForward) -> None:
     """Make the model an ordinary one, whose parameters are views into the store."""
     model = horizon.model
-    horizon.restore_forwards()
+    horizon.replaced.restore()
     model.__class__ = horizon.model_class
     for param in {id(param): param for param in model.parameters()}.values():
         if isinstance(param, StreamedParameter) and not isinstance(param, PackedParameter):
@@ -124,9 +125,9 @@ def _restore(horizon: ModelForward, streamed_class: type) -> None:
     model, engine = horizon.model, horizon.engine
     for ref in (ref for name, ref in engine.refs.items() if name not in engine.store.codecs):
         heads = any(module is engine.parts.head for module, _ in ref.places)
-        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
+        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine.access)
     model.__class__ = streamed_class
-    horizon.replace_forwards()
+    horizon.replaced.replace()
 
 
 def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:

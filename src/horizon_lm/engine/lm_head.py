@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.forward_pass import require_forward
 from horizon_lm.engine.forward_state import ForwardState
 from horizon_lm.engine.lockstep import meet
 from horizon_lm.engine.recompute import no_autocast_cache
@@ -67,11 +68,11 @@ class LmHead:
             unused = [grad for name, grad in grads.items() if names is not None and name not in names]
             for part in (*unused, *self.engine.slabs(HEAD).grad_layout.gaps(self.engine.memory.head_grads[0])):
                 part.zero_()
-            self.engine.gradients_ready(HEAD, [name for name in grads if names is None or name in names])
+            self.engine.backward.gradients_ready(HEAD, [name for name in grads if names is None or name in names])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
-        self.engine.require_forward("the head")
+        require_forward(self.engine, "the head")
         logits: torch.Tensor = meet("head", hidden, self._project_all)
         return logits
 

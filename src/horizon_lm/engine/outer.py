@@ -39,7 +39,7 @@ class OuterParameters:
                 return self._views()
         trained = [name for name in engine.trained(OUTER) if name in self._names]
         # All other nodes depend on the first output, so that autograd runs this node last.
-        engine.running.anchor, *tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
+        engine.forward.anchor, *tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
         return self._views() | dict(zip(trained, tensors, strict=True))
 
     def in_place(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
@@ -73,12 +73,12 @@ class OuterParameters:
                 grad = by_name.get(name)
                 if grad is not None:
                     layout.view(buffer, name).copy_(grad)
-                elif name not in engine.ready_adapters:
+                elif name not in engine.backward.adapters:
                     layout.view(buffer, name).zero_()
             for gap in layout.gaps(buffer):
                 gap.zero_()
-            ready = [name for name in layout if by_name.get(name) is not None or name in engine.ready_adapters]
-            engine.gradients_ready(OUTER, ready)
+            ready = [name for name in layout if by_name.get(name) is not None or name in engine.backward.adapters]
+            engine.backward.gradients_ready(OUTER, ready)
 
 
 class _OuterFunction(torch.autograd.Function):

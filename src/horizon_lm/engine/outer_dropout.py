@@ -43,7 +43,7 @@ class OuterDropout:
             own: its own forward method.
             hidden: its input, with B rows in the first dimension.
         """
-        running, dropout = self._engine.forward, module()
+        running, dropout = self._engine.running.forward, module()
         assert isinstance(dropout, _DROPOUTS)
         if running is None or not dropout.training or dropout.inplace or not running.randomness.has_streams:
             return own(hidden)
@@ -52,7 +52,7 @@ class OuterDropout:
 
     def _forward_all(self, own: _Forward, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the outputs for all batches of the pass."""
-        running = self._engine.running
+        running = self._engine.forward
         if [len(each) for each in batches] != list(running.num_rows):  # a probe, or something else than hidden states
             return [own(each) for each in batches]
         parts: list[list[torch.Tensor]] = [[] for _ in batches]

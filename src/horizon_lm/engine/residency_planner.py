@@ -125,7 +125,7 @@ class ResidencyPlanner:
     def is_needed(self, size: BatchSize) -> bool:
         """Return whether such a batch needs planning: device memory is limited, and no plan covers the batch of a rank."""
         engine = self._engine
-        if engine.device.spare_bytes() is None or engine.awaits_backward():
+        if engine.device.spare_bytes() is None or engine.between.awaits_backward():
             return False
         is_larger = not self._planned.covers(size)
         return is_larger if engine.mesh is None else any(engine.mesh.exchange("the size of a batch", is_larger))
@@ -198,7 +198,7 @@ class Rehearsal:
 
     def _measure(self, index: int, call: BlockCall) -> RowOutputs:
         """Measure a block on the first micro-batch, which is the largest. Return the structure of its output."""
-        part, *_ = self._engine.running.micro_batches
+        part, *_ = self._engine.forward.micro_batches
         calls = BlockCalls([call])
         inputs = calls.inputs(call.tensors, self._row_dims(index, calls), part)
         with attending(self._segments, *part.rows), capture.capture(()):
@@ -211,7 +211,7 @@ class Rehearsal:
 
     @property
     def _num_rows(self) -> int:
-        (num_rows,) = self._engine.running.num_rows  # a rehearsal runs one batch, the largest
+        (num_rows,) = self._engine.forward.num_rows  # a rehearsal runs one batch, the largest
         return num_rows
 
     def plan(self, tokens: int, num_micro_batches: int) -> DevicePlan:

@@ -83,7 +83,7 @@ def named_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
     """
     engine = _engine(model)
     engine.synchronize()
-    model._horizon.require_structure()
+    model._horizon.replaced.require_structure()
     yield from checkpoint_tensors(engine.parts, engine.store, dtype or engine.store.precision.weight_dtype)
 
 
@@ -102,7 +102,7 @@ class StreamedModel:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
-        self.__dict__["_horizon"].engine.clear_grads()  # also of a model whose adapters have changed meanwhile
+        self.__dict__["_horizon"].engine.access.clear_grads()  # also of a model whose adapters have changed meanwhile
 
     # Weights in and out
 
@@ -183,7 +183,7 @@ class StreamedModel:
         hub = _hub_arguments(kwargs)
         if hub and not push_to_hub:
             raise ConfigError(f"save_pretrained: {', '.join(hub)} is for push_to_hub=True; remove it")
-        self._horizon.require_structure()
+        self._horizon.replaced.require_structure()
         engine = self._horizon.engine
         if engine.mesh is not None:
             is_main_process = engine.mesh.exchange("model.save_pretrained", is_main_process)[0]
@@ -398,7 +398,7 @@ def attach(
             continue
         heads = any(module is parts.head for module, _ in ref.places)
         assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
-        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine)
+        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine.access)
     cls = type(model)
     parts.refer_weakly()  # the model owns the engine, which refers to the parts
     model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)

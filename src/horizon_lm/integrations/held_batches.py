@@ -59,11 +59,11 @@ def _run_held(model: Any, held: list[tuple[Any, Any]]) -> list[Any]:
         prepare[number]()
         states.go_on_with(number)
 
-    horizon.switches_per_call = True
+    horizon.joint.switches_per_call = True
     try:
         return run_together(functions, [partial(go_on, number) for number in range(len(held))])
     finally:
-        horizon.switches_per_call = False
+        horizon.joint.switches_per_call = False
         states.end()
 
 

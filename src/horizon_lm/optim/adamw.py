@@ -13,6 +13,7 @@ import torch
 
 from horizon_lm.device.transfers import Move
 from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.trained_parameters import allocate_grads, apply_in_backward
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError, first_line
 from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, squared_norm
@@ -84,8 +85,8 @@ class AdamW(torch.optim.Optimizer):
         self._arrays: dict[Unit, UnitArrays] = {}
         super().__init__(list(params) if params is not None else self._trainable(), defaults)
         if update_in_backward:
-            self._engine.update_in_backward(self)
-        self._engine.allocate_grads()
+            apply_in_backward(self._engine, self)
+        allocate_grads(self._engine)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[Unit, float] = {}
@@ -126,7 +127,7 @@ class AdamW(torch.optim.Optimizer):
                 "an error interrupted a backward pass of this step, so its gradients are incomplete; call "
                 "optimizer.zero_grad() and repeat the step"
             )
-        engine.wait_for_grads()
+        engine.access.wait_for_grads()
         engine.foreign_writes.follow()
         present = {unit: self._present(unit) for unit in self._store.units}
         if not (self.pending if self._in_backward else any(present.values())):  # no gradients: do nothing, like torch
@@ -150,7 +151,7 @@ class AdamW(torch.optim.Optimizer):
 
     def landed_grad_norm(self) -> float:
         """Return the global norm of the gradients of this step, before clipping. Wait until they are in host memory."""
-        self._engine.wait_for_grads()
+        self._engine.access.wait_for_grads()
         present = {unit: self._present(unit) for unit in self._store.units}
         return float(sum(self._squared_norms(present).values()) ** 0.5)
 
@@ -187,7 +188,7 @@ class AdamW(torch.optim.Optimizer):
         """Mark all gradients empty; no memory is written."""
         if self._engine.grads.invalid:  # a backward pass with updates failed before its first update
             self._current = None
-        self._engine.clear_grads()
+        self._engine.access.clear_grads()
 
     def _present(self, unit: Unit) -> list[str]:
         """Return the parameters of a unit that have a gradient. Other parameters are not updated, as in torch."""
@@ -415,7 +416,7 @@ class AdamW(torch.optim.Optimizer):
             ConfigError: if a part of the state does not fit; nothing was changed.
         """
         own = self.state_dict()
-        self._engine.hand_out_weight()  # a checkpoint that is being written holds the moments of before
+        self._engine.access.hand_out_weight()  # a checkpoint that is being written holds the moments of before
         saved = check_state(state_dict, own, self._moments.kind)
         saved.copy_into(own["state"])
         self._steps = {param: int(state["step"]) for param, state in self.state.items()}

@@ -129,7 +129,7 @@ def _loss_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
 def _gradient_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
     engine = model._horizon.engine
     objective(model, batch).value.backward()
-    engine.wait_for_grads()
+    engine.access.wait_for_grads()
     return all(math.isfinite(engine.grads.squared_norms.of(unit) or 0.0) for unit in engine.store.units)
 
 

@@ -334,7 +334,9 @@ class _Loop:
             callbacks.before_step(step)
             with (
                 self.saving_on_fault(step - 1),
-                watching(f"step {step}", self.config.step_timeout, self.model._horizon.engine.pending_operations),
+                watching(
+                    f"step {step}", self.config.step_timeout, self.model._horizon.engine.cursor.describe_unfinished
+                ),
             ):
                 self.run_step(step, is_first=step == first)
             callbacks.after_step(step)

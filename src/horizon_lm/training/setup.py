@@ -173,7 +173,7 @@ def has_dropout(model: Any) -> bool:
 def reserve_buffers(model: Any, plan: Plan) -> None:
     """Announce the largest batch of a run, so that no buffer has to be replaced by a larger one later."""
     batch = ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens)
-    model._horizon.engine.expect(batch)
+    model._horizon.engine.expected = batch
 
 
 def _open(config: RunConfig, reads_weights: bool, mesh: Any) -> Any:
