@@ -19,6 +19,7 @@ from horizon_lm.checkpoints.unit_file import UNITS, UnitFile, hash_file, read_in
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.disk import Disk, restore_folder
 from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.store.buffers import fill_buffer, persistent_buffers, unrounded_buffers
@@ -67,7 +68,7 @@ def save_checkpoint(
         StreamingError: a pass is running, or a step of an optimizer with ``update_in_backward`` is not finished.
         OSError: with ``wait``, if the checkpoint cannot be written, for example because the disk is full.
     """
-    engine, disk, folder = _engine(model), disk or Disk(), Path(folder)
+    engine, disk, folder = engine_of(model, "a checkpoint"), disk or Disk(), Path(folder)
     if optimizer is not None:
         _require_own(optimizer, engine)
     engine.check_alive()
@@ -164,7 +165,7 @@ def load_checkpoint(
     """
     folder = Path(folder)
     restore_folder(Disk(), folder)
-    content = restore(folder, verify_copies(_engine(model).mesh, folder), model, optimizer)
+    content = restore(folder, verify_copies(engine_of(model, "a checkpoint").mesh, folder), model, optimizer)
     if random:
         restore_random_state(content["random"])
     return content["state"]
@@ -176,7 +177,7 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
     Raises:
         ConfigError: the checkpoint does not fit, and nothing was changed; or a file is damaged, and weights were changed.
     """
-    engine = _engine(model)
+    engine = engine_of(model, "a checkpoint")
     if optimizer is not None:
         _require_own(optimizer, engine)
     store = engine.store
@@ -291,17 +292,10 @@ def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], No
         add_files(part)
 
 
-def _engine(model: Any) -> Engine:
-    if not hasattr(model, "_horizon"):
-        raise ConfigError("a checkpoint needs a streamed model; call horizon_lm.stream(model) first")
-    engine: Engine = model._horizon.engine
-    return engine
-
-
 def _require_own(optimizer: Any, engine: Engine) -> None:
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
             f"checkpoints hold the state of horizon_lm.AdamW, not of {type(optimizer).__name__}; save that one's state_dict()"
         )
-    if optimizer._engine is not engine:
+    if not optimizer.belongs_to(engine):
         raise StreamingError("the optimizer belongs to another model")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from horizon_lm.cli.common import exits
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.visible import visible
 
@@ -85,7 +86,7 @@ def evaluate_model(
     with _quiet():
         harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         # lm-eval would use the device of the weights, which is the host; logits are computed on the engine's device.
-        harness._device = model._horizon.engine.device.torch_device
+        harness._device = engine_of(model).device.torch_device
         try:
             results = simple_evaluate(
                 model=harness, tasks=tasks, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size,

@@ -21,17 +21,12 @@ from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.late_adapters import empty_adapters
 from horizon_lm.engine.model_forward import ModelForward
 from horizon_lm.engine.parameters import HeadParameter, StreamedParameter, adopt
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.units import ModelParts, is_adapter_model
 from horizon_lm.store.checkpoint_writer import checkpoint_tensors, save_pretrained
 from horizon_lm.store.store import Store
-
-
-def _engine(model: Any) -> Engine:
-    if not hasattr(model, "_horizon"):
-        raise ConfigError("this needs a streamed model; call horizon_lm.stream(model) first")
-    return model._horizon.engine
 
 
 def synchronize(model: Any) -> None:
@@ -40,7 +35,7 @@ def synchronize(model: Any) -> None:
     Reading a parameter through torch waits automatically. Call this before you read its memory in another way (numpy
     views, raw pointers), and after you write to it, so that the next forward pass uses the new values.
     """
-    engine = _engine(model)
+    engine = engine_of(model)
     engine.synchronize()
     engine.store.weights_changed()
 
@@ -54,7 +49,7 @@ def stats(model: Any) -> dict[str, Any]:
         ``moved_bytes``: bytes copied over the link in host dtypes, by operation and unit (``"stream_in:block0"``);
         ``block_forward_rows``: rows computed by forward passes of blocks, summed over blocks.
     """
-    engine = _engine(model)
+    engine = engine_of(model)
     counters = engine.device.counters
     host = dict(engine.store.num_bytes)
     if engine.boundaries.num_bytes:
@@ -81,7 +76,7 @@ def named_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
         model: a streamed model.
         dtype: dtype of the weights; None for the one in which they are streamed.
     """
-    engine = _engine(model)
+    engine = engine_of(model)
     engine.synchronize()
     model._horizon.replaced.require_structure()
     yield from checkpoint_tensors(engine.parts, engine.store, dtype or engine.store.precision.weight_dtype)

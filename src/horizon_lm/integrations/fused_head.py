@@ -14,6 +14,7 @@ import torch
 
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.engine.chunked_losses import token_logprobs
+from horizon_lm.engine.streamed import is_streamed
 
 ADD_HEAD = "add_fused_lm_head"  # by which TRL's trainers patch a model
 _STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -30,8 +31,8 @@ def unless_streamed(model: Any) -> Callable[[Callable[..., None]], Callable[...,
 
     def replace_patch(original: Callable[..., None]) -> Callable[..., None]:
         def add_fused_lm_head(patched: Any, *args: Any, **kwargs: Any) -> None:
-            streamed = model if patched is inside and not hasattr(patched, "_horizon") else patched
-            (add_head if hasattr(streamed, "_horizon") else original)(streamed, *args, **kwargs)
+            streamed = model if patched is inside and not is_streamed(patched) else patched
+            (add_head if is_streamed(streamed) else original)(streamed, *args, **kwargs)
 
         return add_fused_lm_head
 

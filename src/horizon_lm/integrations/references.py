@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from horizon_lm.engine.loading import from_pretrained
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.objective.reference import model_key
@@ -51,7 +52,7 @@ def _eval_sets(dataset: Any) -> list[Any]:
 
 def streamed_like(model: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a replacement for functions that load a model by name: the model is streamed, to the device of ``model``."""
-    engine = model._horizon.engine
+    engine = engine_of(model)
     precision = "float32" if engine.store.precision.name == "float32" else "bf16"  # it is not trained
 
     def replace_loader(_original: Callable[..., Any]) -> Callable[..., Any]:

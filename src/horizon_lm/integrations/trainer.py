@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from horizon_lm.engine.parameters import StreamedParameter
+from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
 from horizon_lm.integrations import fused_head, references
 from horizon_lm.integrations.held_batches import HeldBatches
@@ -180,7 +181,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         """
         trainer: Any = self
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        value, mesh = float(loss), trainer.model._horizon.engine.mesh
+        value, mesh = float(loss), engine_of(trainer.model).mesh
         if mesh is not None:
             value = mesh.sums("the loss of a step", [value])[0]
         if math.isfinite(value):
@@ -239,7 +240,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
     ) -> Any:
         """Return loss, logits and labels. Logits of all tokens are computed only if somebody asks for them."""
         trainer: Any = self
-        horizon = trainer.model._horizon
+        horizon = forward_of(trainer.model)
         horizon.whole_logits = not prediction_loss_only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
@@ -285,7 +286,7 @@ def _passes_on(signature: inspect.Signature) -> bool:
 
 
 def _require_streamed(model: Any) -> None:
-    if not hasattr(model, "_horizon"):
+    if not is_streamed(model):
         raise StreamingError(
             "horizon_lm.trainer(...) trains a streamed model: load it with horizon_lm.from_pretrained(name), or call "
             "horizon_lm.stream(model)"
@@ -296,7 +297,7 @@ def _leave_head_in_float32(args: Any, model: Any) -> None:
     """Turn off TRL's cast of the head if the head computes in float32 already. Raise ConfigError if it does not."""
     if not getattr(args, "cast_lm_head_to_fp32", False):
         return
-    dtype = model._horizon.engine.options.compute_dtype
+    dtype = engine_of(model).options.compute_dtype
     if dtype != torch.float32:
         raise ConfigError(
             f"{type(args).__name__}: cast_lm_head_to_fp32=True is not supported by a streamed model that computes in {dtype}: its "

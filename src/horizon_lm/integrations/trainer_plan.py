@@ -8,6 +8,7 @@ from typing import Any
 from horizon_lm.codecs.base import Codec
 from horizon_lm.config import RunConfig, plan_config
 from horizon_lm.distributed.mesh import current_shard
+from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.integrations.trainer_rows import length_limit
@@ -39,7 +40,7 @@ class TrainerPlan:
     """
 
     def __init__(self, model: Any, args: Any, length: int, eval_length: int = 0, num_steps: int | None = None) -> None:
-        if not hasattr(model, "_horizon"):
+        if not is_streamed(model):
             raise StreamingError("plan needs a streamed model; call horizon_lm.stream(model) first")
         self._model, self._args = model, args
         self._rows = RowShape(length, eval_length)
@@ -51,7 +52,7 @@ class TrainerPlan:
             name, config, _itemsize(config), is_local=True, model_class=classifier,
             head_values=_FUSED_HEAD if hasattr(args, "max_length") and classifier is None else (),
             adapters=_adapters(model),
-            quantized=_StreamedCodecs(model._horizon.engine.store.codecs) if model._horizon.engine.store.codecs else None,
+            quantized=_StreamedCodecs(engine_of(model).store.codecs) if engine_of(model).store.codecs else None,
         )  # fmt: skip
         self._run = _run_config(model, args, self._rows, name)
         self._batch = args.per_device_train_batch_size * _sequences(args)
@@ -67,7 +68,7 @@ class TrainerPlan:
 
     def apply(self, plan: Plan) -> None:
         """Let the model compute fewer rows at once than the Trainer's batch has, if that is what fits."""
-        horizon = self._model._horizon
+        horizon = forward_of(self._model)
         options, chosen = horizon.engine.options, plan.step.settings.micro_batch
         if options.device_micro_batch_size is None and chosen is not None and chosen < self._batch:
             horizon.reconfigure(replace(options, device_micro_batch_size=chosen))
@@ -84,7 +85,7 @@ class TrainerPlan:
             return
         times = args.gradient_accumulation_steps / every
         passes = round(args.max_completion_length * max(1.0, times))
-        slabs = self._model._horizon.engine.store.units.values()
+        slabs = engine_of(self._model).store.units.values()
         weights = sum(each.weights[each.own].nbytes + each.packed.data[each.packed.own].nbytes for each in slabs)
         hardware = plan.machine.hardware
         rate = hardware.link_in if hardware is not None else 0.0
@@ -103,13 +104,11 @@ class TrainerPlan:
         )  # fmt: skip
 
     def _machine(self) -> Machine:
-        machine, store = this_machine(self._run), self._model._horizon.engine.store
+        machine, store = this_machine(self._run), engine_of(self._model).store
         # The plan counts them by purpose, except for low halves that a base had before its adapters were added.
-        loaded = sum(store.num_bytes.values()) - sum(
-            store.units[unit].low[store.units[unit].own].nbytes
-            for unit in store.frozen
-            if store.units[unit].low is not None
-        )
+        frozen = [store.units[unit] for unit in store.frozen]
+        kept = sum(slabs.low[slabs.own].nbytes for slabs in frozen if slabs.low is not None)
+        loaded = sum(store.num_bytes.values()) - kept
         return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
 
     def _saves(self) -> Saves:
@@ -169,7 +168,7 @@ def _classifier(model: Any) -> Any:
 
 def _adapters(model: Any) -> PresentAdapters | None:
     """Return the adapters of a streamed model; None if it has none."""
-    horizon = model._horizon
+    horizon = forward_of(model)
     if not horizon.adapter_params:
         return None
     return PresentAdapters(model, [name for names in horizon.engine.trainable().values() for name in names])
@@ -177,7 +176,7 @@ def _adapters(model: Any) -> PresentAdapters | None:
 
 def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
     """Return the settings of a run that trains like this Trainer."""
-    engine = model._horizon.engine
+    engine = engine_of(model)
     options, precision = engine.options, engine.store.precision
     settings = {
         "model_name_or_path": name,

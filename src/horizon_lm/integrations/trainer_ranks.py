@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.engine.streamed import engine_of, forward_of
 from horizon_lm.errors import ConfigError, StreamingError
 
 
 def mesh_of(model: Any) -> Mesh | None:
     """Return the mesh of a streamed model; None for one rank."""
-    mesh: Mesh | None = model._horizon.engine.mesh
+    mesh: Mesh | None = engine_of(model).mesh
     return mesh
 
 
@@ -38,7 +39,7 @@ class TrainerRanks:
             return
         _reject_unsupported(trainer)
         trainer.model._is_accelerate_prepared = True  # accelerate would wrap it in DistributedDataParallel
-        trainer.model._horizon.expects_mean_loss = False  # losses are scaled here
+        forward_of(trainer.model).expects_mean_loss = False  # losses are scaled here
         trainer.accelerator.backward = _averaged(trainer.accelerator.backward, mesh.size)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -12,6 +12,7 @@ import torch
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
 from horizon_lm.device.base import Device
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError
 
 
@@ -90,7 +91,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _random_states_restored(model._horizon.engine.device):
+        with torch.no_grad(), _random_states_restored(engine_of(model).device):
             yield
     finally:
         model.train(was_training)

@@ -14,6 +14,7 @@ import torch
 from horizon_lm.data.batch import Batch
 from horizon_lm.data.loader import batch_from
 from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import evaluation_mode, without_adapters
 from horizon_lm.objective.dpo import answer_logprobs
@@ -150,7 +151,7 @@ class ReferenceCache:
 
         Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
         """
-        mesh = self._model._horizon.engine.mesh
+        mesh = engine_of(self._model).mesh
         rank, size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
         if mesh is not None:  # each machine has files of its own
             masks = mesh.exchange("the known reference", np.packbits(kept.known).tobytes().hex())
@@ -179,7 +180,7 @@ def model_key(model: Any) -> str:
     """Return a hash of a streamed model's config, computation and weights, without adapters. It is the same on all ranks."""
     import transformers
 
-    engine = model._horizon.engine
+    engine = engine_of(model)
     computation = [
         transformers.__version__, torch.__version__, model.config.to_json_string(use_diff=False),
         model.config.get_text_config()._attn_implementation, engine.options.compute_dtype, engine.device.torch_device.type,

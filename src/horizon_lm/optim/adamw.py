@@ -13,6 +13,7 @@ import torch
 
 from horizon_lm.device.transfers import Move
 from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.engine.trained_parameters import allocate_grads, apply_in_backward
 from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError, first_line
@@ -67,8 +68,7 @@ class AdamW(torch.optim.Optimizer):
         max_consecutive_skips: int | None = 3,
         update_in_backward: bool = False,
     ) -> None:
-        if not hasattr(model, "_horizon"):
-            raise ConfigError("horizon_lm.AdamW needs a streamed model; call horizon_lm.stream(model) first")
+        self._engine: Engine = engine_of(model, "horizon_lm.AdamW")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         check_settings(defaults)
         if max_grad_norm is not None and max_grad_norm <= 0:
@@ -79,7 +79,6 @@ class AdamW(torch.optim.Optimizer):
                 "update_in_backward changes weights before all gradients are known, so it cannot clip by the global norm "
                 "or skip a step; use it without max_grad_norm and non_finite='skip'"
             )
-        self._engine: Engine = model._horizon.engine
         self._store: Store = self._engine.store
         self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
         self._arrays: dict[Unit, UnitArrays] = {}
@@ -154,6 +153,10 @@ class AdamW(torch.optim.Optimizer):
         self._engine.access.wait_for_grads()
         present = {unit: self._present(unit) for unit in self._store.units}
         return float(sum(self._squared_norms(present).values()) ** 0.5)
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Return whether this optimizer updates the model of this engine."""
+        return self._engine is engine
 
     @property
     def update_in_backward(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.units import EMBED, HEAD, Unit, block
 
@@ -60,7 +61,7 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
         None if the rows cannot be told apart: a user's own loss is not called again, and with ``update_in_backward`` a
         backward would change the weights.
     """
-    in_backward = model._horizon.engine.updates.optimizer_in_backward is not None
+    in_backward = engine_of(model).updates.optimizer_in_backward is not None
     if isinstance(objective, CustomObjective) or (with_gradient and in_backward):
         return None
     model.zero_grad()
@@ -75,7 +76,7 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
             model.zero_grad()
 
     rows, is_complete = search(len(batch.places), is_bad, _MOST_PASSES)
-    per_pass = model._horizon.engine.options.device_micro_batch_size or len(batch.input_ids)
+    per_pass = engine_of(model).options.device_micro_batch_size or len(batch.input_ids)
     held_by = sorted({each // per_pass for each in _sequences(batch, rows)})
     unit = _first_bad_unit(model, objective, select_rows(batch, rows[:1])) if rows and not with_gradient else None
     return BadRows(rows, held_by, -(-len(batch.input_ids) // per_pass), is_complete, unit)
@@ -127,7 +128,7 @@ def _loss_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
 
 
 def _gradient_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
-    engine = model._horizon.engine
+    engine = engine_of(model)
     objective(model, batch).value.backward()
     engine.access.wait_for_grads()
     return all(math.isfinite(engine.grads.squared_norms.of(unit) or 0.0) for unit in engine.store.units)
@@ -146,7 +147,7 @@ def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> Unit:
         if not finite.all():
             found.append(unit)
 
-    blocks = model._horizon.engine.parts.blocks
+    blocks = engine_of(model).parts.blocks
     handles = [blocks[0].register_forward_pre_hook(lambda module, args: check(EMBED, args[0]) if args else None)]
     units = {module: block(index) for index, module in enumerate(blocks)}
     for module in blocks:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from horizon_lm.device.faults import is_out_of_device_memory
+from horizon_lm.engine.streamed import engine_of, forward_of
 from horizon_lm.errors import first_line
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import summary_lines
@@ -55,7 +56,7 @@ class FirstStep:
             raise self.admission.out_of_memory(plan, problem)
         if self.optimizer.partial_update:  # with update_in_backward
             raise self.admission.out_of_memory(plan, f"{problem} after some weights were updated")
-        smaller = self.admission.smaller_plan(plan, self.model._horizon.engine.residency)
+        smaller = self.admission.smaller_plan(plan, engine_of(self.model).residency)
         if smaller is None:
             raise self.admission.out_of_memory(plan, problem)
         smaller = replace(smaller, reasons=[problem, *smaller.reasons])
@@ -86,7 +87,7 @@ class FirstStep:
     def _reconfigure(self, plan: Plan) -> None:
         """Give the model the choices of a plan. Nothing of the failed step is left on the device."""
         self.optimizer.zero_grad()
-        settings, forward = plan.step.settings, self.model._horizon
+        settings, forward = plan.step.settings, forward_of(self.model)
         forward.reconfigure(
             replace(
                 forward.engine.options,

@@ -18,6 +18,7 @@ from horizon_lm.data.checks import reject_errors
 from horizon_lm.device.faults import is_device_fault
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.rendezvous import failing_together
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import summary_lines
@@ -334,9 +335,7 @@ class _Loop:
             callbacks.before_step(step)
             with (
                 self.saving_on_fault(step - 1),
-                watching(
-                    f"step {step}", self.config.step_timeout, self.model._horizon.engine.cursor.describe_unfinished
-                ),
+                watching(f"step {step}", self.config.step_timeout, engine_of(self.model).cursor.describe_unfinished),
             ):
                 self.run_step(step, is_first=step == first)
             callbacks.after_step(step)
@@ -495,7 +494,7 @@ class _Loop:
             lost = is_device_fault(error)
             with self.reporter.attempt("saving after the fault"):
                 if lost:
-                    self.model._horizon.engine.settle_without_device()
+                    engine_of(self.model).settle_without_device()
                 # A step whose update has begun is neither done nor undone for the loop.
                 is_whole = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
                 if done and is_whole and self.ranks.mesh is None:  # other ranks may be gone, or elsewhere

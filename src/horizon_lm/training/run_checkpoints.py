@@ -13,6 +13,7 @@ from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
 from horizon_lm.disk import Disk, part_of
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.ranks import Ranks
@@ -157,7 +158,7 @@ class RunCheckpoints:
         if saving.error is not None:
             self._report_failure(step, saving.error)
             return
-        num_bytes = saving.num_bytes * self._model._horizon.engine.store.shard.count
+        num_bytes = saving.num_bytes * engine_of(self._model).store.shard.count
         self._bytes_per_second = num_bytes / max(saving.seconds, 1e-3)
         self._print(f"{saving.folder}: {format_bytes(num_bytes)} in {format_seconds(saving.seconds)}")
 
@@ -171,7 +172,7 @@ class RunCheckpoints:
         """Estimate the seconds that a checkpoint takes from the last one; None if none was written yet."""
         if self._bytes_per_second is None:
             return None
-        store = self._model._horizon.engine.store
+        store = engine_of(self._model).store
         num_bytes: int = store.shard.count * sum(store.num_bytes.values())
         return num_bytes / self._bytes_per_second
 

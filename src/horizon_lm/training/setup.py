@@ -17,6 +17,7 @@ from horizon_lm.data.batch import Batch
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.distributed.rendezvous import is_first_of_machine
 from horizon_lm.energy import EnergyMeter
+from horizon_lm.engine.streamed import engine_of, forward_of
 from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, UnprovenModelWarning, first_line
 from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.paths import exists
@@ -173,7 +174,7 @@ def has_dropout(model: Any) -> bool:
 def reserve_buffers(model: Any, plan: Plan) -> None:
     """Announce the largest batch of a run, so that no buffer has to be replaced by a larger one later."""
     batch = ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens)
-    model._horizon.engine.expected = batch
+    engine_of(model).expected = batch
 
 
 def _open(config: RunConfig, reads_weights: bool, mesh: Any) -> Any:
@@ -398,7 +399,7 @@ def _saved_reference(saved: Mapping[str, torch.Tensor], name: str, rows: TokenTa
 
 def open_meter(model: Any) -> EnergyMeter:
     """Return a meter of the energy of the model's device and, in one process of each machine, of the host."""
-    device = model._horizon.engine.device.torch_device
+    device = engine_of(model).device.torch_device
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     return EnergyMeter(gpu, with_host=is_first_of_machine())
 
@@ -411,7 +412,7 @@ def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: Ru
     """
     if not config.check_gradients:
         return
-    model._horizon.check_gradients(config.check_gradients)
+    forward_of(model).check_gradients(config.check_gradients)
     objectives.training(model, batch).value.backward()
     model.zero_grad()
     reporter.print(

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.resources import resident_bytes
 from horizon_lm.schedule.trace import Trace
 
@@ -21,7 +22,7 @@ class Tracing:
     """
 
     def __init__(self, model: Any, num_traced: int, num_steps: int, path: Path) -> None:
-        self._model, self._device, self._path = model, model._horizon.engine.device, path
+        self._model, self._device, self._path = model, engine_of(model).device, path
         self._first = max(1, min(_FIRST, num_steps - num_traced + 1))
         self._last = min(self._first + num_traced - 1, num_steps)
         self._trace: Trace | None = None
