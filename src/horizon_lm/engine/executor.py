@@ -49,7 +49,7 @@ from horizon_lm.engine.parameters import call_after_grad
 from horizon_lm.engine.updates import TableUpdate
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts
-from horizon_lm.planning.residency import Residency
+from horizon_lm.planning.residency import ExpectedBatch, Residency
 from horizon_lm.schedule.ops import Pass
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
@@ -198,6 +198,12 @@ class Engine(Machinery):
         settle_without_device(self, self.running, self.between)
 
     # Between passes
+
+    def expect(self, batch: ExpectedBatch) -> None:
+        """Announce the largest expected batch, so that buffers that grow with the batch are allocated once, with that
+        size.
+        """
+        self.expected = batch
 
     def reside(self, residency: Residency) -> None:
         """Change which weights and graphs stay on the device between passes."""
