@@ -25,7 +25,7 @@ def evaluated(model: Any, **arguments: Any) -> float:
     training = model.training
     model.eval()
     with torch.no_grad():
-        value = float(loss(model, **arguments))
+        value = float(loss(model, **arguments).detach())
     model.train(training)
     return value
 
@@ -35,7 +35,7 @@ def gradients(model: Any, **arguments: Any) -> dict[str, Any]:
     model.zero_grad()
     value = loss(model, **arguments)
     value.backward()
-    return {"loss": float(value), "gradients": copied_gradients(model)}
+    return {"loss": float(value.detach()), "gradients": copied_gradients(model)}
 
 
 def copied_gradients(model: Any) -> dict[str, torch.Tensor | None]:
@@ -56,7 +56,7 @@ def train(model: Any, optimizer: Any, steps: int = 3, **arguments: Any) -> list[
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(value))
+        losses.append(float(value.detach()))
     return losses
 
 
