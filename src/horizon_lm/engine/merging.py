@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.host_access import HostAccess
 from horizon_lm.engine.parameters import StreamedParameter
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.units import is_adapter_layer
@@ -33,8 +34,8 @@ def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None)
     if base is None or not is_adapter_layer(layer):
         return
     owners = (param.owner() for param in base.parameters() if isinstance(param, StreamedParameter))
-    if isinstance(engine := next(owners, None), Engine):
-        _replace_methods(layer, engine)
+    if isinstance(owner := next(owners, None), HostAccess) and isinstance(owner.engine, Engine):
+        _replace_methods(layer, owner.engine)
 
 
 def _replace_methods(layer: Any, engine: Engine) -> bool:
