@@ -4,13 +4,14 @@
 SHELL := /bin/bash
 export TORCH
 
-.PHONY: help demo test test-oldest test-peers lint docs hostile wheel gpu-check
+.PHONY: help demo golden test test-oldest test-peers lint docs hostile wheel gpu-check
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced limit on device memory, about 5 minutes (FAST=1: 8 steps, about 90 seconds)"
 	@echo "make test   lint, types, imports and the test suite"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
 	@echo "make test-peers  a few of PEFT's own tests, from its sdist, on streamed models"
+	@echo "make golden compare losses, weights and plans bit for bit with those of the first call, in .cache/golden.json"
 	@echo "make lint   lint, types and imports alone"
 	@echo "make docs   build the documentation as a site, in build/site; a broken link is an error"
 	@echo "make gpu-check  the first two calls of docs/first-contact.md, into runs/gpu-check (DEVICE=cpu: five of them on toys)"
@@ -31,6 +32,9 @@ test-peers:
 lint:
 	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \
 	  && $$python -m mypy && $$python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+golden:
+	@python=$$(scripts/bootstrap.sh dev) && $$python -m tests.golden.record .cache/golden.json
 
 hostile:
 	@python=$$(scripts/bootstrap.sh dev) && $$python -m tests.security.hostile 20

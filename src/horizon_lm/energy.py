@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _POWERCAP = Path("/sys/class/powercap")
-_MOST_WATTS = (
-    1000  # no processor takes more, so within less than its range at this power a counter begins anew at most once
-)
+# No processor takes more, so within less than its range at this power a counter begins anew at most once.
+_MOST_WATTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,7 @@ class EnergyMeter:
         self._zones = _readable_zones(powercap) if with_host else []
         self._with_host = with_host
         self._gpu = None if gpu is None else _gpu_counter(gpu)
-        self._clock = clock
-        self.read()
+        self._clock, self._read_at = clock, clock()
 
     def read(self) -> Energy:
         """Return the energy since the last reading or the construction.
@@ -74,7 +72,7 @@ class EnergyMeter:
         The host's is unknown if a counter may have begun anew more than once since then.
         """
         now = self._clock()
-        seconds, self._read_at = now - getattr(self, "_read_at", now), now
+        seconds, self._read_at = now - self._read_at, now
         used = [zone.read(seconds) for zone in self._zones]
         known = [each for each in used if each is not None]
         host = sum(known) if len(known) == len(used) and (used or not self._with_host) else None

@@ -1,4 +1,4 @@
-"""How tensors lie in slabs, and how slabs are cut between ranks: the arithmetic that store, optimizer and planner share."""
+"""Arithmetic of slabs, of the tensors in them and of the ranks that cut them; store, optimizer and planner share it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

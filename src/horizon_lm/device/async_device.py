@@ -283,7 +283,7 @@ class StreamDevice(ABC):
 
     @property
     def _enter_thread(self) -> Callable[[], None]:
-        """What each thread of the device calls when it starts; it holds no reference to the device."""
+        """The function that each thread of the device calls when it starts. It holds no reference to the device."""
         return lambda: None
 
     @abstractmethod

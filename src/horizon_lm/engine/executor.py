@@ -40,12 +40,13 @@ from horizon_lm.device.transfers import Move
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.backward_pass import BackwardPass, require_possible
 from horizon_lm.engine.device_buffers import DeviceBuffers, EngineOptions
-from horizon_lm.engine.faults import Running, abandon, settle_without_device
+from horizon_lm.engine.faults import abandon, settle_without_device
 from horizon_lm.engine.forward_pass import ForwardPass, ForwardRequest
 from horizon_lm.engine.forward_state import BetweenPasses, ForwardState
 from horizon_lm.engine.host_access import HostAccess
 from horizon_lm.engine.machinery import Machinery
 from horizon_lm.engine.parameters import call_after_grad
+from horizon_lm.engine.running import Running
 from horizon_lm.engine.updates import TableUpdate
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import ModelParts
@@ -64,7 +65,7 @@ class Engine(Machinery):
 
     Attributes:
         running: the passes that are running.
-        between: what passes leave for those that follow.
+        between: the state that a pass leaves for those that follow.
         access: access by other code to weights and gradients.
         after_next_backward: called once, after the next backward pass.
     """

@@ -1,21 +1,11 @@
 """Faults: abandon a pass that failed, and settle host memory after the device has failed."""
 
 from contextlib import suppress
-from dataclasses import dataclass
 
-from horizon_lm.engine.backward_pass import BackwardPass
-from horizon_lm.engine.forward_pass import ForwardPass
 from horizon_lm.engine.forward_state import BetweenPasses
 from horizon_lm.engine.machinery import Machinery
+from horizon_lm.engine.running import Running
 from horizon_lm.errors import StreamingError
-
-
-@dataclass(slots=True)
-class Running:
-    """The passes that are running: a forward pass, or the backward pass of a graph, or neither."""
-
-    forward: ForwardPass | None = None
-    backward: BackwardPass | None = None
 
 
 def abandon(engine: Machinery, running: Running, between: BetweenPasses, error: BaseException) -> None:

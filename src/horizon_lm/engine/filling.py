@@ -19,7 +19,6 @@ from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
 from horizon_lm.store.store import Store
-from horizon_lm.units import Unit
 
 
 def move_in(ref: ParamRef, store: Store) -> None:
@@ -31,11 +30,6 @@ def move_in(ref: ParamRef, store: Store) -> None:
         store.source_dtypes.setdefault(ref.name, ref.param.dtype)
         store.write(ref.name, ref.param.data)
         ref.param.data = place  # frees the original memory of the parameter
-
-
-def shapes(parts: ModelParts) -> dict[Unit, dict[str, torch.Size]]:
-    """Return the shapes of all parameters, by unit and full name."""
-    return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
 
 
 def with_store(
@@ -56,7 +50,7 @@ def with_store(
         parts.codecs = find_codecs(parts)
     never_trained = set(parts.units) if frozen else parts.frozen_base()
     shard = current_shard(settings.device_mesh)
-    store = Store(shapes(parts), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard)
+    store = Store(parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard)
     for refs in parts.units.values():
         for ref in refs:
             ref.param = (
@@ -111,7 +105,7 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     refs = [ref for of_unit in parts.units.values() for ref in of_unit]
     old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
     copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
-    store = store.extended(shapes(parts), old_names, settings.get_precision(parts), parts.frozen_base())
+    store = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
     parts.codecs = store.codecs
     with sharing_moved(mesh, store, old, old_names):
         for ref in refs:

@@ -196,7 +196,7 @@ class BoundaryPool:
 
 
 class BetweenPasses:
-    """What passes leave for those that follow.
+    """State that a pass leaves for those that follow.
 
     Attributes:
         head_grads, graphs: the leases of the head's gradient buffer, and of the room for autograd graphs.

@@ -4,9 +4,9 @@ import weakref
 
 from torch import nn
 
-from horizon_lm.engine.faults import Running
 from horizon_lm.engine.machinery import Machinery, require_attached
 from horizon_lm.engine.parameters import landing_grad
+from horizon_lm.engine.running import Running
 from horizon_lm.errors import StreamingError
 
 

@@ -134,7 +134,6 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[
     """Return the store of a model with other adapters than before, and the old names of the weights that it had."""
     old = engine.store
     names = {id(ref.param): name for name, ref in engine.refs.items()}
-    shapes = {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in parts.units.items()}
     old_names = {
         ref.name: names[id(ref.param)] for refs in parts.units.values() for ref in refs if id(ref.param) in names
     }
@@ -144,7 +143,7 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[
         frozen |= {unit for unit, slabs in old.units.items() if slabs.low is None and slabs.layout.numel} - {OUTER}
         if old.units[OUTER].low is not None:
             frozen.discard(OUTER)
-    store = old.extended(shapes, old_names, precision, frozen)
+    store = old.extended(parts.shapes(), old_names, precision, frozen)
     parts.codecs = store.codecs
     # Whoever remembers a version of the weights must not find it again.
     store.version, store.block_version = old.version + 1, old.block_version + 1

@@ -10,7 +10,7 @@ import torch
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.alike import copy_from_first, drawing_alike
 from horizon_lm.distributed.mesh import current_shard, fail_together
-from horizon_lm.engine.filling import add_adapters, draw, move_in, shapes, with_store
+from horizon_lm.engine.filling import add_adapters, draw, move_in, with_store
 from horizon_lm.engine.hf_arguments import config_arguments, download_arguments, read_precision
 from horizon_lm.engine.options import StreamArguments, open_device
 from horizon_lm.engine.parameters import require_plain
@@ -295,7 +295,7 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
         settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
     )
     shard = current_shard(settings.device_mesh)
-    store = Store(shapes(parts), settings.get_precision(parts), parts.frozen_base(), shard=shard)
+    store = Store(parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard)
     for refs in parts.units.values():
         for ref in refs:
             move_in(ref, store)

@@ -104,6 +104,10 @@ class ModelParts:
         """Number of outputs of the head: V, or the number of labels of a classifier."""
         return int(self.units[HEAD][0].param.shape[0]) if self.classifies else self.sizes().vocabulary
 
+    def shapes(self) -> dict[Unit, dict[str, torch.Size]]:
+        """Return the shapes of all parameters, by unit and full name."""
+        return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in self.units.items()}
+
     @property
     def adapter_names(self) -> frozenset[str]:
         """Full names of the adapters' parameters inside all blocks."""

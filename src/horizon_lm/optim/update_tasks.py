@@ -21,9 +21,8 @@ from horizon_lm.optim.moments import UnitArrays
 from horizon_lm.store.arena import as_array
 from horizon_lm.units import Unit
 
-_PIECE_ELEMENTS = (
-    1 << 19
-)  # the least elements of a piece, a multiple of the 8-bit block size: half a millisecond of work
+# The least elements of a piece, a multiple of the 8-bit block size: half a millisecond of work.
+_PIECE_ELEMENTS = 1 << 19
 _LARGEST = 4  # times as many elements has a piece at most
 _ENOUGH_PIECES = 64  # so that all threads have work until the end of a span
 

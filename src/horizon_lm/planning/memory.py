@@ -221,11 +221,11 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
         trained: sizes of the trainable parameters.
         settings: settings of the run.
     """
-    ranges = _trained_ranges(sizes, trained, settings.shard)
+    cuts = _cuts(sizes, settings.shard)
+    ranges = _trained_ranges(cuts, trained)
     kept = ranges
     if settings.update_in_backward:
         kept = ranges[:1] if trained.tied else []
-    cuts = _cuts(sizes, settings.shard)
     masters = [each for each, saved in zip(cuts, _has_masters(trained, settings), strict=True) if saved]
     packed = [settings.shard.own(settings.shard.cuts(each.slab_bytes, PACKED_ALIGNMENT)) for each in sizes.packed]
     kinds = {
@@ -247,7 +247,7 @@ def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSetti
     units = zip(sizes.units, _has_masters(trained, settings), strict=True)
     saved = [UnitCuts(tensors) for tensors, is_saved in units if is_saved]
     slabs = sum(_own_bytes(saved, itemsize) for itemsize in per_weight)
-    return slabs + _moments(trained, _trained_ranges(sizes, trained, WHOLE), settings)
+    return slabs + _moments(trained, _trained_ranges(_cuts(sizes, WHOLE), trained), settings)
 
 
 def largest_file_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> int:
@@ -278,11 +278,11 @@ def _own_bytes(cuts: Iterable[UnitCuts], itemsize: int) -> int:
     return used_bytes((each.own for each in cuts), itemsize)
 
 
-def _trained_ranges(sizes: ModelSizes, trained: ModelSizes, shard: Shard) -> list[slice]:
+def _trained_ranges(cuts: Sequence[UnitCuts], trained: ModelSizes) -> list[slice]:
     """Return this rank's range of the gradients of each unit."""
     return [
-        shard.own(cuts.grads(part)) if any(part) else slice(0, 0)
-        for cuts, part in zip(_cuts(sizes, shard), trained.units, strict=True)
+        each.shard.own(each.grads(part)) if any(part) else slice(0, 0)
+        for each, part in zip(cuts, trained.units, strict=True)
     ]
 
 
