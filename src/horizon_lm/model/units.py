@@ -363,8 +363,8 @@ def replaced_params(model: Any) -> set[int]:
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """Return whether a module is one of PEFT's layers with adapters."""
-    return bool(getattr(module, "adapter_layer_names", ()))
+    """Return whether a module is one of PEFT's layers with adapters, by its class: it may be half made, or a wrapper."""
+    return bool(getattr(type(module), "adapter_layer_names", ()))
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
