@@ -240,7 +240,7 @@ def test_files_are_safetensors_with_the_names_of_the_parameters(precision: str, 
         for name in slabs.layout if slabs.low is not None else ():
             expected[f"{name}.low"] = slabs.layout.view(slabs.low, name)
         for name in slabs.grad_layout:
-            state = optimizer.moments.state(unit, slabs.grad_layout, name)
+            state = optimizer.moments.state(unit, slabs, name)
             expected |= {f"{name}.{key}": value for key, value in state.items()}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
