@@ -16,12 +16,12 @@ VOCABULARY, ROWS, LENGTH, STEPS = 64, 8, 32, 100
 
 
 def batch(seed: int, shift: int) -> dict[str, torch.Tensor]:
-    """Return sequences with a rule to learn: each token follows from the two tokens before it, with a little noise."""
+    """Return sequences with a rule to learn: each token follows from the one before it, with a little noise."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
     for t in range(2, LENGTH):
         follows = torch.rand(ROWS, generator=generator) < 0.9
-        ids[:, t] = torch.where(follows, (3 * ids[:, t - 1] + ids[:, t - 2] + shift) % VOCABULARY, ids[:, t])
+        ids[:, t] = torch.where(follows, (ids[:, t - 1] + shift) % VOCABULARY, ids[:, t])
     return {"input_ids": ids, "labels": ids}
 
 
@@ -100,7 +100,7 @@ def test_modes_keep_updates_that_rounding_to_nearest_loses(
     print(f"lr {lr}: before {before:.4f}, float32 {exact:.4f}; nearest {lost:.4f} ({unchanged:.1%} never changed)")
     for name, (loss, same) in results.items():
         print(f"  {name}: {loss:.4f} ({same:.1%} never changed)")
-    assert learned > 0.005
+    assert learned > 0.1
     assert lost - exact > 0.3 * learned
     assert unchanged > never_changed
     for name, (loss, _) in results.items():
