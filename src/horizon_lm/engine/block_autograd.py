@@ -5,15 +5,14 @@ Shapes: B batch rows, T tokens of a row, H hidden size. A micro-batch is the row
 one batch; the inputs and outputs of several follow each other in the node's.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
+from horizon_lm.engine.block_computation import BlockComputation
 from horizon_lm.engine.forward_state import ForwardState
-from horizon_lm.engine.grad_sink import GradSink, set_traps, trapped_graph
+from horizon_lm.engine.grad_sink import GradSink
 from horizon_lm.engine.micro_batches import (
     BlockCalls,
     MicroBatch,
@@ -24,109 +23,34 @@ from horizon_lm.engine.micro_batches import (
     spans_of,
 )
 from horizon_lm.engine.recompute import RecomputeContext, no_autocast_cache, replaying
+from horizon_lm.engine.saved_for_backward import Graph, GraphUse, SavedForBackward
 from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
 from horizon_lm.model.attention import Segments
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import block
 
-if TYPE_CHECKING:
-    from horizon_lm.engine.blocks import Blocks
 
-
-class Graph(NamedTuple):
-    """The autograd graph of one micro-batch: its leaves and its outputs."""
-
-    leaves: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-
-
-class GraphUse(Enum):
-    """The use that a block's forward pass makes of a separate autograd graph.
+class BlockComparison(Protocol):
+    """A comparison of the gradients of some blocks with those of another computation.
 
     Attributes:
-        NONE: no graph is made; the backward pass recomputes the block.
-        DROPPED: a graph is made and dropped. A compiled block would otherwise be compiled a second time for the
-            recompute, whose results could differ from those of the forward pass in the last bits.
-        TRAPPED: the graph is dropped, but a hook inside the block may keep an activation. A loss that depends on such
-            an activation raises an error; otherwise its gradient would be missing silently.
-        KEPT: the graph stays on the device, and the backward pass recomputes nothing.
+        indices: the blocks to compare.
     """
 
-    NONE = "none"
-    DROPPED = "dropped"
-    TRAPPED = "trapped"
-    KEPT = "kept"
+    indices: set[int]
 
-
-class SavedForBackward:
-    """The random states that a block's forward pass saves for its backward pass, and its graph if it is kept.
-
-    Attributes:
-        rng_states: the random state that each micro-batch started from.
-        graphs: the graph of each micro-batch, if graphs are kept.
-        sink: takes the gradients of the graph; None if there is no graph.
-    """
-
-    def __init__(
-        self, blocks: "Blocks", index: int, forward_state: ForwardState, needs_grad: Sequence[bool], hooked: bool
+    def compare_block(
+        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
     ) -> None:
-        self.forward_state, self._needs_grad = forward_state, needs_grad
-        if hooked:
-            self.graph_use = GraphUse.TRAPPED
-        elif index in forward_state.graphs:
-            self.graph_use = GraphUse.KEPT
-        elif blocks.engine.options.compile:
-            self.graph_use = GraphUse.DROPPED
-        else:
-            self.graph_use = GraphUse.NONE
-        self.sink = None if self.graph_use is GraphUse.NONE else GradSink(blocks.engine, index)
-        self.rng_states: list[Any] = []
-        self.graphs: list[Graph] = []
-
-    def params(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the weights for the forward computation, as fresh leaves if it makes a graph."""
-        if self.sink is None:
-            return weights
-        return self.sink.traps(weights) if self.graph_use is GraphUse.TRAPPED else self.sink.leaves(weights)
-
-    def inputs(self, tensors: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
-        """Return the inputs of one micro-batch for the forward computation, as fresh leaves if it makes a graph.
+        """Compare the gradients of a block after its backward pass.
 
         Args:
-            tensors: the inputs.
-            span: the place of these inputs among those of the node.
+            node: the block's node.
+            inputs: copies of the inputs of its forward pass.
+            grads: the gradients of its outputs.
+            input_grads: the gradients that the node computed for its inputs.
         """
-        if self.graph_use is GraphUse.NONE:
-            return tensors
-        leaves = self.leaves(tensors, span)
-        if self.graph_use is GraphUse.TRAPPED:
-            set_traps(leaves)
-        return leaves
-
-    def leaves(self, inputs: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
-        """Return fresh leaves over inputs. They require a gradient if the inputs of the node at this place did."""
-        return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad[span], strict=True)]
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Return the context in which the block's forward computation runs."""
-        return trapped_graph() if self.graph_use is GraphUse.TRAPPED else nullcontext()
-
-    def save(self, rng_state: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Save what the backward pass of a computed micro-batch needs. Return its outputs without their graph."""
-        self.rng_states.append(rng_state)
-        if self.graph_use is GraphUse.NONE:
-            return outputs
-        if self.graph_use is GraphUse.KEPT:
-            self.graphs.append(Graph(inputs, outputs))
-        return [tensor.detach() for tensor in outputs]
-
-    def take_graph(self, number: int) -> Graph:
-        """Return the kept graph of a micro-batch and forget it, so that its memory is freed right after
-        differentiation.
-        """
-        graph, self.graphs[number] = self.graphs[number], Graph([], [])
-        return graph
 
 
 class BlockAutograd:
@@ -145,7 +69,8 @@ class BlockAutograd:
         outputs: the outputs of all micro-batches, by batch.
         hidden: shape and dtype of the hidden states of each batch.
         expected: copies of the outputs, with `EngineOptions.check_recompute`.
-        true_inputs: copies of the inputs, if the gradient check compares this block.
+        comparison: compares the gradients of this block; None otherwise.
+        true_inputs: copies of the inputs, if the block is compared.
     """
 
     saved: SavedForBackward
@@ -155,11 +80,12 @@ class BlockAutograd:
     hidden: list[tuple[torch.Size, torch.dtype]]
 
     def __init__(
-        self, blocks: "Blocks", index: int, calls: BlockCalls, keys: tuple[str, ...], forward_state: ForwardState,
-        hooked: bool, uncompiled: bool,
+        self, blocks: BlockComputation, index: int, calls: BlockCalls, keys: tuple[str, ...], forward_state: ForwardState,
+        hooked: bool, uncompiled: bool, comparison: BlockComparison | None,
     ) -> None:  # fmt: skip
         self.blocks, self.index, self.calls, self.keys, self.forward_state = blocks, index, calls, keys, forward_state
         self.hooked, self.uncompiled = hooked, uncompiled
+        self.comparison = comparison if comparison is not None and index in comparison.indices else None
         self.module = blocks.blocks[index]
         self.context = RecomputeContext(blocks.engine.device.torch_device.type)
         self.mode = self.module.mode()
@@ -177,12 +103,12 @@ class BlockAutograd:
     def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Compute the block and save what the backward pass needs. Return the tensors of its output."""
         blocks = self.blocks
-        self.saved = SavedForBackward(blocks, self.index, self.forward_state, needs_grad, self.hooked)
+        self.saved = SavedForBackward(blocks.engine, self.index, self.forward_state, needs_grad, self.hooked)
         self.outputs = blocks.compute_forward(self.index, self.calls, self.keys, self.uncompiled, self.saved)
         self.dims = blocks.row_dims(self.index, self.calls)
         self.attributes = self.module.attributes()
         tensors = tuple(tensor for outputs in self.outputs for tensor in outputs.tensors)
-        if blocks.gradient_check is not None and self.index in blocks.gradient_check.indices:
+        if self.comparison is not None:
             self.true_inputs = [t.detach().clone() for t in self.calls.tensors]
         if blocks.engine.options.check_recompute:
             self.expected = [t.clone() for t in tensors]
@@ -212,8 +138,9 @@ class BlockAutograd:
             with engine.cursor.compute(Kind.STAGE, unit):
                 engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
                 engine.backward.gradients_ready(unit, names)
-        if self.true_inputs is not None and self.blocks.gradient_check is not None:
-            self.blocks.gradient_check.compare_block(self, self.true_inputs, grads, input_grads)
+        if self.comparison is not None:
+            assert self.true_inputs is not None
+            self.comparison.compare_block(self, self.true_inputs, grads, input_grads)
         if self.saved.graph_use is not GraphUse.KEPT:
             engine.counts["block_forward_rows"] += sum(self.num_rows)
         return input_grads

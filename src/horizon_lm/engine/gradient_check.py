@@ -6,10 +6,11 @@ its parameters in host memory) may differ from the float32 gradients by a few ti
 in the dtype of training.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from horizon_lm.engine.block_autograd import BlockAutograd
 from horizon_lm.engine.executor import Engine
 from horizon_lm.engine.micro_batches import MicroBatch, rows_of_output, run_block, split_batches
 from horizon_lm.engine.recompute import no_autocast_cache, replaying
@@ -17,9 +18,6 @@ from horizon_lm.engine.tree import Tree
 from horizon_lm.errors import GradientMismatchError
 from horizon_lm.model.attention import plain_kernels
 from horizon_lm.units import block
-
-if TYPE_CHECKING:
-    from horizon_lm.engine.block_autograd import BlockAutograd
 
 _TIMES = 4.0  # allowed error, relative to the error of plain autograd in the dtype of training
 _FLOOR = {
@@ -50,7 +48,7 @@ class GradientCheck:
         self._expected: dict[str, tuple[torch.Tensor, float]] = {}  # by parameter: gradient, and the error allowed
 
     def compare_block(
-        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
+        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
     ) -> None:
         """Compare the gradients of a block's inputs now, and remember the expected gradients of its parameters.
 
@@ -89,7 +87,7 @@ class GradientCheck:
         self._expected = {}
 
     def _plain_grads(
-        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype
+        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype
     ) -> Grads:
         """Return all gradients of a block, computed by plain autograd in that dtype.
 
@@ -103,7 +101,7 @@ class GradientCheck:
             return self._grads_of_rows(node, inputs, grads, dtype, node.micro_batches)
 
     def _grads_of_rows(
-        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype,
+        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype,
         parts: list[MicroBatch],
     ) -> Grads:  # fmt: skip
         """Return the gradients summed over these micro-batches. Raise _DrawsNumbersError if the result depends on the
