@@ -22,7 +22,7 @@ from horizon_lm.cost.model_outline import outline_config
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
-from horizon_lm.engine.options import open_device
+from horizon_lm.engine.opening.options import open_device
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.plan import make_plan
 from horizon_lm.planning.request import Limit, Machine, Request

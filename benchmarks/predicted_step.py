@@ -21,7 +21,7 @@ import horizon_lm
 from horizon_lm.config import plan_config
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
-from horizon_lm.engine.options import open_device
+from horizon_lm.engine.opening.options import open_device
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.plan import Plan
 from horizon_lm.preflight.admission import plan_run

@@ -21,8 +21,8 @@ from peers_cpu import processor, versions
 
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_config
-from horizon_lm.engine import loading
-from horizon_lm.engine.options import StreamArguments, open_device
+from horizon_lm.engine.opening import loading
+from horizon_lm.engine.opening.options import StreamArguments, open_device
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.hub import build_skeleton, known_config
 from horizon_lm.model.quantization import expected_codecs

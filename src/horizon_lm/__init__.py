@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from horizon_lm.checkpoints.export import export_checkpoint
     from horizon_lm.checkpoints.merge import merge_adapter
     from horizon_lm.config import DatasetConfig, DpoConfig, PretrainConfig, RunConfig, SftConfig
-    from horizon_lm.engine.chunked_losses import token_logprobs
-    from horizon_lm.engine.loading import from_config, from_pretrained, stream
-    from horizon_lm.engine.lockstep import run_together
-    from horizon_lm.engine.streamed_model import named_weights, stats, synchronize
+    from horizon_lm.engine.calls.chunked_losses import token_logprobs
+    from horizon_lm.engine.opening.loading import from_config, from_pretrained, stream
+    from horizon_lm.engine.opening.streamed_model import named_weights, stats, synchronize
+    from horizon_lm.engine.passes.lockstep import run_together
     from horizon_lm.integrations.trainer import trainer
     from horizon_lm.integrations.trainer_plan import plan
     from horizon_lm.optim.adamw import AdamW
@@ -57,17 +57,17 @@ _HOME = {
     "SftConfig": "horizon_lm.config",
     "export_checkpoint": "horizon_lm.checkpoints.export",
     "merge_adapter": "horizon_lm.checkpoints.merge",
-    "from_config": "horizon_lm.engine.loading",
-    "from_pretrained": "horizon_lm.engine.loading",
+    "from_config": "horizon_lm.engine.opening.loading",
+    "from_pretrained": "horizon_lm.engine.opening.loading",
     "load_checkpoint": "horizon_lm.checkpoints.checkpoint",
-    "named_weights": "horizon_lm.engine.streamed_model",
+    "named_weights": "horizon_lm.engine.opening.streamed_model",
     "plan": "horizon_lm.integrations.trainer_plan",
-    "run_together": "horizon_lm.engine.lockstep",
+    "run_together": "horizon_lm.engine.passes.lockstep",
     "save_checkpoint": "horizon_lm.checkpoints.checkpoint",
-    "stats": "horizon_lm.engine.streamed_model",
-    "stream": "horizon_lm.engine.loading",
-    "synchronize": "horizon_lm.engine.streamed_model",
-    "token_logprobs": "horizon_lm.engine.chunked_losses",
+    "stats": "horizon_lm.engine.opening.streamed_model",
+    "stream": "horizon_lm.engine.opening.loading",
+    "synchronize": "horizon_lm.engine.opening.streamed_model",
+    "token_logprobs": "horizon_lm.engine.calls.chunked_losses",
     "train": "horizon_lm.training.loop",
     "trainer": "horizon_lm.integrations.trainer",
 }

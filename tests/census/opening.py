@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import horizon_lm
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.engine.loading import open_for_run
+from horizon_lm.engine.opening.loading import open_for_run
 from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.conversion import find_conversion
 from tests.census.comparison import TOLERANCE, Outcome, relative

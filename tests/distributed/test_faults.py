@@ -19,8 +19,8 @@ SECONDS = 30.0  # until the other ranks have ended
 PROGRAM = """
 import os, signal, time
 from horizon_lm.checkpoints.saving import CheckpointWriter
-from horizon_lm.engine.block_autograd import BlockAutograd
-from horizon_lm.engine.blocks import Blocks
+from horizon_lm.engine.units.block_autograd import BlockAutograd
+from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.optim.update_tasks import Pieces
 from horizon_lm.training.loop import _Loop
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from horizon_lm import resources
-from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.planning.catalog import own_profile_path
 from tests.e2e import tiny
 from tests.e2e.command import run

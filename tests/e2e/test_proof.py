@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import horizon_lm
-from horizon_lm.engine.grad_sink import GradSink
+from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.errors import ConfigError, GradientMismatchError, ModelNotSupportedError
 from horizon_lm.model import proven
 from tests.e2e import tiny

@@ -160,7 +160,9 @@ def test_run_whose_device_dies_is_resumed_exactly(
     for at in (0, 40, 90):
         cut, death = {**settings, "output_dir": str(tmp_path / f"cut-{at}")}, Death()
         with monkeypatch.context() as patch:
-            patch.setattr("horizon_lm.engine.options.open_device", lambda *_, death=death: dying(CpuDevice, death))
+            patch.setattr(
+                "horizon_lm.engine.opening.options.open_device", lambda *_, death=death: dying(CpuDevice, death)
+            )
             runs.before_step[5] = lambda death=death, at=at: death.arm(at)
             with pytest.raises(DeviceFaultError, match=r"the device failed after step [45] .*the device died"):
                 horizon_lm.train(cut, print_fn=lambda line: None)

@@ -15,7 +15,7 @@ from horizon_lm.device.cpu import CpuDevice, HostLink
 from horizon_lm.device.faults import is_device_fault, is_out_of_device_memory
 from horizon_lm.device.host_threads import HostPool, complete_updates
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.engine.updates import PendingUpdates
+from horizon_lm.engine.host.updates import PendingUpdates
 from horizon_lm.errors import DeviceMemoryError, PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.units import OUTER

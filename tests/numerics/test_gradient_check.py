@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.engine.grad_sink import GradSink
+from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.errors import ConfigError, GradientMismatchError
 from horizon_lm.model.block_template import StreamedBlock
 from tests.families import FAMILIES, batch, build

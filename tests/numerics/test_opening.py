@@ -155,7 +155,7 @@ def test_checkpoints_restore_buffers(config: Any, dtype: torch.dtype, precision:
     pytest.importorskip("xxhash", reason="needs the whole installation")
     from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from horizon_lm.checkpoints.export import export_checkpoint
-    from horizon_lm.engine.loading import open_for_run
+    from horizon_lm.engine.opening.loading import open_for_run
 
     save(tmp_path, config, dtype)
     model = horizon_lm.from_pretrained(tmp_path, precision=precision)

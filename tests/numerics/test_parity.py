@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 import horizon_lm
-from horizon_lm.engine.recompute import micro_batch_seeds
+from horizon_lm.engine.passes.recompute import micro_batch_seeds
 from tests.families import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
 
 WHOLE = {"precision": "float32", "head": "whole", "check_recompute": True}

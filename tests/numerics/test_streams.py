@@ -14,7 +14,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Task
-from horizon_lm.engine import residency_planner
+from horizon_lm.engine.passes import residency_planner
 from horizon_lm.errors import StreamingError
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import Kind, Stream

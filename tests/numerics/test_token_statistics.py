@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import horizon_lm
 from horizon_lm.cost.meta_recorder import Recorder
 from horizon_lm.device.cuda import CudaDevice
-from horizon_lm.engine.token_statistics import TokenStatistics, collect_statistics
+from horizon_lm.engine.units.token_statistics import TokenStatistics, collect_statistics
 from horizon_lm.model import compiling, functional
 from tests import families
 from tests.emulated import EmulatedGpu, emulated_gpu

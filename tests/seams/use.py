@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import horizon_lm
-from horizon_lm.engine.streamed_model import StreamedModel
+from horizon_lm.engine.opening.streamed_model import StreamedModel
 from tests import families
 
 

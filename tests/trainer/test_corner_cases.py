@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import horizon_lm
-from horizon_lm.engine import lockstep
+from horizon_lm.engine.passes import lockstep
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.plain_state import from_plain, to_plain
 from horizon_lm.integrations.trainer_rows import longest_row

@@ -1,17 +1,15 @@
 """The documentation pages about the code agree with the code."""
 
-import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 import horizon_lm
-from horizon_lm.engine import executor
 
 ROOT = Path(horizon_lm.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
-MODULE = re.compile(r"\b[a-z]+/[a-z_]+\.py\b")
+MODULE = re.compile(r"\b(?:[a-z]+/)+[a-z_]+\.py\b")
 
 
 WIDTH = 100  # columns that the site shows of a block of code in a window of 1300 pixels
@@ -24,11 +22,6 @@ def training_step() -> str:
 
 def test_the_training_step_is_not_cut_off() -> None:
     assert max(map(len, training_step().splitlines())) <= WIDTH
-
-
-def test_the_training_step_is_the_same_on_the_page_and_in_the_executor() -> None:
-    step = training_step()
-    assert inspect.cleandoc(step) in inspect.cleandoc(re.sub("^    ", "", str(executor.__doc__), flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULE.findall(PAGE.read_text(encoding="utf-8")))))

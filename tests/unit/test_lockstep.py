@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.engine.lockstep import apart, meet, run_together
+from horizon_lm.engine.passes.lockstep import apart, meet, run_together
 
 VARIABLE = contextvars.ContextVar("variable", default="outside")
 

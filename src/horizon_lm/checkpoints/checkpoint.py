@@ -18,7 +18,7 @@ from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Sa
 from horizon_lm.checkpoints.unit_file import UNITS, UnitFile, hash_file, read_into, require_tensors
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.disk import Disk, restore_folder
-from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.optim.adamw import AdamW

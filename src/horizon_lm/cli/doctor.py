@@ -37,7 +37,7 @@ def doctor(
     from horizon_lm.doctor.machine import OtherPrograms, describe_machine
     from horizon_lm.doctor.profile import describe_profile, measure_machine, section
     from horizon_lm.doctor.timing import Rounds
-    from horizon_lm.engine.options import open_device
+    from horizon_lm.engine.opening.options import open_device
     from horizon_lm.training.setup import choose_device
 
     name = choose_device(device)

@@ -8,37 +8,35 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from horizon_lm.resources import limit_cores, usable_cores
 
-if TYPE_CHECKING:
-    from horizon_lm.distributed.mesh import Mesh
-
 _PCI = Path("/sys/bus/pci/devices")
 
 
-def divide_cores(mesh: "Mesh", device: torch.device) -> None:
+def divide_cores(rank: int, exchange: Callable[[str, Any], list[Any]], device: torch.device) -> None:
     """Keep this rank to the cores near its device, and let it use its share of them. All ranks must call it.
 
     Cores that a launcher has given to this process alone are all its own. Ranks that may use the same cores share them equally.
 
     Args:
-        mesh: the ranks.
+        rank: the number of this rank.
+        exchange: function of a description and a value that returns the values of all ranks.
         device: the device of this rank.
     """
     limit_cores(None)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     here = socket.gethostname()
-    everyone = mesh.exchange("the cores of a rank", [here, sorted(allowed), sorted(cores_near(device))])
-    ranks = [rank for rank, (host, _, _) in enumerate(everyone) if host == here]
-    places = keep_near([set(everyone[rank][1]) for rank in ranks], [set(everyone[rank][2]) for rank in ranks])
-    own = places[ranks.index(mesh.rank)]
+    everyone = exchange("the cores of a rank", [here, sorted(allowed), sorted(cores_near(device))])
+    ranks = [other for other, (host, _, _) in enumerate(everyone) if host == here]
+    places = keep_near([set(everyone[other][1]) for other in ranks], [set(everyone[other][2]) for other in ranks])
+    own = places[ranks.index(rank)]
     if own != allowed:
         _move_threads(own)
     quota = usable_cores()  # fewer than the cores if a control group limits their time, for all ranks together

@@ -61,7 +61,7 @@ class Mesh:
         self.gather = self._group_of(copies, of_machine)
         self.reduce = ReduceGroups(self.gather, self._group_of(ranges) if ranges else None)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
-        divide_cores(self, self._device)
+        divide_cores(self.rank, self.exchange, self._device)
 
     def _group_of(self, partition: Iterable[Sequence[int]], of_machine: int | None = None) -> Group:
         """Create a group for each part of a partition of the ranks, and return this rank's."""

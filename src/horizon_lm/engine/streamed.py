@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from horizon_lm.engine.executor import Engine
-from horizon_lm.engine.model_forward import ModelForward
+from horizon_lm.engine.calls.model_forward import ModelForward
+from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.engine.chunked_losses import token_logprobs
+from horizon_lm.engine.calls.chunked_losses import token_logprobs
 from horizon_lm.engine.streamed import is_streamed
 
 ADD_HEAD = "add_fused_lm_head"  # by which TRL's trainers patch a model

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.lockstep import run_together
+from horizon_lm.engine.passes.lockstep import run_together
 from horizon_lm.model.active_adapters import StatePerMember
 
 _computing: ContextVar[bool] = ContextVar("a held loss is being computed", default=False)

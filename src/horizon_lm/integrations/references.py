@@ -6,7 +6,7 @@ TRL compares the policy with the model that it started from. By default it loads
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from horizon_lm.engine.loading import from_pretrained
+from horizon_lm.engine.opening.loading import from_pretrained
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.trainer_ranks import mesh_of

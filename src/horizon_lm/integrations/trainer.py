@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from horizon_lm.engine.parameters import StreamedParameter
+from horizon_lm.engine.host.parameters import StreamedParameter
 from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
 from horizon_lm.integrations import fused_head, references

@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.config import DpoConfig
 from horizon_lm.data.batch import Batch
-from horizon_lm.engine.chunked_losses import token_logprobs
-from horizon_lm.engine.token_statistics import collect_statistics
+from horizon_lm.engine.calls.chunked_losses import token_logprobs
+from horizon_lm.engine.units.token_statistics import collect_statistics
 from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from horizon_lm.data.batch import Batch
-from horizon_lm.engine.chunked_losses import token_logprobs
-from horizon_lm.engine.token_statistics import TokenStatistics, collect_statistics
+from horizon_lm.engine.calls.chunked_losses import token_logprobs
+from horizon_lm.engine.units.token_statistics import TokenStatistics, collect_statistics
 from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets, share_aux_loss
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from horizon_lm.device.transfers import Move
-from horizon_lm.engine.executor import Engine
+from horizon_lm.engine.host.updates import TableGrads
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.trained_parameters import allocate_grads, apply_in_backward
 from horizon_lm.engine.streamed import engine_of
-from horizon_lm.engine.trained_parameters import allocate_grads, apply_in_backward
-from horizon_lm.engine.updates import TableGrads
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError, first_line
 from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, squared_norm
 from horizon_lm.optim.moments import Moments, UnitArrays

@@ -15,7 +15,7 @@ import torch
 
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.transfers import Link, Move
-from horizon_lm.engine.updates import TableGrads
+from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.kernels.adamw import Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.moments import UnitArrays
 from horizon_lm.store.arena import as_array

@@ -23,7 +23,7 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor, leave_failures_to_monitor
 from horizon_lm.distributed.rendezvous import init_process_group, is_first_of_machine, wait_for_others
 from horizon_lm.energy import Energy
-from horizon_lm.engine.options import device_of
+from horizon_lm.engine.opening.options import device_of
 from horizon_lm.errors import (
     ConfigError,
     DisagreementError,

@@ -178,7 +178,7 @@ def reserve_buffers(model: Any, plan: Plan) -> None:
 
 
 def _open(config: RunConfig, reads_weights: bool, mesh: Any) -> Any:
-    from horizon_lm.engine import loading
+    from horizon_lm.engine.opening import loading
     from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.quantization import requested_quantization
 

@@ -1,0 +1,1 @@
+"""One call of the model: from the arguments of its forward method to its output."""

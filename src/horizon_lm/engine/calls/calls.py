@@ -1,0 +1,132 @@
+"""One call of a streamed model: its arguments by name, on the device, and what is rejected in them.
+
+Shapes: B batch rows, T tokens of a row.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.device.base import send
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.errors import StreamingError
+from horizon_lm.model import attention
+from horizon_lm.model.adapter_kinds import is_differentiable_cache
+
+Call = dict[str, Any]  # the arguments of a call of the model, by name
+
+_MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
+
+
+def modal_inputs(call: Mapping[str, Any]) -> list[str]:
+    """Return the names of the model's arguments that contain images, video or audio."""
+    return [name for name, value in call.items() if isinstance(value, torch.Tensor) and _MODAL.search(name)]
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch of a pass: a call of the model whose tensors are on the device.
+
+    Attributes:
+        call: the arguments.
+        host_ids: the caller's own ``input_ids``.
+        rows, length: shape of the batch, B and T.
+        segments: the documents in its rows, if attention needs them.
+    """
+
+    call: Call
+    host_ids: Any
+    rows: int
+    length: int
+    segments: attention.Segments | None
+
+    def tokens_at_once(self, most_rows: int | None) -> int:
+        """Return the tokens of the largest micro-batch, for micro-batches of so many rows."""
+        return min(self.rows, most_rows or self.rows) * self.length
+
+
+def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return the arguments of a call by name, including those in ``**kwargs``.
+
+    Args:
+        signature: of the model's own forward method.
+        args, kwargs: the arguments without the model.
+    """
+    bound = signature.bind(None, *args, **kwargs).arguments
+    bound.pop(next(iter(signature.parameters)))
+    extra = {p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD}
+    call = {k: v for k, v in bound.items() if k not in extra}
+    for name in extra & set(bound):
+        call |= bound[name]
+    return call
+
+
+def prepare(engine: Engine, call: Call) -> Batch:
+    """Return a call with its tensors on the device."""
+    tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+    if tokens is None:
+        raise ValueError("give input_ids or inputs_embeds")
+    rows, length = tokens.shape[:2]
+    config = engine.parts.model.config.get_text_config()
+    attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
+    device = engine.device.torch_device
+    # Segments are found, and the embedding looks up ids, on the host. If the caller already has them there, copying
+    # them back would only make the host wait.
+    segments = attention.segments_of_call(call, device) if config._attn_implementation == attention.NAME else None
+    sent = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    return Batch(sent, call.get("input_ids"), rows, length, segments)
+
+
+def require_supported(batch: Batch, most_rows: int, name: str, takes_images: bool) -> None:
+    """Raise StreamingError for inputs that a streamed model would not compute exactly.
+
+    Args:
+        batch: the call.
+        most_rows: rows of a micro-batch.
+        name: class of the model.
+        takes_images: images, video and audio are accepted.
+    """
+    modal = modal_inputs(batch.call)
+    if modal and not takes_images:
+        raise StreamingError(
+            f"{modal[0]}: {name} is streamed on text only so far (docs/models.md); leave it out, or stream "
+            "with allow_unproven_model=True"
+        )
+    if modal and most_rows < batch.rows:
+        raise StreamingError(
+            f"{modal[0]} cannot be cut into micro-batches yet; leave device_micro_batch_size unset for images, video and "
+            "audio"
+        )
+
+
+def choose_cache(call: Call, recording: bool) -> None:
+    """Turn off the cache of keys and values unless the caller asks for it. Raise StreamingError if that is in training."""
+    # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
+    if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
+        call["use_cache"] = False
+    if torch.is_grad_enabled() and is_differentiable_cache(call.get("past_key_values")):
+        raise StreamingError(
+            "past_key_values need gradients, as in PEFT's prefix tuning, which is not streamed; use LoRA, or prompt tuning"
+        )
+    if recording and call["use_cache"]:
+        raise StreamingError(
+            "use_cache=True is for generation; in training it would keep every block's keys; set it to False"
+        )
+
+
+def put_ignored_before(call: Call, num_tokens: int) -> None:
+    """Put ignored labels before those of each row (B, T), for the virtual tokens that the model puts before its tokens."""
+    for name in ("labels", "shift_labels") if num_tokens else ():
+        if call.get(name) is not None:
+            call[name] = nn.functional.pad(call[name], (num_tokens, 0), value=IGNORE_INDEX)
+
+
+def rank(value: Any) -> Any:
+    """Return the number of dimensions of a tensor, or the type of another value."""
+    return value.ndim if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,237 @@
+"""Losses and log-probabilities over chunks of tokens, which avoids computing all logits of a batch.
+
+Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from horizon_lm.engine.passes.recompute import no_autocast_cache
+from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead, ChunkedRun, Grads, LossInputs
+from horizon_lm.engine.units.token_statistics import TokenStatistics
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.adapter_kinds import require_adapters_that_stream
+from horizon_lm.model.functional import logprobs_of_logits
+
+
+class LossRun(ChunkedRun):
+    """The loss of one forward pass over chunks, and its gradients.
+
+    If the head's gradient buffer is free, the forward pass also computes the gradients, which saves the backward pass a
+    second pass over the chunks, as long as several blocks. Otherwise the backward pass recomputes the chunks.
+
+    Attributes:
+        computed: gradients for a loss gradient of one, once they are computed.
+    """
+
+    computed: Grads | None = None
+
+    def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        forward_state = self.forward_state
+        if forward_state is not None and forward_state.head_grads:
+            loss, self.computed = self._loss_and_grads(hidden, outer, None, first=True)
+            self.engine.between.head_grads.take(forward_state)
+        else:
+            loss = self._loss(hidden, outer)
+        self.statistics = None  # the backward may compute the chunks again
+        return (loss,)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+    ) -> Grads:
+        (grad,) = grads
+        assert grad is not None
+        assert self.forward_state is not None
+        # Not computed yet, or overwritten by the backward pass of another forward pass.
+        if self.computed is None or not self.forward_state.head_grads:
+            return self.context.run(lambda: self._loss_and_grads(hidden, outer, grad, first))[1]
+        (hidden_grad, outer_grads), self.computed = self.computed, None
+        # Reading the loss gradient from an accelerator would make the host wait, so there the product is always
+        # computed.
+        if grad.device.type != "cpu" or grad != 1:
+            for tensor in (hidden_grad, *outer_grads, *self.owner.head.grads().values()):
+                tensor.mul_(grad)
+        return hidden_grad, outer_grads
+
+    def _loss(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> torch.Tensor:
+        """Return only the loss."""
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with torch.no_grad(), no_autocast_cache():
+            for index in self.chunks():
+                total = total + self._chunk_loss(flat[index], index, outer, None, first=False)
+        # Chunks divide by the number of items. Without items, 0 / 0 is NaN, as in Hugging Face.
+        return total if len(self.inputs.trained) else total / self.inputs.num_items
+
+    def _loss_and_grads(
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], grad: torch.Tensor | None, first: bool
+    ) -> tuple[torch.Tensor, Grads]:
+        """Return the loss and the gradients. The head's gradients go into its buffer.
+
+        Args:
+            hidden: hidden states (B, T, H).
+            outer: the outer parameters of `outer_names`.
+            grad: gradient of the loss; None for one.
+            first: overwrite the head's gradient buffer.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+
+        def differentiate_chunk(*chunk: Any) -> None:
+            nonlocal total
+            loss = self._chunk_loss(*chunk)
+            torch.autograd.backward([loss], None if grad is None else [grad.to(loss.dtype)])
+            total = total + loss.detach()
+
+        grads = self.differentiate(hidden, outer, differentiate_chunk, first)
+        return total if len(self.inputs.trained) else total / self.inputs.num_items, grads
+
+    def _chunk_loss(
+        self, hidden: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
+        grads: dict[str, torch.Tensor] | None, first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the loss of the tokens at these positions (N,), from their hidden states (N, H)."""
+        target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
+        output = self.call_model(
+            hidden, outer, grads, first, labels=target, shift_labels=target, num_items_in_batch=self.inputs.num_items
+        )
+        if self.statistics is not None:
+            # Before the backward, which needs more memory than the logits that are kept alive here.
+            self.statistics.add(index, output.logits[0])
+        return output.loss  # type: ignore[no-any-return]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of the token that follows each position, and statistics of the predicted distribution.
+
+    Values have shape (B, T) and dtype float32; they are 0 at positions that are not trained.
+
+    Attributes:
+        logprobs: natural logarithm of the token's probability.
+        mean: mean of the log-probabilities over the vocabulary, for label smoothing; None unless requested.
+        entropy: entropy of the distribution, in nats; None unless requested.
+        aux_loss: the model's weighted auxiliary loss, which balances its experts; None without such a loss.
+        unweighted_aux_loss: the same before it is weighted by the model's ``router_aux_loss_coef``.
+        mean_logits: mean of the logits over the vocabulary, divided by the temperature; without gradient. None unless
+            requested.
+        log_sum_sq_probs: logarithm of the sum of squared probabilities over the vocabulary, without gradient; None unless
+            requested.
+        is_top1: 1 where the token has the largest logit; None unless requested.
+    """
+
+    logprobs: torch.Tensor
+    mean: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    unweighted_aux_loss: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+
+
+class WantedLogprobs(NamedTuple):
+    """The values that `token_logprobs` wants of a forward pass, instead of a loss."""
+
+    temperature: float
+    names: Sequence[str]
+
+
+WANTED = "_horizon_lm_logprobs"  # the argument of the model's forward method that has them
+STATISTICS = ("mean", "entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
+WITHOUT_GRADIENT = ("mean_logits", "log_sum_sq_probs", "is_top1")
+
+
+def token_logprobs(
+    model: Any, *, temperature: float = 1.0, statistics: Collection[str] = (), **inputs: Any
+) -> TokenLogprobs:
+    """Compute the log-probabilities of labels, differentiably, without the logits of the whole batch.
+
+    With ``head="chunked"``, logits exist for one chunk of tokens at a time, and are recomputed in the backward pass.
+
+    Args:
+        model: a streamed model.
+        temperature: divides the logits.
+        statistics: further values to return, fields of TokenLogprobs: ``mean``, ``entropy``, ``mean_logits``,
+            ``log_sum_sq_probs``, ``is_top1``.
+        inputs: arguments of the model, with ``labels`` (B, T), as for a loss, or ``shift_labels`` (B, T), already
+            shifted by one; -100 at positions to ignore.
+
+    Returns:
+        float32 values of shape (B, T): at position t, of the token that follows it. A prompt of P virtual tokens, which PEFT
+        puts before the tokens of each row, has positions of its own: values are (B, P + T), and position P - 1 is followed by
+        the first token.
+
+    Raises:
+        ValueError: labels are missing, or a statistic is unknown.
+        StreamingError: the model is not streamed, or classifies rows.
+    """
+    if not hasattr(model, "_horizon"):
+        raise StreamingError("token_logprobs needs a streamed model; call horizon_lm.stream(model) first")
+    if model._horizon.engine.parts.classifies:
+        raise StreamingError(
+            f"{type(model).__name__} gives scores of rows, not log-probabilities of tokens; use model(...).logits"
+        )
+    if unknown := set(statistics) - set(STATISTICS):
+        raise ValueError(f"statistics are {', '.join(STATISTICS)}, not {', '.join(sorted(unknown))}")
+    wanted = WantedLogprobs(temperature, ["logprobs", *(name for name in STATISTICS if name in statistics)])
+    if "_horizon" in vars(model):
+        if getattr(vars(model).get("forward"), "__self__", model) is not model:
+            raise StreamingError(
+                "the model's forward is that of another module, as in PEFT's disable_adapter() of a prompt that was streamed with "
+                "the model; add the prompt after stream(), where it can be switched off"
+            )
+        return model._horizon.token_logprobs((), inputs, wanted)  # type: ignore[no-any-return]
+    require_adapters_that_stream(model)
+    # PEFT's model around the streamed one puts a prompt before the tokens, or prepares its layers for the call.
+    return model(**inputs, **{WANTED: wanted})  # type: ignore[no-any-return]
+
+
+class LogprobRun(ChunkedRun):
+    """The log-probabilities of the trained tokens in one forward pass. The backward pass recomputes the logits by
+    chunk.
+    """
+
+    def __init__(
+        self,
+        owner: ChunkedLmHead,
+        inputs: LossInputs,
+        options: dict[str, Any],
+        temperature: float,
+        names: Sequence[str],
+        statistics: TokenStatistics | None = None,
+    ) -> None:
+        super().__init__(owner, inputs, options, statistics)
+        self._temperature, self._names = temperature, names
+
+    def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in self._names]
+        with torch.no_grad(), no_autocast_cache():
+            for index in self.chunks():
+                parts = self._chunk_values(flat[index], index, self._names, outer)
+                for whole, part in zip(values, parts, strict=True):
+                    whole[index] = part  # (B * T,) at (N,)
+        self.statistics = None
+        return tuple(values)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+    ) -> Grads:
+        grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
+
+        def differentiate_chunk(leaf: torch.Tensor, index: torch.Tensor, *rest: Any) -> None:
+            values = self._chunk_values(leaf, index, list(grad_of), *rest)
+            torch.autograd.backward(values, [grad[index] for grad in grad_of.values()])
+
+        return self.context.run(lambda: self.differentiate(hidden, outer, differentiate_chunk, first))
+
+    def _chunk_values(
+        self, hidden: torch.Tensor, index: torch.Tensor, names: Sequence[str], outer: list[torch.Tensor],
+        grads: dict[str, torch.Tensor] | None = None, first: bool = False,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Return the named values (N,) of the tokens at these positions (N,), from their hidden states (N, H)."""
+        logits = self.call_model(hidden, outer, grads, first).logits[0]  # (N, V)
+        if self.statistics is not None:
+            self.statistics.add(index, logits)
+        return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, names)

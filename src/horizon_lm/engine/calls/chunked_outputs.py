@@ -1,0 +1,53 @@
+"""The outputs of a model whose loss, or log-probabilities, were computed in chunks, without logits."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.engine.calls.chunked_losses import WITHOUT_GRADIENT, TokenLogprobs
+from horizon_lm.engine.units.chunked_lm_head import LossInputs
+from horizon_lm.errors import MissingLogitsError
+
+
+def by_name(
+    names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_losses: Mapping[str, torch.Tensor]
+) -> TokenLogprobs:
+    """Return flat values (B * T,) in the shape (B, T) of the labels, or None for values that were not computed."""
+    found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
+    constant = {name: found[name].detach() for name in WITHOUT_GRADIENT if name in found}
+    return TokenLogprobs(**(found | constant), **aux_losses)
+
+
+class MissingLogits:
+    """A placeholder for logits that were computed only in chunks; using it raises MissingLogitsError."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MissingLogitsError
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MissingLogitsError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise MissingLogitsError
+
+    def __repr__(self) -> str:
+        return "no logits with head='chunked'"
+
+
+def without_labels(inputs: LossInputs) -> dict[str, Any]:
+    """Return arguments of a call whose loss the chunks compute.
+
+    With one ignored token instead of all labels, the model's own loss has no cross-entropy: it is the auxiliary loss of
+    experts, or zero.
+    """
+    ignored = inputs.labels.new_full((1, 1), IGNORE_INDEX)
+    return {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
+
+
+def with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """Return a model's output with the loss of the chunks added to its own, and without logits."""
+    fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
+    return type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)

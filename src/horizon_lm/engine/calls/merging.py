@@ -1,0 +1,121 @@
+"""Merge PEFT's adapters into a streamed base, and take them out again, as PEFT does for a plain model.
+
+PEFT's layers read adapters and write base weights through ``param.data``, which in a streamed model are bf16 halves in host
+memory. While a layer merges, it has plain parameters with all bits; the results are written to the store. A layer that PEFT has
+just made does so, too: it lets the model notice its adapters first.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from horizon_lm.engine.host.parameters import StreamedParameter
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.host_access import HostAccess
+from horizon_lm.model.functional import in_place
+from horizon_lm.model.units import is_adapter_layer
+
+_METHODS = ("merge", "unmerge")
+
+
+@lru_cache(maxsize=1)
+def _watch_new_layers() -> None:
+    """Replace the methods of layers that PEFT makes around weights of a streamed model from now on."""
+    register_module_module_registration_hook(_replace_methods_of_new)
+
+
+def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None) -> None:
+    if base is None or not is_adapter_layer(layer):
+        return
+    owners = (param.owner() for param in base.parameters() if isinstance(param, StreamedParameter))
+    if isinstance(owner := next(owners, None), HostAccess) and isinstance(owner.engine, Engine):
+        _replace_methods(layer, owner.engine)
+
+
+def _replace_methods(layer: Any, engine: Engine) -> bool:
+    """Let a layer merge with plain parameters. Return whether it can merge at all."""
+    names = [name for name in _METHODS if callable(getattr(type(layer), name, None))]
+    for name in names:
+        setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
+    return bool(names)
+
+
+class MergingLayers:
+    """PEFT's layers of a streamed model that can be merged, whose methods that write base weights are replaced.
+
+    Args:
+        engine: the model's engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        _watch_new_layers()
+        layers = [layer for layer in engine.parts.model.modules() if is_adapter_layer(layer)]
+        self._layers = [weakref.ref(layer) for layer in layers if _replace_methods(layer, engine)]
+
+    def unmerge_disabled(self) -> None:
+        """Unmerge the layers that are merged, but whose adapters are switched off.
+
+        PEFT does so when such a layer runs. In a streamed model, a layer that runs has copies of its weights on the device, so
+        those in host memory would remain merged.
+        """
+        for ref in self._layers:
+            layer = ref()
+            if layer is not None and layer.merged and _runs_unmerged(layer):
+                layer.unmerge()
+
+
+def _runs_unmerged(layer: Any) -> bool:
+    replaces_tokens = hasattr(layer, "trainable_tokens_delta")
+    return bool(layer.disable_adapters or (replaces_tokens and not layer.active_adapters))
+
+
+def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Callable[..., Any]:
+    ref = weakref.ref(layer)
+
+    def merge(*args: Any, **kwargs: Any) -> Any:
+        own, owner = ref(), engine()
+        assert own is not None
+        method = getattr(type(own), name)
+        if owner is None:
+            return method(own, *args, **kwargs)
+        if not all(isinstance(param, StreamedParameter) for param in own.parameters()):
+            owner = owner.parts.model._horizon.engine
+        with _plain_parameters(own, owner):
+            return method(own, *args, **kwargs)
+
+    return merge
+
+
+@contextmanager
+def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
+    """Context manager: give a layer plain parameters, and write those that change to the store."""
+    engine.synchronize()
+    store = engine.store
+    places = [
+        (module, attribute, param)
+        for module in layer.modules()
+        for attribute, param in module._parameters.items()
+        if isinstance(param, StreamedParameter) and engine.name_of(param) is not None
+    ]
+    plain = {}
+    for _, _, param in places:
+        name = engine.name_of(param)
+        assert name is not None
+        value = param.detach() if store.units[store.unit_of[name]].low is None else store.master(name)
+        plain[name] = nn.Parameter(value.clone(), param.requires_grad)
+    before = {name: param.detach().clone() for name, param in plain.items()}
+    try:
+        with in_place((m, attribute, plain[str(engine.name_of(param))]) for m, attribute, param in places):
+            yield
+    finally:  # of two adapters, PEFT may have merged the first and rejected the second
+        with torch.no_grad():
+            for name, merged in plain.items():
+                if not torch.equal(merged.data, before[name]):
+                    store.write(name, merged.data)
+                    store.weights_changed()

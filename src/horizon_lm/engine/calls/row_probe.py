@@ -1,0 +1,61 @@
+"""Find the rows of a block's inputs, by running the model once with one more row.
+
+A block's input may have its rows in any dimension, or none; the dimension that grows with the batch has them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.micro_batches import ProbeDoneError
+from horizon_lm.engine.units.blocks import Blocks
+from horizon_lm.engine.units.embedding import StreamedEmbedding
+
+
+class RowProbe:
+    """A probe of the running forward pass.
+
+    Attributes:
+        calls: the arguments of the running forward pass, by batch.
+    """
+
+    def __init__(
+        self, engine: Engine, blocks: Blocks, tables: Sequence[StreamedEmbedding], call_model: Callable[..., Any]
+    ) -> None:
+        self._engine, self._blocks, self._tables, self._call_model = engine, blocks, tables, call_model
+        self.calls: list[dict[str, Any]] = []
+
+    def shapes(self, index: int, batch: int) -> list[torch.Size]:
+        """Return the shapes of a block's inputs for a batch with one more row."""
+        rows = self._engine.forward.num_rows[batch]
+        call = {k: _one_more_row(k, v, rows) for k, v in self.calls[batch].items()}
+        shapes: list[torch.Size] = []
+        state = self._engine.device.rng_state()
+        self._probe((index, batch, shapes), rows + 1)
+        try:
+            with torch.no_grad():
+                self._call_model(**call)
+        except ProbeDoneError:
+            return shapes
+        finally:
+            self._probe(None, None)
+            self._engine.device.set_rng_state(state)
+        raise AssertionError(f"block {index} was not reached by the probe")
+
+    def _probe(self, probing: Any, rows: int | None) -> None:
+        self._blocks.probing = probing
+        for table in self._tables:
+            table.probe_rows = rows
+
+
+def _one_more_row(name: str, value: Any, rows: int) -> Any:
+    """Return an argument of the model with its first row repeated at the end."""
+    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        return value
+    # Rows are dimension 0, except in positions with several coordinates (M-RoPE), which are (3, B, T).
+    dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+    if value.shape[dim] != rows:
+        return value
+    return torch.cat([value, value.narrow(dim, 0, 1)], dim)

@@ -1,0 +1,1 @@
+"""Host memory as autograd, PEFT and other code see it: parameters, their gradients, and updates."""

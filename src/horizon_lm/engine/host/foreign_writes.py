@@ -1,0 +1,114 @@
+"""Detect writes by other code to the weights of a streamed model.
+
+Writes through torch increase a tensor's version counter, except those of fused optimizers, which torch announces with a
+hook. Writes that bypass torch (numpy, raw pointers) are not detected, as in plain autograd.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from horizon_lm.engine.host.parameters import StreamedParameter
+from horizon_lm.errors import ForeignWriteWarning, StreamingError
+from horizon_lm.model.units import ParamRef
+from horizon_lm.store.store import Store
+
+
+class ForeignWrites:
+    """A detector of writes by other code to the parameters of a model, which takes over the written values."""
+
+    def __init__(self, refs: Mapping[str, ParamRef], store: Store) -> None:
+        self._store = store
+        self._names = list(refs)
+        self._params = [ref.param for ref in refs.values()]
+        self._addresses = self._read_addresses()
+        self._versions = self._read_versions()
+        self._warned = False
+        watch_optimizers()
+
+    def follow(self, with_low_halves: bool = False) -> None:
+        """Take over the weights that other code has written since the last call.
+
+        Args:
+            with_low_halves: the low halves of fp32 masters, if the precision has them, were written, too.
+        """
+        written = self._find_written()
+        if not written:
+            return
+        self._store.weights_changed()
+        masters = [name for name in written if self._store.units[self._store.unit_of[name]].low is not None]
+        if masters and not with_low_halves:
+            for name in masters:
+                self._store.reset_low(name)
+            self._warn(masters)
+
+    def _warn(self, written: list[str]) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{written[0]}{f' and {len(written) - 1} others' if written[1:] else ''} of a streamed model in precision "
+            "'fp32_master' were written by other code. They are exactly the bfloat16 values that were written: the 16 low "
+            "bits of their fp32 master are zero now. A loaded optimizer state of horizon_lm.AdamW restores them.",
+            ForeignWriteWarning,
+            stacklevel=4,
+        )
+
+    def _find_written(self) -> list[str]:
+        """Return the names of written parameters; raise StreamingError for a parameter that points to other memory."""
+        addresses = self._read_addresses()
+        if addresses != self._addresses:
+            moved = next(n for n, a, b in zip(self._names, addresses, self._addresses, strict=True) if a != b)
+            raise StreamingError(
+                f"{moved} points to other memory than the model's store (set_, or an assignment to .data by other code), "
+                "so its values would be ignored; copy values with param.data.copy_(values) instead"
+            )
+        versions = self._read_versions()
+        if versions == self._versions:
+            return []
+        changed = [n for n, a, b in zip(self._names, versions, self._versions, strict=True) if a != b]
+        self._versions = versions
+        return changed
+
+    def _read_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [param._version for param in self._params]
+
+    def _read_addresses(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [param.data_ptr() for param in self._params]
+
+
+@cache
+def watch_optimizers() -> None:
+    """Register hooks, once per process, that announce every optimizer's step to the engines of its parameters."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for owner in _owners_of(optimizer):
+        owner.before_foreign_step(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for owner in _owners_of(optimizer):
+        owner.after_foreign_step()
+
+
+def _owners_of(optimizer: Any) -> Iterator[Any]:
+    """Return the owners of the parameters that an optimizer updates; empty for our own optimizer, which updates slabs
+    directly.
+    """
+    if getattr(type(optimizer), "updates_slabs", False):
+        return
+    yield from _owners(param for group in optimizer.param_groups for param in group["params"])
+
+
+def _owners(params: Iterable[Any]) -> set[Any]:
+    found = (param.owner() for param in params if isinstance(param, StreamedParameter))
+    return {owner for owner in found if owner is not None}

@@ -1,0 +1,252 @@
+"""Gradients in host memory: which of them exist, which are still landing, and how the next gradients are added.
+
+To land a gradient is to copy it from the device into host memory. Its squares are summed on the way for the gradient
+norm, so that clipping does not read all gradients again.
+
+Shapes: R distinct rows of the embedding, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from horizon_lm.device.base import Device, Task
+from horizon_lm.device.transfers import Land, Move, SquaredNorm
+from horizon_lm.engine.host.parameters import landing_grad, set_landing_grad
+from horizon_lm.engine.host.updates import TableGrads
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.units import ModelParts, ParamRef
+from horizon_lm.store.store import Store
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+
+
+class SquaredNorms:
+    """The sum of squares of each unit's gradient slab as stored; unknown if other code may have written to the slab."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[SquaredNorm]] = {}
+
+    def landing(self, unit: Unit, whole: bool) -> Callable[[SquaredNorm], None]:
+        """Return a function that takes the sum of squares of a landing.
+
+        Args:
+            unit: the unit.
+            whole: each value covers the whole slab; otherwise it is the change of the slab's sum of squares.
+        """
+        if whole:
+            self._sums[unit] = []
+        sums = self._sums.get(unit)
+        return (lambda value: None) if sums is None else sums.append  # a change of an unknown sum is useless
+
+    def forget(self, unit: Unit) -> None:
+        """Forget the sum of a unit whose slab other code may change from now on."""
+        self._sums.pop(unit, None)
+
+    def clear(self) -> None:
+        """Forget all sums."""
+        self._sums.clear()
+
+    def of(self, unit: Unit) -> float | None:
+        """Return the sum of squares of a unit, or None if it is unknown. All landings must be finished."""
+        sums = self._sums.get(unit)
+        return None if sums is None else float(sum(float(value) for value in sums))
+
+
+class LandingSlots:
+    """The host buffers in which gradients land with ``update_in_backward``, which keeps no gradient slabs.
+
+    Blocks alternate between two slots of the size of the largest block; the head, the outer parameters and the
+    embedding's rows have one slot each. A tied embedding keeps its slab, in which the gradients of the head and of the
+    rows are added.
+    """
+
+    def __init__(self, store: Store, device: Device, parts: ModelParts) -> None:
+        self._store, self._device, self._tied = store, device, parts.tied
+        self._dtype = store.precision.grad_dtype
+        blocks = max(self._length(block(u)) for u in range(parts.num_blocks))
+        self._blocks = [self._new(blocks) for _ in range(2)]
+        self._head = None if parts.tied else self._new(self._length(HEAD))
+        self._outer = self._new(self._length(OUTER))
+        (table,) = store.units[EMBED].layout.entries.values()
+        self._width = table.shape[1]
+        self._rows = self._new(0)
+        self._landed_rows: torch.Tensor | None = None  # (R,)
+
+    def _length(self, unit: Unit) -> int:
+        own = self._store.units[unit].own_grads
+        return own.stop - own.start
+
+    def _new(self, numel: int) -> torch.Tensor:
+        """Return a new slot, and count its bytes."""
+        num_bytes = numel * self._dtype.itemsize
+        self._store.num_bytes["landing"] = self._store.num_bytes.get("landing", 0) + num_bytes
+        return self._device.host_buffer(num_bytes).view(self._dtype) if numel else torch.empty(0, dtype=self._dtype)
+
+    def keeps(self, unit: Unit) -> bool:
+        """Return whether a unit keeps its gradient slab in the store nevertheless."""
+        return self._tied and unit == EMBED
+
+    def of(self, unit: Unit) -> torch.Tensor:
+        """Return the slot of a unit other than the embedding, with the length of the part of its gradient slab that this
+        rank owns.
+        """
+        if unit == HEAD:
+            assert self._head is not None
+            return self._head
+        slot = self._outer if unit == OUTER else self._blocks[unit.block_index % 2]
+        return slot[: self._length(unit)]
+
+    def rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
+        """Return the slot (R, H) for the row gradients of an untied embedding. No update may still be reading it.
+
+        Args:
+            rows: the rows, shape (R,).
+            room: minimum number of rows if a slot must be allocated.
+        """
+        width = self._width
+        numel = (rows.numel() + 1) * width  # and a row of zeros, the gradient of all other rows
+        if numel > self._rows.numel():
+            self._release_rows()
+            self._rows = self._new(max(numel, (room + 1) * width))
+        self._landed_rows = rows
+        self._rows[rows.numel() * width : numel].zero_()
+        return self._rows[: rows.numel() * width].view(rows.numel(), width)
+
+    def _release_rows(self) -> None:
+        """Free the slot for row gradients, which a larger slot replaces."""
+        old, self._rows = self._rows, torch.empty(0, dtype=self._dtype)
+        if old.numel():
+            self._device.synchronize()  # gradients of an earlier backward pass may still be landing in it
+            self._store.num_bytes["landing"] -= old.numel() * self._dtype.itemsize
+            self._device.free_host(old)
+
+    def table_grads(self) -> TableGrads:
+        """Return the landed gradients of the embedding."""
+        width = self._width
+        if self._tied:
+            return TableGrads(self._store.grad(*self._store.units[EMBED].layout), None)
+        assert self._landed_rows is not None
+        count = self._landed_rows.numel() + 1
+        return TableGrads(self._rows[: count * width].view(count, width), self._landed_rows)
+
+
+class HostGrads:
+    """The gradients of a model in host memory.
+
+    A gradient is empty while its parameter's ``grad`` is None. The next landing overwrites an empty gradient, and is
+    added to any other. Clearing gradients thus writes no memory.
+
+    Attributes:
+        squared_norms: sums of squares of the landed gradients, by unit.
+        slots: the buffers for gradients that are not kept; None if all are kept.
+        invalid: a fault left some gradients incomplete, so no step may use any of them.
+    """
+
+    def __init__(self, refs: Mapping[str, ParamRef], store: Store, device: Device) -> None:
+        self._refs, self._store, self._device = refs, store, device
+        self.squared_norms = SquaredNorms()
+        self.slots: LandingSlots | None = None
+        self.invalid = False
+        self._landing: list[Task] = []
+        # The rows of the embedding's gradient that may be nonzero; None if any may be.
+        self._table_rows: torch.Tensor | None = None
+        self._table_is_exclusive = True  # no other code has access to the embedding's gradient
+
+    def allocate(self, trainable: list[str], units: Iterable[Unit]) -> None:
+        """Allocate host memory for gradients.
+
+        Args:
+            trainable: full names of the trainable parameters.
+            units: the units whose gradients are kept.
+        """
+        self._store.allocate_grads(trainable, set(units))
+        self._device.register_host([s.grads[s.own_grads] for s in self._store.units.values() if s.grads.numel()])
+
+    def is_empty(self, name: str) -> bool:
+        """Return whether a parameter has no gradient, so that the next landing overwrites it."""
+        grad = landing_grad(self._refs[name].param)
+        if grad is not None and grad.data_ptr() != self._store.grad_address(name):
+            raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
+        return grad is None
+
+    def moves(self, unit: Unit, source: torch.Tensor) -> list[Move]:
+        """Return the moves that land a unit's gradients.
+
+        Args:
+            unit: the unit.
+            source: its gradients on the device, laid out as its gradient slab.
+        """
+        if unit == EMBED:  # the gradient of a tied head, which has no zero rows
+            self._table_rows = None
+        slabs = self._store.units[unit]
+        report = self.squared_norms.landing(unit, whole=True)
+        own = slabs.own_grads  # with several ranks, only this part of the source has their sum
+        if self.slots is not None and not self.slots.keeps(unit):
+            return [Land(self.slots.of(unit), source[own], report, add=False)]
+        # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
+        empty = {name: self.is_empty(name) for name in slabs.grad_layout}
+        if len(set(empty.values())) == 1:
+            return [Land(slabs.grads[own], source[own], report, add=not next(iter(empty.values())))]
+        parts = [(name, slabs.own_grads_of(name)) for name in slabs.grad_layout]
+        return [Land(slabs.grads[part], source[part], report, add=not empty[name]) for name, part in parts]
+
+    def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
+        """Return the rows of the embedding's gradient to zero before the next landing, or None.
+
+        The whole gradient (V, H) is too large to clear in every step, so only rows of the last landing are cleared, and of
+        these only those that this landing does not overwrite: it ends a step, when no computation hides host work.
+
+        Args:
+            rows: the rows to land, shape (R,).
+            empty: the gradient is empty, so all other rows must become zero.
+        """
+        before, self._table_rows = self._table_rows, None
+        if not empty:
+            return None
+        if self._table_is_exclusive:
+            self._table_rows = rows
+        return slice(None) if before is None else before[~torch.isin(before, rows, assume_unique=True)]
+
+    def hand_out(self, unit: Unit) -> None:
+        """Record that other code may read and write a unit's gradients from now on."""
+        self.squared_norms.forget(unit)
+        if unit == EMBED:
+            self._table_is_exclusive, self._table_rows = False, None
+
+    def publish(self, names: Iterable[str]) -> None:
+        """Set ``grad`` of these parameters to their gradients in host memory, which may still be landing."""
+        for name in names:
+            param = self._refs[name].param
+            if landing_grad(param) is None:
+                set_landing_grad(param, self._store.grad(name))
+
+    def track_landings(self, tasks: list[Task]) -> None:
+        """Remember the landing tasks of a backward pass, for `wait`."""
+        self._landing = tasks
+
+    def wait(self) -> None:
+        """Block until the gradients of finished backward passes are in host memory."""
+        try:
+            self._device.wait(self._landing)
+        except Exception:  # a copy failed, so a gradient is incomplete; after an interrupt, gradients still land
+            self._device.cancel(self._landing)
+            self._landing = []
+            self.break_off()
+            raise
+        self._landing = []
+
+    def break_off(self) -> None:
+        """Mark the gradients invalid, because a fault has left some of them incomplete."""
+        self.invalid, self._table_rows = True, None
+
+    def clear(self) -> None:
+        """Mark all gradients empty, and valid again. No memory is written."""
+        for ref in self._refs.values():
+            set_landing_grad(ref.param, None)
+        self.squared_norms.clear()
+        self.invalid = False
+
+    def clear_error_if_no_grads(self) -> None:
+        """Mark the gradients valid again if other code has emptied all of them (``param.grad = None``) after a fault."""
+        if self.invalid and all(landing_grad(ref.param) is None for ref in self._refs.values()):
+            self.invalid = False

@@ -1,0 +1,1 @@
+"""Open a model: from a name, a folder or a model in memory to a streamed model."""

@@ -1,0 +1,114 @@
+"""Fill a store: move parameters into it, put a skeleton's parameters there, draw new ones, and add adapters."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.distributed.alike import copy_from_first
+from horizon_lm.distributed.mesh import current_shard
+from horizon_lm.distributed.whole_units import sharing_moved
+from horizon_lm.engine.host.packed_parameters import PackedParameter, decoding
+from horizon_lm.engine.opening.options import StreamArguments
+from horizon_lm.engine.opening.quantized_opening import FindCodecs
+from horizon_lm.engine.opening.same_weights import require_alike
+from horizon_lm.errors import ConfigError
+from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.opening import opened_dtype
+from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
+from horizon_lm.store.store import Store
+
+
+def move_in(ref: ParamRef, store: Store) -> None:
+    """Move the values of a parameter into a store, unless they are there already."""
+    if ref.name in store.codecs:  # a placeholder, whose codes were read into the store
+        return
+    place = store.weight(ref.name)
+    if place.data_ptr() != ref.param.data_ptr():
+        store.source_dtypes.setdefault(ref.name, ref.param.dtype)
+        store.write(ref.name, ref.param.data)
+        ref.param.data = place  # frees the original memory of the parameter
+
+
+def with_store(
+    model: Any, settings: StreamArguments, frozen: bool = False, find_codecs: FindCodecs | None = None
+) -> tuple[ModelParts, Store]:
+    """Create a store for a skeleton on the meta device, and replace its parameters by views into the store.
+
+    Args:
+        model: the skeleton.
+        settings: arguments of the caller.
+        frozen: no weight will be trained, so there are no low halves.
+        find_codecs: function that returns the codecs of quantized weights; None if there are none.
+    """
+    parts = settings.take_apart(model)
+    if opened_dtype(settings.precision) != torch.float32:
+        parts.in_float32 = frozenset(ref.name for ref in parts.refs() if ref.param.dtype == torch.float32)
+    if find_codecs is not None:
+        parts.codecs = find_codecs(parts)
+    never_trained = set(parts.units) if frozen else parts.frozen_base()
+    shard = current_shard(settings.device_mesh)
+    store = Store(parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard)
+    for refs in parts.units.values():
+        for ref in refs:
+            ref.param = (
+                PackedParameter.of(store, ref.name)
+                if ref.name in store.codecs
+                else nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
+            )
+            for module, attribute in ref.places:
+                module._parameters[attribute] = ref.param
+    return parts, store
+
+
+def draw(
+    model: Any, refs: Sequence[ParamRef], store: Store, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Initialise the parameters of one unit on a device, and write them to the store.
+
+    They are drawn in ``dtype``; None for that of the store.
+    """
+    drawn = {
+        ref.name: torch.zeros(ref.param.shape, dtype=dtype or store.weight(ref.name).dtype, device=device)
+        for ref in refs
+    }
+    for ref in refs:
+        for module, attribute in ref.places:
+            module._parameters[attribute] = nn.Parameter(drawn[ref.name], requires_grad=False)
+    # A module's whole initialisation runs, so that its parameters are drawn together, as in transformers.
+    for module in {id(m): m for ref in refs for m, _ in ref.places}.values():
+        model._init_weights(module)
+    for ref in refs:
+        store.source_dtypes[ref.name] = drawn[ref.name].dtype
+        store.write(ref.name, drawn[ref.name])
+        for module, attribute in ref.places:
+            module._parameters[attribute] = ref.param
+
+
+def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: StreamArguments) -> Any:
+    """Add adapters to a model whose weights are in a store, attach it to its device, and return the PEFT model."""
+    mesh, old = settings.device_mesh, store
+    if mesh is not None and adapters.copies_weights:
+        raise ConfigError(
+            f"{adapters.copies_weights} is not supported with several processes: the new values are computed from weights, of which "
+            "each process has a part; add the adapters with one process, save them, and open their folder"
+        )
+    names = {id(ref.param): ref.name for refs in base.units.values() for ref in refs}
+    with decoding():  # DoRA begins with the norms of weights
+        model = adapters.add_to(base.model, draw=True)
+    if mesh is not None:
+        configs = {name: each.to_dict() | {"base_model_name_or_path": ""} for name, each in model.peft_config.items()}
+        require_alike(mesh, Path(adapters.folder or "adapters"), {"config of the adapters": configs})
+    parts = settings.take_apart(adapted_model(model))
+    refs = [ref for of_unit in parts.units.values() for ref in of_unit]
+    old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
+    copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
+    store = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
+    parts.codecs = store.codecs
+    with sharing_moved(mesh, store, old, old_names):
+        for ref in refs:
+            move_in(ref, store)
+    settings.attach(parts, store)
+    return model

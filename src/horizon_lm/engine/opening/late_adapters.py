@@ -1,0 +1,177 @@
+"""Attach a streamed model again after PEFT has added, replaced or removed adapters in it.
+
+PEFT changes the layers of a model in place: ``get_peft_model(stream(model), config)``, ``add_adapter``, ``delete_adapter``,
+``PeftModel.from_pretrained``. The next use of the streamed model notices it, finds the units again, and moves the new
+parameters into the store. Weights of the base keep their memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.distributed.alike import copy_from_first
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.whole_units import sharing_moved
+from horizon_lm.engine.calls.model_forward import ModelForward
+from horizon_lm.engine.host.packed_parameters import PackedParameter
+from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.trained_parameters import trains_other_adapters
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.units import ModelParts, ParamRef, adapter_params
+from horizon_lm.slabs import used_bytes
+from horizon_lm.store.precision import Precision
+from horizon_lm.store.store import Store
+from horizon_lm.units import OUTER
+
+TakeApart = Callable[[Any], ModelParts]
+Attach = Callable[[ModelParts, Store], Any]
+
+
+def are_adapters_changed(horizon: ModelForward) -> bool:
+    """Return whether PEFT has added, removed or swapped adapters, or switched to one that was not trained before, and other
+    code has changed no other parameter.
+    """
+    if not horizon.replaced.is_structure_changed():
+        return _trains_others(horizon)
+    now = {id(param) for param in horizon.model.parameters()}
+    before = {id(ref.param) for ref in horizon.engine.refs.values()}
+    if now == before:  # PEFT swaps modules when it merges norms
+        return bool(horizon.adapter_params)
+    return now - before <= adapter_params(horizon.model) and before - now <= horizon.removable_params
+
+
+def empty_adapters(model: Any) -> set[str]:
+    """Return the full names of adapters that have no values yet, because PEFT added them with `low_cpu_mem_usage`."""
+    found = [name for name, param in model.named_parameters() if param.is_meta]
+    adapters = adapter_params(model) if found else set()
+    return {name for name in found if id(model.get_parameter(name)) in adapters}
+
+
+def _trains_others(horizon: ModelForward) -> bool:
+    # Without gradients, an adapter is active for a moment: the reference of preference trainers, for example.
+    return torch.is_grad_enabled() and trains_other_adapters(horizon.engine)
+
+
+def attach_again(
+    horizon: ModelForward, take_apart: TakeApart, precision_of: Callable[[ModelParts], Precision], attach: Attach
+) -> None:
+    """Attach a model whose adapters have changed. The engine it had is retired, and its optimizers with it.
+
+    Args:
+        horizon: the model's forward pass so far.
+        take_apart: function that finds the units of a model, and rejects one that cannot be streamed.
+        precision_of: function of these units that returns the formats of weights and gradients.
+        attach: function that attaches these units with their store.
+
+    Raises:
+        StreamingError: gradients are held, or the optimizer keeps none.
+        ModelNotSupportedError: the model cannot be streamed exactly with these adapters.
+    """
+    model, engine, mesh = horizon.model, horizon.engine, horizon.engine.mesh
+    if empty_adapters(model):
+        raise StreamingError(
+            "adapters that were added with low_cpu_mem_usage=True have no values yet; load them with "
+            "peft.set_peft_model_state_dict(model, values, low_cpu_mem_usage=True) first, or leave low_cpu_mem_usage out"
+        )
+    _require_between_steps(engine)
+    engine.drain()
+    streamed_class = type(model)
+    _detach(horizon)
+    try:
+        parts = take_apart(model)
+        store, old_names = _extended(engine, parts, precision_of(parts))
+    except BaseException:
+        _restore(horizon, streamed_class)
+        raise
+    copy_from_first(mesh, {ref.name: ref.param.data for ref in parts.refs() if ref.name not in old_names})
+    with sharing_moved(mesh, store, engine.store, old_names):
+        for ref in parts.refs():
+            _move_in(ref, engine, store)
+    _drop_empty_low_halves(store, mesh)
+    engine.retire(store)
+    attach(parts, store)
+    new = model._horizon.engine
+    new.counts.update(engine.counts)
+
+
+def _require_between_steps(engine: Engine) -> None:
+    if engine.updates.optimizer_in_backward is not None:
+        raise StreamingError(
+            "adapters were added, removed or switched after an optimizer with update_in_backward was created; change the "
+            "adapters first"
+        )
+    if any(landing_grad(ref.param) is not None for ref in engine.refs.values()):
+        raise StreamingError(
+            "adapters were added, removed or switched while gradients are held; call optimizer.step() and zero_grad() before, or "
+            "model.zero_grad() now"
+        )
+
+
+def _detach(horizon: ModelForward) -> None:
+    """Make the model an ordinary one, whose parameters are views into the store."""
+    model = horizon.model
+    horizon.replaced.restore()
+    model.__class__ = horizon.model_class
+    for param in {id(param): param for param in model.parameters()}.values():
+        if isinstance(param, StreamedParameter) and not isinstance(param, PackedParameter):
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _restore(horizon: ModelForward, streamed_class: type) -> None:
+    """Undo `_detach`."""
+    model, engine = horizon.model, horizon.engine
+    for ref in (ref for name, ref in engine.refs.items() if name not in engine.store.codecs):
+        heads = any(module is engine.parts.head for module, _ in ref.places)
+        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine.access)
+    model.__class__ = streamed_class
+    horizon.replaced.replace()
+
+
+def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:
+    """Return the store of a model with other adapters than before, and the old names of the weights that it had."""
+    old = engine.store
+    names = {id(ref.param): name for name, ref in engine.refs.items()}
+    old_names = {
+        ref.name: names[id(ref.param)] for refs in parts.units.values() for ref in refs if id(ref.param) in names
+    }
+    frozen = set(parts.frozen_base())
+    if precision.low_half:
+        # A base without low halves does not get them back, and adapters that are not trained now keep theirs.
+        frozen |= {unit for unit, slabs in old.units.items() if slabs.low is None and slabs.layout.numel} - {OUTER}
+        if old.units[OUTER].low is not None:
+            frozen.discard(OUTER)
+    store = old.extended(parts.shapes(), old_names, precision, frozen)
+    parts.codecs = store.codecs
+    # Whoever remembers a version of the weights must not find it again.
+    store.version, store.block_version = old.version + 1, old.block_version + 1
+    return store, old_names
+
+
+@torch.no_grad()
+def _move_in(ref: ParamRef, engine: Engine, store: Store) -> None:
+    """Move the values of a parameter into the store, with all their bits, unless they are there already."""
+    if ref.name in store.codecs:
+        return
+    place = store.weight(ref.name)
+    if place.data_ptr() == ref.param.data_ptr():
+        return
+    old = engine.name_of(ref.param)
+    store.source_dtypes.setdefault(ref.name, ref.param.dtype)
+    store.write(ref.name, ref.param.data if old is None else engine.store.master(old))
+    ref.param.data = place
+
+
+def _drop_empty_low_halves(store: Store, mesh: Mesh | None) -> None:
+    """Free the low halves of a base that is frozen now, if all their bits are zero, as they are for bf16 checkpoints."""
+    slabs = [store.units[unit] for unit in store.frozen]
+    found = [each for each in slabs if each.low is not None]
+    has_bits = any(bool(each.low[each.own].any()) for each in found if each.low is not None)
+    if has_bits if mesh is None else any(mesh.exchange("the low halves of a base", has_bits)):
+        return
+    for each in found:
+        assert each.low is not None
+        store.num_bytes["low_halves"] -= used_bytes([each.own], each.low.dtype.itemsize)
+        each.low = None

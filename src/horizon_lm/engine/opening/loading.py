@@ -1,0 +1,303 @@
+"""Create a streamed model from a model in memory, from a folder or hub id, or from a config."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_lm.device.base import Device
+from horizon_lm.distributed.alike import copy_from_first, drawing_alike
+from horizon_lm.distributed.mesh import current_shard, fail_together
+from horizon_lm.engine.host.parameters import require_plain
+from horizon_lm.engine.opening.filling import add_adapters, draw, move_in, with_store
+from horizon_lm.engine.opening.hf_arguments import config_arguments, download_arguments, read_precision
+from horizon_lm.engine.opening.options import StreamArguments, open_device
+from horizon_lm.engine.opening.quantized_opening import open_weights, read_quantization
+from horizon_lm.engine.opening.same_weights import SameWeights
+from horizon_lm.engine.opening.streamed_model import StreamedModel
+from horizon_lm.engine.passes.recompute import outside_inference_mode
+from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.model import attention, hub
+from horizon_lm.model.adapter_kinds import require_adapters_that_stream
+from horizon_lm.model.adapters import Adapters, base_of_adapters
+from horizon_lm.model.hub import build_skeleton
+from horizon_lm.model.opening import opened_dtype
+from horizon_lm.model.quantization import take_quantization
+from horizon_lm.model.units import adapted_model
+from horizon_lm.store.checkpoint_loader import load_weights
+from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
+from horizon_lm.store.store import Store
+
+
+def stream(
+    model: Any,
+    device: str | Device = "auto",
+    precision: str = "fp32_master",
+    device_micro_batch_size: int | None = None,
+    head: str = "chunked",
+    *,
+    activation_checkpoints: str | int = "auto",
+    resident_blocks: int | None = None,
+    resident_graphs: int | None = None,
+    head_chunk_tokens: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | str | None = None,
+    device_memory: int | None = None,
+    mlp_chunk_tokens: int | None = None,
+    compile: bool | str = "auto",
+    check_recompute: bool = False,
+    attn_implementation: str | None = None,
+    check_gradients: int = 0,
+    allow_unproven_model: bool = False,
+    device_mesh: Any = None,
+) -> Any:
+    """Stream a Hugging Face decoder that is already in memory.
+
+    Its parameters are moved into the store one by one, and the memory of each is freed immediately. The module and its
+    parameters remain the same objects.
+
+    Args:
+        model: a transformers causal language model, or a decoder for sequence classification (a reward model), with its
+            weights.
+        device: ``auto`` (CUDA if available), ``cpu``, ``cuda`` (or ``cuda:1``), ``simulated``, or a `Device`.
+        precision: the format of weights in host memory: ``fp32_master`` (bf16 and 16 low bits, together an exact fp32
+            master), ``bf16`` (updates are rounded stochastically) or ``float32``.
+        device_micro_batch_size: rows per micro-batch; None for the whole batch.
+        head: ``chunked`` (loss only; logits exist for one chunk of tokens at a time) or ``whole`` (Hugging Face's own
+            head and loss, with logits).
+        activation_checkpoints: the place where the inputs of blocks are kept for the backward pass: ``device``,
+            ``host``, a number (on the device for that many of the last blocks), or ``auto`` (on the device as far as
+            memory allows). With ``auto``, the remaining memory is used for resident blocks, as planned for the first
+            batch.
+        resident_blocks: the number of last blocks whose weights stay on the device from the forward to the backward
+            pass, so that they are not streamed in again; None for no blocks, or with ``auto`` as many as fit.
+        resident_graphs: the number of resident blocks whose autograd graph also stays, so that they are not recomputed.
+        head_chunk_tokens: tokens per chunk of logits with ``chunked``; None for about 64 MiB of logits in host memory,
+            and a sixteenth of the free memory on other devices.
+        compute_dtype: the dtype of computations; None for float32 on the CPU and the stored dtype on other devices.
+        grad_dtype: the dtype of gradients in host memory, 2 or 4 bytes per parameter; None for float32 in precision
+            ``float32`` and bfloat16 otherwise. With several backward calls per step, float32 rounds less often.
+        device_memory: the limit of bytes on the device; None for no limit.
+        mlp_chunk_tokens: tokens per chunk of a feed-forward layer, for very long rows; the backward pass recomputes the
+            chunks. None for all tokens.
+        compile: compile blocks with torch.compile, once per block structure; ``auto`` for CUDA only.
+        check_recompute: compare each recomputed output with that of the forward pass; keeps all outputs, for tests.
+        attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, with flash-attn or
+            torch's own kernel on CUDA. None for the model's own; on CUDA, ``varlen`` replaces ``sdpa`` if the model allows it.
+        check_gradients: the number of blocks to compare with plain autograd in the first backward pass; the first
+            difference raises GradientMismatchError.
+        allow_unproven_model: allow models and features that are not in the table of ``docs/models.md``.
+        device_mesh: with several processes (torchrun), a DeviceMesh with the dimensions ``replicate`` and ``shard``, or ``shard``
+            alone; None to shard within each machine and to replicate over the machines.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        ModelNotSupportedError: the model cannot be streamed exactly.
+    """
+    settings = StreamArguments(
+        device=device, precision=precision, device_micro_batch_size=device_micro_batch_size, head=head,
+        activation_checkpoints=activation_checkpoints, resident_blocks=resident_blocks, resident_graphs=resident_graphs,
+        head_chunk_tokens=head_chunk_tokens, compute_dtype=compute_dtype, grad_dtype=grad_dtype,
+        device_memory=device_memory, mlp_chunk_tokens=mlp_chunk_tokens, compile=compile, check_recompute=check_recompute,
+        attn_implementation=attn_implementation, check_gradients=check_gradients,
+        allow_unproven_model=allow_unproven_model, device_mesh=device_mesh,
+    )  # fmt: skip
+    with outside_inference_mode():
+        return _stream(model, settings)
+
+
+def from_pretrained(
+    model_name_or_path: str | Path,
+    device: str | Device = "auto",
+    precision: str | None = None,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    subfolder: str = "",
+    config: Any = None,
+    model_class: Any = None,
+    **options: Any,
+) -> Any:
+    """Load a folder of safetensors or a hub id as a streamed model. Weights are read straight into the store, one by one.
+
+    A folder of PEFT's adapters is opened as a PEFT model, with its frozen base.
+
+    Args:
+        model_name_or_path: a Hugging Face folder or hub id.
+        device: as in `stream`.
+        precision: as in `stream`; None for ``fp32_master``, or ``float32`` with ``dtype=torch.float32``.
+        gguf_file: a GGUF file in the folder to read instead; dequantizing needs additional memory for the whole model.
+        trust_remote_code: allow code that comes with the model.
+        subfolder: the folder of the model inside of ``model_name_or_path``.
+        config: the config to use instead of the folder's.
+        model_class: ``transformers.AutoModelForSequenceClassification`` for a reward model or another classifier of rows,
+            whose ``score`` is newly initialised if the folder has none; None for a causal language model.
+        options: other arguments of `stream` and of transformers' ``from_pretrained``: ``dtype``, ``revision``,
+            ``cache_dir``, ``token``, ``force_download``, ``local_files_only``, and attributes of the model's config.
+            Arguments that streaming does not support are rejected; the message names an alternative.
+
+    Raises:
+        ConfigError: an argument or the folder is invalid.
+        ModelNotSupportedError: the model cannot be streamed exactly.
+    """
+    with outside_inference_mode():
+        return _open(
+            model_name_or_path, device, precision, gguf_file, trust_remote_code, subfolder, config, model_class, options
+        )
+
+
+def open_for_run(
+    model_name_or_path: str | Path,
+    device: str | Device = "auto",
+    precision: str | None = None,
+    *,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+    adapters: Adapters | None = None,
+    reads_weights: bool = True,
+    **options: Any,
+) -> Any:
+    """Return the streamed model of a run, like `from_pretrained`.
+
+    Args:
+        model_name_or_path, device, precision, gguf_file, trust_remote_code, options: as in `from_pretrained`.
+        adapters: adapters to add to the model, which is frozen and has no fp32 master; a PEFT model is returned.
+        reads_weights: read the weights. Otherwise a checkpoint will restore them; those of a GGUF file are read all the
+            same, because transformers opens such a file only as a whole.
+    """
+    return _open(
+        model_name_or_path,
+        device,
+        precision,
+        gguf_file,
+        trust_remote_code,
+        "",
+        None,
+        None,
+        options,
+        adapters,
+        reads_weights,
+    )
+
+
+def _open(
+    model_name_or_path: str | Path,
+    device: str | Device,
+    precision: str | None,
+    gguf_file: str | None,
+    trust_remote_code: bool,
+    subfolder: str,
+    config: Any,
+    model_class: Any,
+    options: dict[str, Any],
+    adapters: Adapters | None = None,
+    reads_weights: bool = True,
+) -> Any:
+    folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
+    base = None if adapters is not None or (folder / "config.json").is_file() else base_of_adapters(folder)
+    if base is not None:
+        adapters, model_name_or_path, folder = Adapters(folder=str(folder)), base, hub.local_folder(base)
+    precision = read_precision(precision, options)
+    if config is None and gguf_file is None:
+        config = hub.load_config(folder, trust_remote_code, model_class=model_class)
+    config = copy.deepcopy(config)  # as in transformers: the caller's own is not changed
+    asked = read_quantization(options)
+    changes = config_arguments(options, config)
+    settings = StreamArguments(device=device, precision=precision, **options)
+    if gguf_file is not None:
+        if asked is not None:
+            raise ConfigError(
+                f"gguf_file={gguf_file!r} is decoded and not quantized again; leave load_in_4bit or quantization_config out, or "
+                "convert it first"
+            )
+        if hub.auto_class(model_class) is not hub.auto_class(None):
+            raise ConfigError(
+                f"gguf_file={gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
+            )
+        model = hub.load_gguf(folder, gguf_file, opened_dtype(precision))
+        return _stream(model if adapters is None else adapters.add_to(model, draw=True), settings)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    attention.register()
+    model = hub.open_skeleton(
+        folder, config, model_class=model_class, trust_remote_code=trust_remote_code,
+        attn_implementation=settings.attn_implementation, dtype=opened_dtype(precision),
+    )  # fmt: skip
+    checkpoint, find_codecs = open_weights(folder, take_quantization(config), asked, opened_dtype(precision))
+    frozen = adapters is not None or (find_codecs is not None and not isinstance(checkpoint, DecodedCheckpoint))
+    if frozen:
+        model.requires_grad_(False)
+    if adapters is not None:
+        config.name_or_path = model.name_or_path = str(
+            model_name_or_path
+        )  # which PEFT writes into the adapter's config
+    same = SameWeights(settings.device_mesh, checkpoint, config)
+    parts, store = with_store(model, settings, frozen, find_codecs)
+    if reads_weights:
+        with fail_together(settings.device_mesh, "the loading of weights"):
+            new = load_weights(parts, store, checkpoint)
+        same.require()
+        drawn_in = torch.float32 if precision == "float32" else next(iter(store.source_dtypes.values()))
+        with drawing_alike(settings.device_mesh, torch.device("cpu")):
+            draw(parts.model, new, store, torch.device("cpu"), drawn_in)
+    if adapters is not None:
+        return add_adapters(adapters, parts, store, settings)
+    return settings.attach(parts, store)
+
+
+def from_config(
+    config: Any,
+    device: str | Device = "auto",
+    precision: str = "fp32_master",
+    *,
+    model_class: Any = None,
+    **options: Any,
+) -> Any:
+    """Create a streamed model with random weights.
+
+    They are drawn on the device by the initialisation of transformers, unit by unit, so the largest unit must fit
+    there.
+
+    Args:
+        config: the config of a transformers decoder.
+        device: as in `stream`.
+        precision: as in `stream`.
+        model_class: as in `from_pretrained`.
+        options: other arguments of `stream`.
+    """
+    settings = StreamArguments(device=device, precision=precision, **options)
+    opened = open_device(settings.device, settings.device_memory)
+    with outside_inference_mode():
+        model = build_skeleton(config, model_class, dtype=opened_dtype(precision))
+        parts, store = with_store(model, settings)
+        with drawing_alike(settings.device_mesh, opened.torch_device):
+            for refs in parts.units.values():
+                draw(parts.model, refs, store, opened.torch_device)
+        return replace(settings, device=opened).attach(parts, store)
+
+
+def _stream(model: Any, settings: StreamArguments) -> Any:
+    """Move a model's parameters into a new store, and attach the model to a device. Return the model.
+
+    Of a PEFT model, the model inside it is attached: PEFT, and whoever generates, calls that one.
+    """
+    require_adapters_that_stream(model)
+    inside = adapted_model(model)
+    if isinstance(inside, StreamedModel):
+        raise StreamingError("the model is streamed already")
+    parts = settings.take_apart(inside)
+    for refs in parts.units.values():
+        for ref in refs:
+            require_plain(ref.param)
+    copy_from_first(
+        settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
+    )
+    shard = current_shard(settings.device_mesh)
+    store = Store(parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard)
+    for refs in parts.units.values():
+        for ref in refs:
+            move_in(ref, store)
+    settings.attach(parts, store)
+    return model

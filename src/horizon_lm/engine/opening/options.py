@@ -1,0 +1,204 @@
+"""The arguments of `horizon_lm.stream`: validate them, check the model against them, and attach the model to its
+device.
+"""
+
+import warnings
+import weakref
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from horizon_lm.cost.block_probe import find_written
+from horizon_lm.cost.head_probe import head_peak
+from horizon_lm.device.base import Device
+from horizon_lm.device.cpu import CpuDevice
+from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.distributed.mesh import find_mesh
+from horizon_lm.engine.calls.model_forward import ModelForward
+from horizon_lm.engine.opening.late_adapters import are_adapters_changed, attach_again
+from horizon_lm.engine.opening.streamed_model import attach
+from horizon_lm.engine.passes.device_buffers import EngineOptions
+from horizon_lm.engine.passes.recompute import outside_inference_mode
+from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
+from horizon_lm.model import attention, capture
+from horizon_lm.model.adapter_kinds import require_adapters_that_stream
+from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
+from horizon_lm.model.outer_trial import require_each_block_once, try_outer
+from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
+from horizon_lm.model.units import ModelParts, find_parts
+from horizon_lm.planning.residency import Residency, head_chunk_tokens
+from horizon_lm.store.precision import Precision, get_precision
+from horizon_lm.store.store import Store
+from horizon_lm.streaming_options import StreamingOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamArguments(StreamingOptions):
+    """The arguments of `horizon_lm.stream`, documented there. Invalid arguments raise ConfigError."""
+
+    device: str | Device = "auto"
+    compute_dtype: torch.dtype | None = None
+    check_recompute: bool = False
+    attn_implementation: str | None = None
+    check_gradients: int = 0
+    allow_unproven_model: bool = False
+    device_mesh: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device == "auto":
+            object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
+        object.__setattr__(self, "device_mesh", find_mesh(self.device_mesh, device_of(self.device)))
+        self.get_precision()
+        if self.check_gradients < 0:
+            raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
+
+    def get_precision(self, parts: ModelParts | None = None) -> Precision:
+        """Return the formats of weights and gradients in host memory. Gradients of adapters are small, and kept in float32."""
+        dtype = getattr(torch, self.grad_dtype, None) if isinstance(self.grad_dtype, str) else self.grad_dtype
+        if dtype is None and self.grad_dtype is not None:
+            raise ConfigError(f"grad_dtype is {self.grad_dtype!r}; choose bfloat16 or float32")
+        if dtype is None and parts is not None and parts.frozen_base():
+            dtype = torch.float32
+        return get_precision(self.precision, dtype)
+
+    def take_apart(self, model: Any) -> ModelParts:
+        """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
+        require_adapters_that_stream(model)
+        capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
+        parts = find_parts(model)
+        configs = getattr(model, "peft_config", None) or {}
+        if self.device_mesh is not None and any(getattr(each, "modules_to_save", None) for each in configs.values()):
+            raise ModelNotSupportedError(
+                "modules_to_save is not supported with several processes: PEFT reads whole copies of the modules; use one process"
+            )
+        trial = try_outer(parts)
+        require_each_block_once(parts, trial)
+        parts.written = find_written(parts, trial)
+        if self.device_micro_batch_size is not None and trial is not None and not trial.rows_first:
+            raise ModelNotSupportedError(
+                f"{type(model).__name__}: rows are not the first dimension of its hidden states, so they cannot be cut into "
+                "micro-batches; leave device_micro_batch_size unset"
+            )
+        attention.register()
+        proof = find_proof(parts)
+        # A classifier may take the score of a masked token, if padding is not its padding token; varlen computes none.
+        automatic = self._on_accelerator and VARLEN in proof.features and not parts.classifies
+        used = attention.choose(model, self.attn_implementation, automatic)
+        reason = proof.reason_against(
+            *([MICRO_BATCHES] if self.device_micro_batch_size is not None else []),
+            *([VARLEN] if used == attention.NAME else []),
+        )
+        if not self.allow_unproven_model:
+            require_proven(reason)
+        elif reason:
+            warnings.warn(f"allow_unproven_model: {reason}", UnprovenModelWarning, stacklevel=5)
+        return parts
+
+    def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
+        """Return the path that computes the loss from hidden states in chunks; None with ``head="whole"``, and for a
+        classifier, whose few scores need no chunks.
+
+        Warn, and return None, if the model's loss cannot be computed in chunks.
+        """
+        if self.head == "whole" or parts.classifies:
+            return None
+        path = find_chunked_path(parts)
+        if isinstance(path, ChunkedPath):
+            return path
+        warnings.warn(
+            f"{type(parts.model).__name__}: head='whole' is used, with all logits at once, because {path}; "
+            "set head='whole' to choose it yourself",
+            HeadWarning,
+            stacklevel=5,
+        )
+        return None
+
+    @property
+    def _on_accelerator(self) -> bool:
+        """True if blocks compute on an accelerator. The device need not be open yet."""
+        if isinstance(self.device, str):
+            return self.device.partition(":")[0] not in ("cpu", "simulated")
+        return self.device.torch_device.type != "cpu"
+
+    def attach(self, parts: ModelParts, store: Store, before: Store | None = None) -> Any:
+        """Open the device, and attach the model to it.
+
+        ``before``: the model's store when it was attached to this device before.
+        """
+        device = open_device(self.device, self.device_memory)
+        device.open_streams()
+        on_host = device.torch_device.type == "cpu"
+        dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
+        path = self._chunked_path(parts)
+        trunk = parts.trunks()[-1] if path is None else path.trunk
+        options = EngineOptions(
+            dtype,
+            self._residency(parts.num_blocks, device),
+            self.device_micro_batch_size,
+            "whole" if path is None else "chunked",
+            self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
+            None if device.spare_bytes() is None else head_peak(parts, trunk, dtype, chunked=path is not None),
+            self.mlp_chunk_tokens,
+            self._on_accelerator if self.compile == "auto" else bool(self.compile),
+            self.check_recompute,
+        )
+        images = self.allow_unproven_model or IMAGES in find_proof(parts).features
+        model = attach(parts, store, device, options, path, images, before, self.device_mesh)
+        if self.check_gradients:
+            model._horizon.check_gradients(self.check_gradients)
+        horizon = weakref.ref(model._horizon)
+        model._horizon.renew = lambda: self._renew(horizon())
+        return model
+
+    def _renew(self, horizon: ModelForward | None) -> None:
+        """Attach a model again if PEFT has changed its adapters. Leave other changes to the checks of the forward pass."""
+        if horizon is None or horizon.engine.device_lost or not are_adapters_changed(horizon):
+            return
+        engine = horizon.engine
+        again = replace(
+            self,
+            device=engine.device,
+            device_micro_batch_size=engine.options.device_micro_batch_size,
+            check_gradients=0,
+        )
+        with outside_inference_mode():
+            attach_again(horizon, again.take_apart, again.get_precision, partial(again.attach, before=engine.store))
+
+    def _residency(self, num_blocks: int, device: Device) -> Residency | None:
+        """Return the residency that the arguments fix, or None if it must be planned."""
+        chosen = self.resident_blocks is not None or self.resident_graphs is not None
+        if self.activation_checkpoints == "auto" and not chosen and device.spare_bytes() is not None:
+            return None
+        return Residency(*self.residency(num_blocks, auto_on_device=True))
+
+
+def device_of(device: str | Device) -> torch.device | None:
+    """Return the device of the buffers, with its index; None for host memory."""
+    if not isinstance(device, str):
+        return None if device.torch_device.type == "cpu" else device.torch_device
+    if device.partition(":")[0] != "cuda" or not torch.cuda.is_available():
+        return None
+    index = torch.device(device).index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def open_device(device: str | Device, capacity: int | None = None) -> Device:
+    """Open a device by its name; return a device that is already open.
+
+    Raises:
+        ConfigError: the name is unknown, or the device is not available.
+    """
+    if not isinstance(device, str):
+        return device
+    if device == "cpu":
+        return CpuDevice(capacity)
+    if device == "simulated":
+        return SimulatedDevice(capacity=capacity)
+    if device.partition(":")[0] == "cuda":
+        from horizon_lm.device.cuda import CudaDevice
+
+        return CudaDevice(device, capacity)
+    raise ConfigError(f"device is {device!r}; choose 'cpu', 'cuda' or 'simulated'")

@@ -1,0 +1,401 @@
+"""A streamed Hugging Face model: the same module, whose forward pass runs through the engine."""
+
+import functools
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from horizon_lm.device.base import Device
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.whole_units import borrowing, is_lender, lend, sharing
+from horizon_lm.engine.calls.chunked_losses import WANTED
+from horizon_lm.engine.calls.model_forward import ModelForward
+from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt
+from horizon_lm.engine.opening.late_adapters import empty_adapters
+from horizon_lm.engine.passes.device_buffers import EngineOptions
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.streamed import engine_of
+from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
+from horizon_lm.model.head_path import ChunkedPath
+from horizon_lm.model.units import ModelParts, is_adapter_model
+from horizon_lm.store.checkpoint_writer import checkpoint_tensors, save_pretrained
+from horizon_lm.store.store import Store
+
+
+def synchronize(model: Any) -> None:
+    """Block until all updates and gradients are in host memory, in ``param.data`` and ``param.grad``.
+
+    Reading a parameter through torch waits automatically. Call this before you read its memory in another way (numpy
+    views, raw pointers), and after you write to it, so that the next forward pass uses the new values.
+    """
+    engine = engine_of(model)
+    engine.synchronize()
+    engine.store.weights_changed()
+
+
+def stats(model: Any) -> dict[str, Any]:
+    """Return the memory use of a streamed model, and counters since it was streamed.
+
+    Returns:
+        ``device_bytes``, ``device_bytes_peak`` and ``device_bytes_by_kind``: bytes of the engine's buffers on the device;
+        ``host_bytes`` and ``host_bytes_by_kind``: bytes of slabs, moments and boundaries;
+        ``moved_bytes``: bytes copied over the link in host dtypes, by operation and unit (``"stream_in:block0"``);
+        ``block_forward_rows``: rows computed by forward passes of blocks, summed over blocks.
+    """
+    engine = engine_of(model)
+    counters = engine.device.counters
+    host = dict(engine.store.num_bytes)
+    if engine.boundaries.num_bytes:
+        host["boundaries"] = engine.boundaries.num_bytes
+    return {
+        "device_bytes": counters.allocated_total,
+        "device_bytes_peak": counters.allocated_peak,
+        "device_bytes_by_kind": {k: v for k, v in counters.allocated.items() if v},
+        "host_bytes": sum(host.values()),
+        "host_bytes_by_kind": host,
+        "moved_bytes": dict(counters.moved),
+        "block_forward_rows": engine.counts["block_forward_rows"],
+    }
+
+
+def named_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights with their names, for an inference engine, while the model goes on to live in host memory.
+
+    Names and shapes are those of the checkpoint that `save_pretrained` writes, for example one tensor for each expert. At any
+    time one unit is converted; a weight that needs no conversion is a view of the model's memory, so copy what you keep.
+    Call it between two steps.
+
+    Args:
+        model: a streamed model.
+        dtype: dtype of the weights; None for the one in which they are streamed.
+    """
+    engine = engine_of(model)
+    engine.synchronize()
+    model._horizon.replaced.require_structure()
+    yield from checkpoint_tensors(engine.parts, engine.store, dtype or engine.store.precision.weight_dtype)
+
+
+class StreamedModel:
+    """The class that `attach` mixes into the model's class. It overrides what streaming changes, and rejects what is
+    not supported.
+    """
+
+    @property
+    def _horizon(self) -> ModelForward:
+        """The model's forward pass, with the adapters that the model has now."""
+        horizon: ModelForward = self.__dict__["_horizon"]
+        if horizon.renew is not None and not horizon.engine.cursor.active:
+            horizon.renew()
+        return self.__dict__["_horizon"]  # type: ignore[no-any-return]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Mark all gradients empty; no memory is written."""
+        self.__dict__["_horizon"].engine.access.clear_grads()  # also of a model whose adapters have changed meanwhile
+
+    # Weights in and out
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for updates and return torch's state dict. Its tensors share the model's memory, in the dtype of its
+        precision. Adapters are returned as their fp32 masters, which PEFT saves.
+
+        With several ranks, all of them call this, and get the adapters, but not the base.
+        """
+        if empty_adapters(self):  # which PEFT is about to fill
+            self.__dict__["_horizon"].engine.synchronize()
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        engine = self._horizon.engine
+        engine.synchronize()
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        if not engine.store.shard.is_whole and engine.parts.is_adapted:
+            state = kwargs.get("destination", args[0] if args else None)
+            return _whole_adapters(engine, OrderedDict() if state is None else state, prefix)
+        state = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if engine.store.precision.low_half and not kwargs.get("keep_vars"):
+            for name in engine.parts.adapter_names & {key.removeprefix(prefix) for key in state}:
+                state[prefix + name] = engine.store.master(name)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights, as in torch. In precision ``fp32_master``, float32 values are stored without rounding."""
+        if assign and state_dict.keys() <= empty_adapters(self):
+            return super().load_state_dict(state_dict, strict=strict, assign=True)  # type: ignore[misc]
+        if assign:
+            raise StreamingError(
+                "load_state_dict(assign=True) would detach parameters from the store; use assign=False"
+            )
+        engine = self._horizon.engine
+        engine.synchronize()
+        result = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
+        loaded = [name for name in engine.refs if name in state_dict]
+        for name in loaded:
+            engine.store.write(name, state_dict[name])
+        engine.foreign_writes.follow(with_low_halves=True)
+        if engine.store.precision.low_half and any(state_dict[name].dtype == torch.bfloat16 for name in loaded):
+            warnings.warn(
+                "bfloat16 weights were loaded into a model in precision 'fp32_master': the 16 low bits of their fp32 masters "
+                "are zero now. To continue a training, load the optimizer's state after the model's: it restores them.",
+                ForeignWriteWarning,
+                stacklevel=2,
+            )
+        return result
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        variant: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a Hugging Face folder, one tensor at a time. With several ranks, all of them call this, and the first one writes.
+
+        Args:
+            save_directory: the folder; it is created if missing.
+            is_main_process: write nothing if False.
+            state_dict: values to write instead of the model's own, by name.
+            push_to_hub: upload the folder afterwards; ``repo_id``, ``token`` and the like as in transformers.
+            max_shard_size: the maximum size of a file.
+            variant: a part of the file names.
+            dtype: the dtype of the written weights; None for float32 in precision ``float32``, and otherwise for the dtype
+                they were loaded with.
+            kwargs: as in transformers; unsupported arguments are rejected.
+        """
+        self._horizon.engine.synchronize()
+        if self._horizon.is_adapter:  # PEFT writes its own folder, with the adapters only
+            super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+            return
+        hub = _hub_arguments(kwargs)
+        if hub and not push_to_hub:
+            raise ConfigError(f"save_pretrained: {', '.join(hub)} is for push_to_hub=True; remove it")
+        self._horizon.replaced.require_structure()
+        engine = self._horizon.engine
+        if engine.mesh is not None:
+            is_main_process = engine.mesh.exchange("model.save_pretrained", is_main_process)[0]
+        if not is_main_process:
+            return
+        if is_lender(engine.mesh):
+            assert engine.mesh is not None
+            lend(engine.mesh, engine.store)
+            return
+        with nullcontext() if engine.mesh is None else borrowing(engine.mesh, engine.store):
+            save_pretrained(
+                engine.parts, engine.store, save_directory, dtype, max_shard_size, values=state_dict, variant=variant
+            )
+        if push_to_hub:
+            _upload(Path(save_directory), hub)
+
+    # Methods without effect
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Warn that this has no effect, because every block is already recomputed."""
+        warnings.warn("gradient checkpointing has no effect: a streamed model recomputes every block", stacklevel=2)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Do nothing: a streamed model always recomputes its blocks."""
+
+    # Moving and casting: without effect, or rejected
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model if the call changes nothing; raise StreamingError otherwise."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return self._unless_changed("to", device, dtype)
+
+    def cuda(self, device: Any = None) -> Any:
+        return self._unless_changed("cuda", torch.device("cuda"), None)
+
+    def cpu(self) -> Any:
+        return self
+
+    def half(self) -> Any:
+        return self._unless_changed("half", None, torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self._unless_changed("bfloat16", None, torch.bfloat16)
+
+    def float(self) -> Any:
+        return self._unless_changed("float", None, torch.float32)
+
+    def double(self) -> Any:
+        return self._unless_changed("double", None, torch.float64)
+
+    def _unless_changed(self, method: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+        """Return the model if it already has this device and dtype; raise StreamingError otherwise."""
+        engine = self._horizon.engine
+        same_device = device is None or device.type in ("cpu", engine.device.torch_device.type)
+        if same_device and dtype in (None, engine.store.precision.weight_dtype):
+            return self
+        _reject_move(method if "(" in method else f"{method}()")
+
+    def to_empty(self, *args: Any, **kwargs: Any) -> Any:
+        _reject_move("to_empty()")
+
+    def share_memory(self) -> Any:
+        _reject_move("share_memory()")
+
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Return the model if a function of another module's `to` and the like changes neither device nor dtype."""
+        moved = function(torch.empty(0, dtype=self._horizon.engine.store.precision.weight_dtype))
+        return self._unless_changed("to(), type() and the like", moved.device, moved.dtype)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        raise StreamingError(
+            "resize_token_embeddings() is not supported: the weights of a streamed model have a fixed place in host memory; "
+            "resize the model first, then call horizon_lm.stream()"
+        )
+
+    # Copies
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StreamingError(
+            "a streamed model cannot be copied: it takes most of the machine's memory. Stream a copy of a plain model, or "
+            "load a second one."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StreamingError(
+            "a streamed model cannot be pickled (torch.save(model), multiprocessing). Save model.state_dict(), or write a "
+            "folder with model.save_pretrained()"
+        )
+
+
+def _whole_adapters(engine: Engine, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Add the whole parameters of units that are trained to a state dict, and return it. All ranks call this."""
+    store = engine.store
+    assert engine.mesh is not None
+    for unit in [unit for unit in store.units if unit not in store.frozen]:
+        with sharing(engine.mesh, store, unit):
+            for name in store.units[unit].layout:
+                is_master = store.precision.low_half and name in engine.parts.adapter_names
+                state[prefix + name] = store.master(name) if is_master else store.weight(name).clone()
+    return state
+
+
+def _reject_move(method: str) -> NoReturn:
+    raise StreamingError(
+        f"{method}: a streamed model cannot be moved or cast, its weights live in host memory; choose device and precision in "
+        "horizon_lm.stream()"
+    )
+
+
+_HUB_ARGUMENTS = ("repo_id", "token", "private", "commit_message", "create_pr", "revision", "tags")
+
+
+def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of transformers' save_pretrained that concern the hub, and reject unsupported arguments."""
+    ignored = {"safe_serialization": True, "save_original_format": True, "distributed_checkpoint": False}
+    for name, value in kwargs.items():
+        if name in ignored and value != ignored[name]:
+            raise ConfigError(f"save_pretrained: {name}={value!r} is not supported by a streamed model; remove it")
+        if name not in (*ignored, *_HUB_ARGUMENTS, "save_peft_format"):
+            raise ConfigError(f"save_pretrained of a streamed model does not know {name}; remove it")
+    return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS and value is not None}
+
+
+def _upload(folder: Path, arguments: dict[str, Any]) -> None:
+    """Upload a folder to the hub."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=arguments.pop("token", None))
+    repo_id = api.create_repo(
+        arguments.pop("repo_id", folder.name), private=arguments.pop("private", None), exist_ok=True
+    ).repo_id
+    arguments.pop("tags", None)
+    api.upload_folder(repo_id=repo_id, folder_path=folder, **arguments)
+
+
+@cache
+@torch.compiler.disable
+def _reject_compile() -> NoReturn:
+    """Raise StreamingError. It is called by code that torch.compile has made, which an error would otherwise end."""
+    raise StreamingError(
+        "torch.compile(model) would bake weights into compiled code that are streamed; stream with compile=True instead, "
+        "which compiles the blocks"
+    )
+
+
+def _streamed_class(cls: Any) -> Any:
+    """Return the class of a streamed model.
+
+    Its name, module and signatures are those of the original class, because trainers and transformers inspect them.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _reject_compile()
+        wanted = kwargs.pop(WANTED, None)
+        return (
+            self._horizon.forward(args, kwargs)
+            if wanted is None
+            else self._horizon.token_logprobs(args, kwargs, wanted)
+        )
+
+    def new(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # a new model is not streamed
+
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        if hasattr(cls.forward, name):
+            setattr(forward, name, getattr(cls.forward, name))
+    # Without __wrapped__, through which other code would bypass this function.
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__new__": new,
+        "forward": forward,
+    }
+    return type(cls.__name__, (StreamedModel, cls), namespace)
+
+
+def _registered(store: Store) -> list[torch.Tensor]:
+    """Return the host memory of a store that is copied to the device."""
+    return [
+        slab for each in store.units.values() for slab in (each.weights[each.own], each.packed.data[each.packed.own])
+    ]
+
+
+def attach(
+    parts: ModelParts, store: Store, device: Device, options: EngineOptions, path: ChunkedPath | None, images: bool,
+    before: Store | None = None, mesh: Mesh | None = None,
+) -> Any:  # fmt: skip
+    """Make a model streamed. Its parameters must already be views into ``store``.
+
+    Args:
+        parts: the model's units.
+        store: host memory with its weights.
+        device: the device that computes.
+        options: settings of the engine.
+        path: the path from hidden states to the loss in chunks; None for ``head="whole"``.
+        images: accept images, video and audio.
+        before: the store of the same model, if it was attached to this device before.
+        mesh: the ranks that train together; None for one.
+    """
+    model = parts.model
+    if isinstance(model, StreamedModel):
+        raise StreamingError("the model is streamed already")
+    engine = Engine(parts, store, device, options, mesh)
+    slabs = _registered(store)
+    kept = {slab.data_ptr() for slab in _registered(before)} if before else ()
+    device.register_host([slab for slab in slabs if slab.numel() and slab.data_ptr() not in kept])
+    for name, ref in engine.refs.items():
+        if name in store.codecs:  # a placeholder, which is never written and has no gradient
+            continue
+        heads = any(module is parts.head for module, _ in ref.places)
+        assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
+        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine.access)
+    cls = type(model)
+    parts.refer_weakly()  # the model owns the engine, which refers to the parts
+    model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)
+    model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
+    return model

@@ -1,0 +1,1 @@
+"""Run the schedule of a pass: the engine, its buffers and copies, the forward pass and the backward pass."""

@@ -1,0 +1,107 @@
+"""A backward pass of the model, which owns its state from its first autograd node to its last, or its failure."""
+
+from collections.abc import Mapping
+
+import torch
+
+from horizon_lm.engine.passes.forward_pass import config_of
+from horizon_lm.engine.passes.forward_state import BetweenPasses, ForwardState
+from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.unit_moves import UnitMoves
+from horizon_lm.errors import StreamingError
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+
+
+class BackwardPass:
+    """A backward pass.
+
+    Attributes:
+        state: the state of the forward pass.
+        ready: full names of the parameters whose gradients are complete on the device, by unit.
+        adapters: those of adapters inside blocks, which are landed with the outer parameters.
+    """
+
+    def __init__(self, engine: Machinery, between: BetweenPasses, state: ForwardState) -> None:
+        self._engine, self._between, self.state = engine, between, state
+        self.ready: dict[Unit, list[str]] = {}
+        self.adapters: set[str] = set()
+
+    @property
+    def trained(self) -> Mapping[Unit, list[str]]:
+        """The full names of the parameters that required a gradient in the forward pass, by unit."""
+        return self.state.trained
+
+    def begin(self) -> None:
+        """Start the copies of the pass; autograd's nodes compute the units."""
+        engine, state = self._engine, self.state
+        units = [EMBED, *map(block, range(engine.parts.num_blocks)), HEAD, OUTER]
+        trainable = [unit for unit in units if self.trained.get(engine.slab_unit(unit))]
+        self._free_head_grads()
+        schedule = build.backward(engine.layout, blocks=state.keeps, trainable=trainable, head_grads=state.head_grads)
+        if engine.mesh is not None:
+            engine.mesh.require_same("the start of a pass", schedule.digest)
+        engine.cursor.start(schedule, UnitMoves(engine, state))
+
+    def _free_head_grads(self) -> None:
+        """Free the head's gradient buffer for this pass.
+
+        Gradients that another forward pass has left there are lost; its backward pass recomputes them.
+        """
+        holder = self._between.head_grads.holder
+        if holder is not None and holder is not self.state:
+            holder.head_grads = False
+        self._between.head_grads.release()
+
+    def gradients_ready(self, unit: Unit, names: list[str]) -> None:
+        """Record that these parameters' gradients are complete on the device, before they are landed."""
+        engine, optimizer = self._engine, self._engine.updates.optimizer_in_backward
+        if engine.mesh is not None and optimizer is not None:
+            names = self._agreed({unit: names})[unit]
+        self.ready[unit] = names
+        # The embedding's update is issued by the next forward pass, and a tied head's gradient is added to the
+        # embedding's.
+        if optimizer is not None and unit != EMBED and engine.slab_unit(unit) == unit:
+            assert engine.grads.slots is not None
+            engine.cursor.bind(Kind.UPDATE, unit, optimizer.moves(unit, names, engine.grads.slots.of(unit)))
+
+    def _agreed(self, ready: dict[Unit, list[str]]) -> dict[Unit, list[str]]:
+        """Return the parameters that have a gradient on any rank, by unit."""
+        if self._engine.mesh is None:
+            return ready
+        everywhere = self._engine.mesh.exchange("gradients of " + ", ".join(ready), ready)
+        return {unit: [*dict.fromkeys(name for each in everywhere for name in each[unit])] for unit in ready}
+
+    def end(self) -> None:
+        """End the pass. Its gradients are still landing, or are being applied."""
+        engine = self._engine
+        engine.grads.track_landings(engine.cursor.landing_tasks())  # they continue to land while the host goes on
+        engine.updates.add(engine.cursor.update_tasks())
+        engine.cursor.finish()
+        self.state.consumed = True
+        optimizer = engine.updates.optimizer_in_backward
+        if optimizer is not None:
+            engine.store.weights_changed()
+            if EMBED in self.ready or (engine.parts.tied and HEAD in self.ready):
+                assert engine.grads.slots is not None
+                engine.updates.table = optimizer.table(engine.grads.slots.table_grads())
+            return
+        landed = [name for names in self._agreed(self.ready).values() for name in names]
+        engine.grads.publish(landed)
+        self._between.after_grad |= dict.fromkeys(landed)
+
+
+def require_possible(engine: Machinery, state: ForwardState) -> None:
+    """Raise StreamingError for a backward pass that would compute wrong gradients."""
+    engine.require_device()
+    if torch.is_grad_enabled():
+        raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
+    if not state.anchor.sees_whole_backward():
+        raise StreamingError(
+            "all gradients of a streamed model go to host memory, so backward(inputs=...) and torch.autograd.grad are not "
+            "supported; call backward() and read param.grad, and freeze the other parameters (requires_grad_(False)) "
+            "before the forward pass"
+        )
+    engine.foreign_writes.follow()
+    state.check_usable(engine.store.version, config_of(engine))

@@ -1,0 +1,221 @@
+"""The executor: runs the passes of a training step and the updates between them.
+
+``docs/architecture.md`` has a training step line by line. Shapes do not occur here: the executor moves whole slabs, and the
+modules that compute a unit know its tensors.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import Variable
+
+from horizon_lm.device.base import Device
+from horizon_lm.device.transfers import Move
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.engine.host.parameters import call_after_grad
+from horizon_lm.engine.host.updates import TableUpdate
+from horizon_lm.engine.passes.backward_pass import BackwardPass, require_possible
+from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
+from horizon_lm.engine.passes.faults import abandon, settle_without_device
+from horizon_lm.engine.passes.forward_pass import ForwardPass, ForwardRequest
+from horizon_lm.engine.passes.forward_state import BetweenPasses, ForwardState
+from horizon_lm.engine.passes.host_access import HostAccess
+from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.running import Running
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.units import ModelParts
+from horizon_lm.planning.residency import ExpectedBatch, Residency
+from horizon_lm.schedule.ops import Pass
+from horizon_lm.store.store import Store
+from horizon_lm.units import Unit
+
+
+class Engine(Machinery):
+    """The executor of a streamed model, which runs its passes on a device.
+
+    Autograd and the model's forward method drive the engine. The modules of this package that compute a unit
+    (embedding, blocks, LM head, outer parameters) take buffers from the engine and report computations to its cursor;
+    the passes build their schedules and provide the data movements of their copies.
+
+    Attributes:
+        running: the passes that are running.
+        between: the state that a pass leaves for those that follow.
+        access: access by other code to weights and gradients.
+        after_next_backward: called once, after the next backward pass.
+    """
+
+    def __init__(
+        self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh | None = None
+    ) -> None:
+        super().__init__(parts, store, device, options, mesh)
+        self.running, self.between = Running(), BetweenPasses()
+        self.access = HostAccess(self, self.running)
+        self.after_next_backward: Callable[[], None] | None = None
+        self._set_residency(options.residency or Residency(0))
+
+    # Passes
+
+    @contextmanager
+    def forward_pass(self, request: ForwardRequest) -> Iterator[None]:
+        """Context manager: run a forward pass of the model."""
+        self.check_alive()
+        if self.cursor.active:  # a backward pass that failed in foreign code, or a nested call
+            unfinished = StreamingError("the backward pass before this forward pass was not finished")
+            abandon(self, self.running, self.between, unfinished)
+        self.foreign_writes.follow()
+        running = self.running.forward = ForwardPass(self, self.between, request)
+        try:
+            with running.run():
+                yield
+        except BaseException as error:
+            abandon(self, self.running, self.between, error)
+            raise
+        finally:
+            running.randomness.restore()
+            self.running.forward = None
+
+    @property
+    def forward(self) -> ForwardPass:
+        """The forward pass that is running."""
+        assert self.running.forward is not None
+        return self.running.forward
+
+    @property
+    def backward(self) -> BackwardPass:
+        """The backward pass that is running."""
+        assert self.running.backward is not None
+        return self.running.backward
+
+    @property
+    def recording(self) -> ForwardState | None:
+        """The state that the running forward pass keeps for its backward pass; None if no backward pass can follow."""
+        return None if self.running.forward is None else self.running.forward.state
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """The tensor that autograd nodes of the running forward pass depend on."""
+        assert self.forward.anchor is not None
+        return self.forward.anchor
+
+    def trained(self, unit: Unit) -> list[str]:
+        """Return the full names of a unit's parameters that require a gradient in the running pass."""
+        running = self.running.backward or self.running.forward
+        return [] if running is None else running.trained.get(self.slab_unit(unit), [])
+
+    @contextmanager
+    def backward_of(self, state: ForwardState) -> Iterator[None]:
+        """Context manager: run one node of a backward pass. The first node of a forward pass begins the
+        backward pass.
+        """
+        self.check_alive()
+        running = self.running
+        if running.backward is None:
+            require_possible(self, state)  # outside of the try block: an error raised here is no fault of the pass
+        try:
+            # Nodes of several forward passes may be in one graph: a node of another forward pass ends the running
+            # backward pass.
+            if running.backward is None or running.backward.state is not state:
+                if running.backward is not None:
+                    require_possible(self, state)
+                    self._end_backward()
+                self._begin_backward(state)
+            yield
+        except BaseException as error:
+            abandon(self, self.running, self.between, error)
+            raise
+
+    def _begin_backward(self, state: ForwardState) -> None:
+        if self.cursor.active:
+            raise StreamingError("backward was called inside the forward pass of the same model")
+        self.grads.clear_error_if_no_grads()
+        if self.updates.optimizer_in_backward is not None:
+            self.updates.optimizer_in_backward.begin()
+        self.running.backward = BackwardPass(self, self.between, state)
+        self.running.backward.begin()
+        # No node knows that it is the last one; autograd calls back when its graph is finished.
+        Variable._execution_engine.queue_callback(self._end_of_graph)
+
+    def _end_backward(self) -> None:
+        running, self.running.backward = self.running.backward, None
+        if running is not None:
+            running.end()
+
+    def _end_of_graph(self) -> None:
+        """End the pass and call hooks. Autograd calls this when its graph is finished."""
+        self._end_backward()
+        callback, self.after_next_backward = self.after_next_backward, None
+        if callback is not None:
+            callback()
+        names, self.between.after_grad = self.between.after_grad, {}
+        for name in names:
+            call_after_grad(self.refs[name].param)
+
+    def run_update(self, schedule: Pass, moves: Mapping[Unit, Sequence[Move]], table: TableUpdate | None) -> None:
+        """Issue an update pass. If a fault interrupts it, the remaining operations stay pending until the next use.
+
+        The updates of the step before must be done (`PendingUpdates.finish`).
+
+        Args:
+            schedule: the pass over all units except the embedding.
+            moves: the pieces of each unit's update.
+            table: the embedding's update, which the next forward pass issues.
+        """
+        self.store.weights_changed(blocks=any(pieces and unit.is_block for unit, pieces in moves.items()))
+        self.updates.table = table
+        try:
+            self.cursor.start(schedule, lambda op: moves[op.unit])
+        finally:
+            self.updates.add(self.cursor.update_tasks())
+        self.cursor.finish()
+
+    def settle_without_device(self) -> None:
+        """Bring the host's state to the end of the last step that counts, after the device has failed (`faults`)."""
+        settle_without_device(self, self.running, self.between)
+
+    # Between passes
+
+    def expect(self, batch: ExpectedBatch) -> None:
+        """Announce the largest expected batch, so that buffers that grow with the batch are allocated once, with that
+        size.
+        """
+        self.expected = batch
+
+    def reside(self, residency: Residency) -> None:
+        """Change which weights and graphs stay on the device between passes."""
+        if residency != self.residency:
+            self.drain()
+            self._set_residency(residency)
+
+    def reconfigure(self, options: EngineOptions) -> None:
+        """Use other options from the next forward on. No pass may be running; all buffers on the device are freed."""
+        assert not self.cursor.active
+        self.drain()
+        self.memory.release()
+        self.device.trim()
+        self.options, self.between.structure = options, ()
+        self.memory = DeviceBuffers(self.parts, self.store, self.device, options)
+        self._set_residency(options.residency or Residency(0))
+
+    def _set_residency(self, residency: Residency) -> None:
+        self.residency = residency
+        self.memory.set_resident(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
+        self.between.forget_weights()
+
+    def synchronize(self) -> None:
+        """Block until all updates are done, and take over weights written by other code."""
+        self.check_alive()
+        self.drain()
+        self.foreign_writes.follow()
+
+    def retire(self, store: Store) -> None:
+        """Free what is not used any more, because the model is attached again with another store. No pass may be running."""
+        self.retired = True
+        self.memory.release()
+        kept = {slabs.weights.data_ptr() for slabs in store.units.values()}
+        for slabs in self.store.units.values():
+            moved = slabs.weights.data_ptr() not in kept
+            for slab in (slabs.grads, *([slabs.weights] if moved else [])):
+                if slab.numel():
+                    self.device.free_host(slab)
+        self.device.trim()

@@ -1,0 +1,86 @@
+"""Faults: abandon a pass that failed, and settle host memory after the device has failed."""
+
+from contextlib import suppress
+
+from horizon_lm.engine.passes.forward_state import BetweenPasses
+from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.running import Running
+from horizon_lm.errors import StreamingError
+
+
+def abandon(engine: Machinery, running: Running, between: BetweenPasses, error: BaseException) -> None:
+    """Abandon the running pass and free its slots and boundaries. The gradients of a backward pass become invalid."""
+    if running.backward is not None:  # a forward pass changes no gradient in host memory
+        if engine.cursor.update_begun():  # some units of this step are updated, others are not
+            engine.updates.partial_update.record(error)
+        engine.grads.break_off()
+    try:
+        engine.cursor.abandon()
+        _quiesce(engine)
+    finally:  # the device may have failed for good
+        _release(engine, running, between)
+
+
+def _release(engine: Machinery, running: Running, between: BetweenPasses) -> None:
+    """Free what the running pass has taken."""
+    for each in (running.backward, running.forward):
+        if each is not None and each.state is not None:
+            each.state.consumed = True
+            engine.boundaries.release(each.state)
+    running.backward = running.forward = None
+    between.release()
+
+
+def settle_without_device(engine: Machinery, running: Running, between: BetweenPasses) -> None:
+    """Bring the host's state to the end of the last step that counts, after the device has failed.
+
+    A step counts once the optimizer's ``step`` has all gradients in host memory (`AdamW.num_steps`): its updates need
+    nothing else, and are completed in host threads. Everything else is dropped. The device is not touched. Afterwards
+    weights and optimizer state can be read and saved; every further pass raises StreamingError.
+
+    Raises:
+        PartialUpdateError: an update is half done, so that some weights are new and some old.
+    """
+    save, partial_update = engine.saves.running, engine.updates.partial_update
+    partial_update.require_complete()
+    if engine.device_lost:
+        return
+    if _has_begun_updates(engine, running):
+        reason = "the device failed before all gradients had landed, and others were applied already"
+        partial_update.record(StreamingError(reason))
+        partial_update.require_complete()
+    engine.device_lost = True
+    if save is not None:
+        # Updates that it delays are completed now.
+        save.abandon(StreamingError("the device has failed meanwhile"))
+    try:
+        engine.updates.complete_without_device()
+    finally:  # a kernel's error is recorded, and reported as what it means
+        partial_update.require_complete()
+    if save is not None:
+        save.discard()
+    engine.saves.drop()
+    engine.cursor.drop()
+    _release(engine, running, between)
+    engine.grads.track_landings([])
+    engine.grads.break_off()
+
+
+def _has_begun_updates(engine: Machinery, running: Running) -> bool:
+    """Return whether updates of a step that does not count yet may have begun, as they do with ``update_in_backward``."""
+    optimizer = engine.updates.optimizer_in_backward
+    if optimizer is None or not optimizer.pending:
+        return False
+    # After a fault in the backward, `abandon` has recorded a partial update if there is one.
+    return engine.cursor.update_begun() if running.backward is not None else not engine.grads.invalid
+
+
+def _quiesce(engine: Machinery) -> None:
+    """Wait until the device is idle. An update that could not begin raises its error here, and stays pending."""
+    for _ in range(len(engine.store.units)):  # at most one failed update for each
+        # Raising the error of a failed update clears it. An update that failed inside a kernel already is a partial
+        # update.
+        with suppress(Exception):
+            engine.device.synchronize()
+            return
+    engine.device.synchronize()  # an error that is raised now is not an update's

@@ -1,0 +1,172 @@
+"""A forward pass of the model, which owns its state from the first copy to its end or failure."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.passes.forward_state import BetweenPasses, ForwardState
+from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.micro_batches import MicroBatch, split_batches
+from horizon_lm.engine.passes.recompute import MicroBatchRandomness
+from horizon_lm.engine.passes.trained_parameters import allocate_grads
+from horizon_lm.engine.passes.unit_moves import UnitMoves
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.block_template import comparable
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import Pass
+from horizon_lm.units import HEAD
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """The properties of a call that determine its forward pass.
+
+    Attributes:
+        recording: a backward pass may follow.
+        rows: rows of each batch that the pass computes.
+        embed: token ids are looked up in the embedding; False if the caller passes ``inputs_embeds``.
+        inputs_need_grad: the input of the first block needs a gradient.
+        head_grads: the head's gradients may be computed in the forward pass.
+        draws: the pass may advance the global random generators.
+        whole_batch: blocks compute all rows together, regardless of `EngineOptions.device_micro_batch_size`.
+    """
+
+    recording: bool
+    rows: Sequence[int]
+    embed: bool
+    inputs_need_grad: bool
+    head_grads: bool
+    draws: bool
+    whole_batch: bool = False
+
+
+class ForwardPass:
+    """A forward pass.
+
+    Attributes:
+        state: the state for its backward pass; None if no backward pass can follow.
+        trained: full names of the parameters that require a gradient, by unit.
+        num_rows: rows of each batch (B); most passes have one batch.
+        micro_batches: the parts of the batches that blocks compute at once.
+        randomness: random states of the micro-batches.
+        anchor: the tensor that autograd nodes depend on, besides their inputs.
+
+    Raises:
+        DisagreementError: the ranks are about to run different passes.
+    """
+
+    def __init__(self, engine: Machinery, between: BetweenPasses, request: ForwardRequest) -> None:
+        self._engine, self._between = engine, between
+        keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
+        self.trained = engine.trainable()
+        self.state = self._record(keeps, request.head_grads) if request.recording else None
+        self._drain_if_reshaped(keeps)
+        self._schedule = build.forward(
+            engine.layout,
+            keeps=keeps,
+            embed=request.embed,
+            changed=between.outer_version != engine.store.version,
+            blocks_changed=between.resident_version != engine.store.block_version,
+            table_update=engine.updates.table is not None,
+            head_grads=request.head_grads and bool(self.trained[engine.slab_unit(HEAD)]),
+        )
+        self.num_rows = request.rows
+        rows = None if request.whole_batch else engine.options.device_micro_batch_size
+        self.micro_batches: list[MicroBatch] = split_batches(request.rows, rows)
+        before, everywhere = _agree(engine, self._schedule, len(self.micro_batches))
+        self.randomness = MicroBatchRandomness(
+            engine.device, len(self.micro_batches), request.draws, before, everywhere
+        )
+        self.anchor: torch.Tensor | None = None if self.state is None else self.state.anchor.tensor
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Context manager: start the copies; the model's forward method computes the units. Then end the pass."""
+        engine, between = self._engine, self._between
+        engine.cursor.start(self._schedule, UnitMoves(engine))
+        yield
+        engine.updates.add(engine.cursor.update_tasks())  # the embedding's remaining rows, still being updated
+        engine.cursor.finish()
+        self.randomness.finish()
+        between.outer_version, between.resident_version = engine.store.version, engine.store.block_version
+        engine.updates.table = None
+        engine.saves.issue_table()
+
+    def _record(self, keeps: frozenset[int], head_grads: bool) -> ForwardState:
+        """Return the state of a forward pass that a backward pass may follow."""
+        engine, between = self._engine, self._between
+        allocate_grads(engine)
+        anchor = between.anchor_of([engine.refs[name].param for names in self.trained.values() for name in names])
+        state = ForwardState(engine.store.version, keeps, self.trained, config_of(engine), anchor)
+        between.recorded.add(state)
+        state.head_grads = head_grads
+        # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all
+        # blocks.
+        if between.graphs.holder is None:
+            first = engine.parts.num_blocks - engine.residency.graphs
+            state.graphs = frozenset(index for index in keeps if index >= first)
+            between.graphs.take(state)
+        return state
+
+    def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
+        """Drain if the training passes that follow have a different layout, which rarely happens.
+
+        The waits between passes are proven sufficient only for passes of the same layout.
+        """
+        structure = (keeps, self._engine.residency, [name for names in self.trained.values() for name in names])
+        if keeps and structure != self._between.structure:
+            self._engine.drain()
+            self._between.structure = structure
+
+
+def require_forward(engine: Machinery, name: str) -> None:
+    """Raise StreamingError if a part of the model is called outside of the model's forward pass."""
+    if not engine.cursor.active:
+        raise StreamingError(
+            f"{name} of a streamed model cannot be called on its own: its weights are on the device only while "
+            "the whole model runs. Call model(...); with output_hidden_states=True it also returns the hidden states."
+            f"{advice(engine)}"
+        )
+
+
+def advice(engine: Machinery) -> str:
+    """Return advice for a model whose forward method was replaced, as TRL's trainers do; empty for others."""
+    forward = vars(engine.parts.model).get("forward")
+    if forward is None or forward.__module__.startswith("horizon_lm."):
+        return ""
+    return (
+        " The model's forward method was replaced after it was streamed, as trainers of TRL do; create them with "
+        "horizon_lm.trainer(SFTTrainer)(...)."
+    )
+
+
+def config_of(engine: Machinery) -> Any:
+    """Return the model's config as comparable values."""
+    config = dict(vars(engine.parts.model.config.get_text_config()))
+    # A classifier sets this in its first forward pass with labels; no block reads it.
+    config.pop("problem_type", None)
+    return comparable(config)
+
+
+def _kept_blocks(engine: Machinery, inputs_need_grad: bool) -> frozenset[int]:
+    """Return the blocks that a gradient passes through, starting with the first trainable unit."""
+    with torch._C.DisableTorchFunctionSubclass():
+        first = 0 if inputs_need_grad else engine.parts.first_differentiated()
+    return frozenset(range(first, engine.parts.num_blocks))
+
+
+def _agree(engine: Machinery, schedule: Pass, num_micro_batches: int) -> tuple[int, int | None]:
+    """Return the number of micro-batches of the ranks before this one, and of all ranks; None for one rank.
+
+    Raises:
+        DisagreementError: the ranks are about to run different passes.
+    """
+    if engine.mesh is None:
+        return 0, None
+    gradients = "with gradients" if schedule.keeps else "without gradients"
+    engine.mesh.require_same("the start of a pass", f"{schedule.digest} {gradients}")
+    counts = engine.mesh.exchange("its micro-batches", num_micro_batches)
+    return sum(counts[: engine.mesh.rank]), sum(counts)

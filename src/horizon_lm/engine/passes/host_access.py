@@ -1,0 +1,98 @@
+"""Access by other code to weights and gradients in host memory, which waits for copies and updates."""
+
+import weakref
+
+from torch import nn
+
+from horizon_lm.engine.host.parameters import landing_grad
+from horizon_lm.engine.passes.machinery import Machinery, require_attached
+from horizon_lm.engine.passes.running import Running
+from horizon_lm.errors import StreamingError
+
+
+class HostAccess:
+    """The owner of the streamed parameters, which they ask before other code reads or writes them."""
+
+    def __init__(self, engine: Machinery, running: Running) -> None:
+        self._of = weakref.ref(engine)  # which owns this object
+        self._running = running
+
+    @property
+    def engine(self) -> Machinery:
+        """The engine."""
+        engine = self._of()
+        assert engine is not None
+        return engine
+
+    @property
+    def has_parts(self) -> bool:
+        """True if other ranks have parts of every weight and gradient."""
+        return not self.engine.store.shard.is_whole
+
+    def before_foreign_step(self, optimizer: str) -> None:
+        """Wait for updates before another optimizer's step; raise StreamingError if it would lose the weights' low
+        halves.
+        """
+        if self.engine.store.precision.low_half:
+            raise StreamingError(
+                f"{optimizer} would round every update to bfloat16: in precision 'fp32_master' only horizon_lm.AdamW knows the "
+                "other 16 bits of the weights. Use that optimizer, or stream with precision='bf16' or 'float32'."
+            )
+        self.hand_out_weight()
+
+    def after_foreign_step(self) -> None:
+        """Record that another optimizer has changed the weights."""
+        self.engine.store.weights_changed()
+
+    def hand_out_weight(self) -> None:
+        """Wait for updates and saves of the weights before other code reads or writes a weight.
+
+        Raises:
+            StreamingError: other ranks have parts of it.
+        """
+        engine = self.engine
+        engine.store.require_whole()
+        engine.saves.wait()
+        if engine.cursor.active:  # updates of the running pass that are not issued yet come after the access
+            engine.updates.wait(engine.cursor.update_tasks())
+        else:
+            engine.updates.finish()
+
+    def hand_out_grad(self, param: nn.Parameter) -> None:
+        """Wait until a gradient has landed and no update reads it, before other code reads or writes it."""
+        engine, name = self.engine, self.engine.name_of(param)
+        if name is None:
+            return
+        if engine.updates.optimizer_in_backward is not None and engine.updates.optimizer_in_backward.pending:
+            raise StreamingError(
+                f"{name}.grad: update_in_backward applies gradients as they land and does not keep them, so they "
+                "cannot be read or clipped (clip_grad_norm_); use horizon_lm.AdamW without update_in_backward for that"
+            )
+        if landing_grad(param) is not None:
+            self.wait_for_grads()
+            self.hand_out_weight()  # an update that still reads the gradient also writes the weight
+        engine.grads.hand_out(engine.store.unit_of[name])
+
+    def before_grad_is_emptied(self, param: nn.Parameter) -> None:
+        """Wait until a gradient has landed, before other code drops it."""
+        name = self.engine.name_of(param)
+        if name is not None:
+            self.wait_for_grads()
+            self.engine.grads.hand_out(self.engine.store.unit_of[name])
+
+    def wait_for_grads(self) -> None:
+        """Block until the gradients of finished backward passes are in host memory."""
+        require_attached(self.engine)
+        if self._running.backward is not None:
+            return
+        try:
+            self.engine.grads.wait()
+        except Exception as error:
+            if self.engine.updates.optimizer_in_backward is not None:
+                self.engine.updates.partial_update.record(error)
+            raise
+
+    def clear_grads(self) -> None:
+        """Mark all gradients empty, and valid again after a fault. No memory is written."""
+        self.wait_for_grads()
+        self.engine.grads.clear()

@@ -1,0 +1,124 @@
+"""The parts of the engine that all its passes use: host memory, device buffers, cursor, gradients, updates and saves."""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from horizon_lm.device.base import Device
+from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.engine.host.foreign_writes import ForeignWrites
+from horizon_lm.engine.host.host_grads import HostGrads
+from horizon_lm.engine.host.updates import PendingUpdates
+from horizon_lm.engine.passes.cursor import Cursor
+from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
+from horizon_lm.engine.passes.forward_state import BoundaryPool
+from horizon_lm.engine.passes.saves import Saves
+from horizon_lm.errors import StreamingError
+from horizon_lm.model.units import ModelParts, ParamRef
+from horizon_lm.planning.residency import ExpectedBatch, Residency
+from horizon_lm.schedule import build
+from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import UnitSlabs
+from horizon_lm.units import EMBED, HEAD, Unit
+
+
+class Machinery:
+    """The parts of the engine, and the properties of the model that determine its schedules.
+
+    Attributes:
+        refs: the model's parameters by full name.
+        counts: rows computed by blocks, by kind of computation.
+        expected: the largest batch for which buffers are made.
+        residency: what stays on the device between passes.
+        device_lost: the device has failed, and host memory was settled without it.
+        retired: the model was attached again, with other adapters.
+    """
+
+    def __init__(
+        self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh | None
+    ) -> None:
+        self.parts, self.store, self.device, self.options, self.mesh = parts, store, device, options, mesh
+        self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
+        self._name_of = {id(ref.param): name for name, ref in self.refs.items()}
+        self.cursor = Cursor(device)
+        self.memory = DeviceBuffers(parts, store, device, options)
+        self.boundaries = BoundaryPool(device)
+        self.grads = HostGrads(self.refs, store, device)
+        self.updates = PendingUpdates(device)
+        self.saves = Saves(self.cursor, self.updates, device)
+        self.foreign_writes = ForeignWrites(self.refs, store)
+        self.counts: Counter[str] = Counter()
+        self.expected = ExpectedBatch()
+        self.residency = Residency(0)
+        self.device_lost = self.retired = False
+
+    def slab_unit(self, unit: Unit) -> Unit:
+        """Return the unit whose slabs hold this unit: the embedding for a tied head."""
+        return EMBED if unit == HEAD and self.parts.tied else unit
+
+    def slabs(self, unit: Unit) -> UnitSlabs:
+        """Return the host slabs that hold a unit."""
+        return self.store.units[self.slab_unit(unit)]
+
+    def name_of(self, param: nn.Parameter) -> str | None:
+        """Return the full name of a parameter; None for one that is not the model's."""
+        return self._name_of.get(id(param))
+
+    def trainable(self) -> dict[Unit, list[str]]:
+        """Return the full names of the parameters that currently require a gradient, by the unit that owns
+        their slab.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                unit: [name for name in slabs.layout if self.refs[name].param.requires_grad]
+                for unit, slabs in self.store.units.items()
+            }
+
+    @property
+    def layout(self) -> build.Layout:
+        """The properties of the model and its settings that determine its schedules."""
+        return build.Layout(
+            num_blocks=self.parts.num_blocks,
+            tied=self.parts.tied,
+            offloaded=self.parts.num_blocks - self.residency.boundaries,
+            resident=self.residency.weights,
+            accumulate=self.memory.accumulates,
+            update_in_backward=self.updates.optimizer_in_backward is not None,
+            adapters=bool(self.parts.adapters),
+            sharded=self.mesh is not None,
+            packed=self.memory.gathers_packed,
+        )
+
+    def drain(self) -> None:
+        """Block until no copy, no update and no save is running."""
+        if not self.device_lost:
+            self.saves.issue()
+            self.device.synchronize()
+        self.updates.finish()
+        if not self.cursor.active:
+            self.cursor.forget()
+
+    def check_alive(self) -> None:
+        """Continue an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
+        require_attached(self)
+        self.updates.partial_update.require_complete()
+        if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
+            self.cursor.finish()
+
+    def require_device(self) -> None:
+        """Raise StreamingError if the device has failed."""
+        if self.device_lost:
+            raise StreamingError(
+                "the device has failed, so this model cannot compute any more; its weights can be read and saved. Load it "
+                "in a new process."
+            )
+
+
+def require_attached(engine: Machinery) -> None:
+    """Raise StreamingError if the model was attached again, with other adapters."""
+    if engine.retired:
+        raise StreamingError(
+            "the model has other adapters, or trains another one, since this optimizer was created or this loss computed; "
+            "create the optimizer after the adapters"
+        )

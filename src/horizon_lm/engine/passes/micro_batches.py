@@ -1,0 +1,262 @@
+"""Split the inputs of a block into micro-batches, run a micro-batch, and merge the outputs.
+
+The row dimension of an input cannot be determined from one shape: a rope table may be (1, T, D) or (B, T, D), M-RoPE
+positions are (3, B, T). It is found once per kind of call by running the model's outer code with one more row and
+comparing shapes.
+
+Shapes: B batch rows, T tokens of a row, D size of an attention head.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from horizon_lm.engine.passes.tree import Path, Tree
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model import capture
+from horizon_lm.model.attention import Segments, attending
+from horizon_lm.model.block_template import StreamedBlock
+
+Rows = tuple[int, int]  # the rows [start, stop) of a batch
+
+
+class MicroBatch(NamedTuple):
+    """Rows that a block computes at once: the rows [start, stop) of one of the batches of a pass.
+
+    Attributes:
+        batch: the number of the batch; each is computed by a call of the model.
+        start, stop: its rows.
+        is_whole: the micro-batch has all rows of the batch, so nothing is sliced.
+    """
+
+    batch: int
+    start: int
+    stop: int
+    is_whole: bool
+
+    @property
+    def rows(self) -> Rows:
+        """The rows [start, stop)."""
+        return self.start, self.stop
+
+
+def split_batches(num_rows: Sequence[int], most_rows: int | None) -> list[MicroBatch]:
+    """Split batches into micro-batches.
+
+    Args:
+        num_rows: the number of rows of each batch.
+        most_rows: the maximum number of rows of a micro-batch; None to split no batch.
+    """
+    micro_batches = []
+    for batch, count in enumerate(num_rows):
+        size = most_rows or count
+        starts = range(0, count, size)
+        micro_batches += [MicroBatch(batch, start, min(start + size, count), len(starts) == 1) for start in starts]
+    return micro_batches
+
+
+class BlockCall(Tree):
+    """The arguments of one block call, with the tensors removed.
+
+    Attributes:
+        hidden: the index of the hidden states among the tensors.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__((args, kwargs))
+        # The hidden states are the first positional argument, or a keyword argument of that name.
+        self.hidden = 0 if args else next(i for i, p in enumerate(self.paths) if "hidden_states" in p[0])
+
+    def containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the contents of mutable arguments as comparable values, to detect changes by the block."""
+        return [_contents(value) for value in (*args, *kwargs.values()) if not isinstance(value, _IMMUTABLE)]
+
+
+class BlockCalls:
+    """The calls of one block in a pass: one for each batch, with their tensors in one list.
+
+    Attributes:
+        calls: the call for each batch.
+        spans: the range of its tensors among those of all calls.
+        hidden: the index of its hidden states among them.
+    """
+
+    def __init__(self, calls: Sequence[BlockCall]) -> None:
+        self.calls = calls
+        self.spans = spans_of([len(call.tensors) for call in calls])
+        self.hidden = [span.start + call.hidden for span, call in zip(self.spans, calls, strict=True)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of all calls, in order; empty after `drop_tensors`."""
+        return [tensor for call in self.calls for tensor in call.tensors]
+
+    def drop_tensors(self) -> None:
+        """Drop the tensors and keep only the structure."""
+        for call in self.calls:
+            call.drop_tensors()
+
+    def inputs(self, tensors: Sequence[Any], dims: Sequence[int | None], part: MicroBatch) -> list[torch.Tensor]:
+        """Return the tensors of a micro-batch from those of all calls, given the row dimension of each."""
+        span = self.spans[part.batch]
+        return slice_all(tensors[span], dims[span], part.rows)
+
+
+def spans_of(lengths: Iterable[int]) -> list[slice]:
+    """Return the ranges of consecutive parts of these lengths."""
+    stop, spans = 0, []
+    for length in lengths:
+        spans.append(slice(stop, stop + length))
+        stop += length
+    return spans
+
+
+def run_block(
+    module: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], keys: tuple[str, ...],
+    segments: Segments | None, rows: Rows, uncompiled: bool,
+) -> Any:  # fmt: skip
+    """Run a block's original forward method on one micro-batch, with the weights that are bound to it.
+
+    Args:
+        module: the block.
+        args, kwargs: its arguments, cut to the micro-batch.
+        keys: names of the outputs that transformers captures inside the block.
+        segments: the documents in the batch's rows, if attention needs them.
+        rows: the micro-batch.
+        uncompiled: run the block uncompiled, regardless of its setting.
+
+    Returns:
+        The block's output, and the captured outputs by key.
+    """
+    with capture.capture(keys) as captured, attending(segments, *rows):
+        return module.forward(*args, uncompiled=uncompiled, **kwargs), captured
+
+
+def compare_rows(
+    paths: list[Path], shapes: list[torch.Size], more: list[torch.Size], num_rows: int
+) -> dict[Path, int | None]:
+    """Return the row dimension of each input; None for an input without rows.
+
+    Args:
+        paths: the paths of the inputs.
+        shapes: their shapes in a batch of ``num_rows`` rows.
+        more: their shapes in a batch with one more row.
+        num_rows: rows of the batch (B).
+
+    Raises:
+        ModelNotSupportedError: a shape changed other than by one in one dimension.
+    """
+    dims: dict[Path, int | None] = {}
+    for path, a, b in zip(paths, shapes, more, strict=True):
+        changed = [d for d in range(len(a)) if a[d] != b[d]]
+        if changed and (len(changed) > 1 or (a[changed[0]], b[changed[0]]) != (num_rows, num_rows + 1)):
+            raise ModelNotSupportedError(
+                f"the block input {path[0]} has shape {tuple(a)} for {num_rows} rows and {tuple(b)} for {num_rows + 1}, so it "
+                "cannot be cut into micro-batches; leave device_micro_batch_size unset"
+            )
+        dims[path] = changed[0] if changed else None
+    return dims
+
+
+_IMMUTABLE = (torch.Tensor, bool, int, float, str, tuple, type(None))
+
+
+def _contents(value: Any) -> Any:
+    # Items are compared by identity: comparing tensors by value would cost time, and wait for an accelerator.
+    if isinstance(value, Mapping):
+        return [(key, id(item)) for key, item in value.items()]
+    if isinstance(value, list):
+        return list(map(id, value))
+    return [(name, id(item)) for name, item in getattr(value, "__dict__", {}).items()]
+
+
+class ProbeDoneError(Exception):
+    """Raised to end a forward pass that was run only to see the inputs of a block."""
+
+
+def slice_rows(tensor: torch.Tensor, dim: int | None, rows: Rows) -> torch.Tensor:
+    """Return these rows of a tensor, or the whole tensor if it has no row dimension."""
+    start, stop = rows
+    return tensor if dim is None else tensor.narrow(dim, start, stop - start)
+
+
+def slice_all(tensors: Iterable[torch.Tensor], dims: Iterable[int | None], rows: Rows) -> list[torch.Tensor]:
+    """Return these rows of each tensor."""
+    return [slice_rows(tensor, dim, rows) for tensor, dim in zip(tensors, dims, strict=True)]
+
+
+def rows_of_output(whole: torch.Tensor, output: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return the part of ``whole`` that belongs to a micro-batch, located by the length of its ``output``.
+
+    Dimension 0 of an output is the rows, possibly with several entries per row: (B * T, experts) for a router, for
+    example.
+    """
+    start, stop = rows
+    per_row = output.shape[0] // (stop - start) if output.ndim else 0
+    return slice_rows(whole, 0, (start * per_row, stop * per_row))
+
+
+class RowOutputs:
+    """The outputs of a block for the whole batch, merged from those of the micro-batches.
+
+    Dimension 0 is the rows, with one or several entries per row: (B, T, H), or (B * T, experts) for a router.
+
+    Attributes:
+        tensors: the tensors of the output; empty before the first micro-batch and after `release`.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._tree: Tree | None = None  # the structure of the first micro-batch's output
+        self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, rows: Rows, output: Tree) -> None:
+        """Add the output of a micro-batch. Its tensors are dropped from the tree."""
+        start, stop = rows
+        whole = stop - start == self._num_rows  # the only micro-batch: nothing is copied
+        if self._tree is None:
+            self._tree = output
+            self.tensors = output.tensors if whole else [self._empty_whole(t, stop - start) for t in output.tensors]
+            self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
+        if not whole:
+            self._put(start, stop, output.tensors)
+        output.drop_tensors()
+
+    def _put(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:
+        for whole, part in zip(self.tensors, tensors, strict=True):
+            per_row = part.shape[0] // (stop - start)
+            whole[start * per_row : stop * per_row] = part
+
+    def _empty_whole(self, part: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return an empty tensor for the whole batch, shaped like the part produced by ``num_rows`` rows."""
+        if part.ndim == 0 or part.shape[0] % num_rows:
+            raise ModelNotSupportedError(
+                f"a block's output of shape {tuple(part.shape)} does not follow the rows of the batch, so it cannot be "
+                "put together from micro-batches; leave device_micro_batch_size unset"
+            )
+        return part.new_empty((part.shape[0] // num_rows * self._num_rows, *part.shape[1:]))
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors of the output."""
+        return len(self._like)
+
+    def release(self) -> None:
+        """Release the tensors and keep only the structure."""
+        self.tensors = []
+
+    def imitate(self, num_rows: int) -> list[torch.Tensor]:
+        """Return zeros in the shapes of the output for another number of rows."""
+        return [
+            torch.zeros(
+                (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else (), dtype=dtype, device=device
+            )
+            for shape, dtype, device in self._like
+        ]  # fmt: skip
+
+    def rebuild(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Return the output structure filled with these tensors."""
+        assert self._tree is not None
+        return self._tree.rebuild(tensors)

@@ -1,0 +1,226 @@
+"""Plan what stays on the device, from the memory that blocks take for a batch and the memory that remains.
+
+Shapes: B batch rows, T tokens of a row, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, ProbeDoneError, RowOutputs
+from horizon_lm.engine.passes.recompute import no_autocast_cache
+from horizon_lm.engine.passes.tree import Tree
+from horizon_lm.model import capture
+from horizon_lm.model.attention import Segments, attending
+from horizon_lm.model.block_template import StreamedBlock, structure_key
+from horizon_lm.planning.device_memory import working
+from horizon_lm.planning.memory import BufferSettings, block_slots, device_buffers
+from horizon_lm.planning.outline import Footprint
+from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency
+
+
+def plan_device(
+    engine: Engine, footprints: Sequence[Footprint], hidden: torch.Tensor, tokens: int, num_micro_batches: int
+) -> DevicePlan:
+    """Plan what stays on the device in steps like this one, and how much memory such steps take.
+
+    Args:
+        engine: the model's engine.
+        footprints: the memory that each block takes for one micro-batch.
+        hidden: input of the first block for the largest batch of the step, shape (B, T, H).
+        tokens: tokens of all batches of the step.
+        num_micro_batches: number of micro-batches of all batches.
+    """
+    options, sizes = engine.options, engine.parts.sizes()
+    trained = engine.parts.sizes(trained_only=True)
+    assert options.head_peak is not None
+    boundary = tokens * hidden.shape[-1] * hidden.element_size()
+    num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
+    num_ranks = 1 if engine.mesh is None else engine.mesh.size
+    most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
+    settings = BufferSettings(
+        tokens=most_tokens,
+        compute_bytes=options.compute_dtype.itemsize,
+        grad_bytes=engine.store.precision.grad_dtype.itemsize,
+        micro_batches=options.device_micro_batch_size is not None,
+        chunked_head=options.head == "chunked",
+        offloaded=num_blocks - first,
+        table_rows=engine.expected.table_rows(most_tokens * num_ranks, sizes.vocabulary),
+        shard=engine.store.shard,
+    )
+    needed = working(
+        [footprints] * num_micro_batches,
+        boundary=boundary,
+        tokens=tokens,
+        head_peak=options.head_peak,
+        head_chunk_tokens=options.head_chunk_tokens if options.head == "chunked" else None,
+        first=first,
+    )
+
+    spare = engine.device.spare_bytes()
+    assert spare is not None
+    # Buffers that are not yet allocated; the scratch memory of the links already is.
+    buffers = device_buffers(sizes, settings, trained)
+    taken = max(0, sum(buffers.values()) - engine.device.counters.allocated_total)
+    if engine.mesh is not None:
+        taken += engine.mesh.reduce.growth_bytes(
+            max(n for kind, n in buffers.items() if kind.endswith(("_grads", "grad_slots")))
+        )
+    left = int(spare * (1 - DEVICE_MARGIN)) - taken
+    weights = [numel * options.compute_dtype.itemsize for numel in block_slots(sizes, settings.shard)]
+    residency = options.residency
+    if residency is not None:
+        resident = sum(weights[num_blocks - residency.weights :])
+        # The user's choice is kept if it fits exactly, without the margin; otherwise it is reduced to the plan.
+        if needed.step_peak(residency.boundaries, residency.graphs) + resident > spare - taken:
+            residency = Residency(*map(min, astuple(residency), astuple(choose_residency(left, weights, needed))))
+    else:
+        residency = choose_residency(left, weights, needed)
+    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
+    peak = sum(device_buffers(sizes, final, trained).values()) + needed.step_peak(
+        residency.boundaries, residency.graphs
+    )
+    return DevicePlan(residency, peak + engine.device.scratch_bytes)
+
+
+def find_footprint(
+    engine: Engine, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Footprint, Any]:
+    """Return the memory that a block takes for these arguments, and an output with the block's structure.
+
+    The block runs on the device if the device can measure memory; otherwise it runs on meta tensors, whose shapes
+    suffice.
+    """
+    meter, dtype, device = engine.device.meter(), engine.options.compute_dtype, engine.device.torch_device
+    if meter is None:
+        run = run_on_meta(block.module, args, kwargs, dtype)
+        return run.footprint, tree_map(lambda t: torch.zeros_like(t, device=device), run.output)
+    state = engine.device.rng_state()
+    try:
+        with no_autocast_cache():
+            return measured_footprint(block, args, kwargs, dtype, device, meter)
+    finally:
+        engine.device.set_rng_state(state)
+
+
+class ResidencyPlanner:
+    """The planner of device residency, which plans the first training step and each step larger than all before it.
+
+    Attributes:
+        plan: the plan for all batches so far; None before the first batch.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._planned = BatchSize()
+        self.plan: DevicePlan | None = None
+
+    def is_needed(self, size: BatchSize) -> bool:
+        """Return whether such a batch needs planning: device memory is limited, and no plan covers the batch of a rank."""
+        engine = self._engine
+        if engine.device.spare_bytes() is None or engine.between.awaits_backward():
+            return False
+        is_larger = not self._planned.covers(size)
+        return is_larger if engine.mesh is None else any(engine.mesh.exchange("the size of a batch", is_larger))
+
+    @contextmanager
+    def planning(self, size: BatchSize) -> Iterator[list[DevicePlan]]:
+        """Context manager: keep nothing resident while planning. A plan that is appended to the list takes effect.
+
+        The plan covers batches of this size and of all sizes planned before.
+        """
+        engine = self._engine
+        engine.check_alive()
+        plans: list[DevicePlan] = []
+        engine.reside(engine.options.residency or Residency(0))
+        try:
+            yield plans
+            if plans:
+                plan = self._agree(plans[0])
+                self.plan = plan if self.plan is None else self.plan.merge(plan)
+                self._planned = self._planned.merge(size)
+        finally:
+            engine.device.trim()  # the allocator has cached memory in sizes that only the rehearsal needs
+            if self.plan is not None:
+                engine.reside(self.plan.residency)
+
+    def _agree(self, plan: DevicePlan) -> DevicePlan:
+        """Return a plan that keeps as little resident as the rank with the least memory, since all ranks gather the same units."""
+        if self._engine.mesh is None:
+            return plan
+        everyone = self._engine.mesh.exchange("what stays on the device", astuple(plan.residency))
+        return replace(plan, residency=Residency(*(min(column) for column in zip(*everyone, strict=True))))
+
+
+class Rehearsal:
+    """A replacement of the blocks in one forward pass that measures the memory that they take.
+
+    One block of each structure is run; the others return zeros of the same shapes.
+
+    Args:
+        engine: the model's engine.
+        blocks: the model's blocks.
+        row_dims: function that returns the row dimensions of a block's inputs.
+        outputs: receives the structure of each block's output.
+        segments: the documents in the batch's rows, if attention needs them.
+    """
+
+    def __init__(
+        self, engine: Engine, blocks: Sequence[StreamedBlock], row_dims: Callable[[int, BlockCalls], list[int | None]],
+        outputs: dict[int, list[RowOutputs]], segments: Segments | None,
+    ) -> None:  # fmt: skip
+        self._engine, self._blocks, self._row_dims, self._outputs = engine, blocks, row_dims, outputs
+        self._structures = [structure_key(each.module) for each in blocks]
+        self._segments = segments
+        self._measured: dict[Any, RowOutputs] = {}  # footprints, by structure
+        self._footprints: dict[Any, Footprint] = {}  # outputs, by structure
+        self._hidden: torch.Tensor | None = None  # input of the first block for the whole batch, (B, T, H)
+
+    def forward(self, index: int, call: BlockCall) -> Any:
+        """Return an output for a block. Raise ProbeDoneError at the last block, when all blocks are measured."""
+        structure = self._structures[index]
+        if self._hidden is None:
+            self._hidden = call.tensors[call.hidden]
+        if structure not in self._measured:
+            self._measured[structure] = self._measure(index, call)
+        if index == len(self._blocks) - 1:
+            raise ProbeDoneError
+        outputs = self._measured[structure]
+        self._outputs[index] = [outputs]
+        return outputs.rebuild(outputs.imitate(self._num_rows))[0]
+
+    def _measure(self, index: int, call: BlockCall) -> RowOutputs:
+        """Measure a block on the first micro-batch, which is the largest. Return the structure of its output."""
+        part, *_ = self._engine.forward.micro_batches
+        calls = BlockCalls([call])
+        inputs = calls.inputs(call.tensors, self._row_dims(index, calls), part)
+        with attending(self._segments, *part.rows), capture.capture(()):
+            footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(inputs))
+        self._footprints[self._structures[index]] = footprint
+        outputs = RowOutputs(self._num_rows)
+        outputs.add(part.rows, Tree((output, {})))  # like a block without captured outputs
+        outputs.release()
+        return outputs
+
+    @property
+    def _num_rows(self) -> int:
+        (num_rows,) = self._engine.forward.num_rows  # a rehearsal runs one batch, the largest
+        return num_rows
+
+    def plan(self, tokens: int, num_micro_batches: int) -> DevicePlan:
+        """Return the plan for a step.
+
+        Args:
+            tokens: tokens of all its batches, of which the rehearsal has the largest.
+            num_micro_batches: number of its micro-batches.
+        """
+        assert self._hidden is not None
+        footprints = [self._footprints[structure] for structure in self._structures]
+        return plan_device(self._engine, footprints, self._hidden, tokens, num_micro_batches)

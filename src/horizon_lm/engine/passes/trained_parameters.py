@@ -1,0 +1,58 @@
+"""The parameters that are trained, and the memory of their gradients."""
+
+import torch
+
+from horizon_lm.engine.host.host_grads import LandingSlots
+from horizon_lm.engine.host.updates import UnitOptimizer
+from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.units import EMBED, IDLE, OUTER
+
+
+def allocate_grads(engine: Machinery) -> None:
+    """Allocate host gradients for the parameters that are currently trainable, unless already done.
+
+    Raises:
+        StreamingError: a parameter was frozen when they were allocated.
+    """
+    store = engine.store
+    trainable = [name for names in engine.trainable().values() for name in names]
+    if not store.has_grads:
+        kept = () if engine.updates.optimizer_in_backward is not None else store.units
+        engine.grads.allocate(trainable, [*kept, *([EMBED] if engine.parts.tied else [])])
+    late = [name for name in trainable if name not in store.units[store.unit_of[name]].grad_layout]
+    if late:
+        raise StreamingError(
+            f"{late[0]} was frozen when training began, so no memory was allocated for its gradient; set requires_grad "
+            "before the first training step"
+        )
+
+
+def trains_other_adapters(engine: Machinery) -> bool:
+    """Return whether an adapter requires a gradient for which no memory was allocated when training began, or a table
+    of the embedding that was not to be trained.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(ref.param.requires_grad for ref in engine.parts.units.get(IDLE, ())):
+            return True
+    if not engine.store.has_grads or not engine.parts.adapters:
+        return False
+    layout = engine.store.units[OUTER].grad_layout
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(name not in layout and engine.refs[name].param.requires_grad for name in engine.parts.adapter_names)
+
+
+def apply_in_backward(engine: Machinery, optimizer: UnitOptimizer) -> None:
+    """Update each unit as soon as its gradient has landed, from now on.
+
+    Raises:
+        ConfigError: gradients are allocated already.
+    """
+    if engine.store.has_grads:
+        raise ConfigError(
+            "update_in_backward keeps no gradients, but this model has been trained with gradients in host memory; create "
+            "the optimizer before the first training step"
+        )
+    engine.updates.optimizer_in_backward = optimizer
+    allocate_grads(engine)
+    engine.grads.slots = LandingSlots(engine.store, engine.device, engine.parts)

@@ -1,0 +1,113 @@
+"""The data movements of an operation: a table of functions by kind of operation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
+from horizon_lm.distributed.collectives import Gather, Reduce
+from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.schedule.ops import Kind, Op
+from horizon_lm.store.unit_slabs import UnitSlabs
+from horizon_lm.units import EMBED
+
+
+class UnitMoves:
+    """The movements of the operations of a starting pass.
+
+    Called with an operation, it returns its moves; None if they depend on the batch, and are bound later (`Cursor.bind`).
+
+    Args:
+        engine: the parts of the engine.
+        differentiated: the forward pass that a backward pass belongs to; None for a forward pass.
+    """
+
+    def __init__(self, engine: Machinery, differentiated: ForwardState | None = None) -> None:
+        self._engine, self._differentiated = engine, differentiated
+
+    def __call__(self, op: Op) -> Sequence[Move] | None:
+        find = self._BY_KIND.get(op.kind)
+        if find is None or (op.unit == EMBED and op.kind != Kind.UPDATE):  # the rows depend on the batch
+            return None
+        return find(self, op)
+
+    def _stream_in(self, op: Op) -> list[Move]:
+        """Return the moves that stream a unit into its slot: a copy, and the decoding of what is quantized.
+
+        Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
+        """
+        slabs, memory = self._engine.slabs(op.unit), self._engine.memory
+        slot, plain = memory.weights_of(op.unit), slabs.weights[slabs.own]
+        moves: list[Move] = []
+        if plain.numel() or not slabs.packed.num_bytes:
+            moves.append(Copy(slot[slabs.own], plain, plain.numel() * plain.element_size()))
+        if not slabs.packed.num_bytes:
+            return moves
+        if self._engine.store.shard.is_whole:
+            return moves + self._decoding(slabs, slot, slabs.packed.data, Decode)
+        packed = slabs.packed.data[slabs.packed.own]
+        return [*moves, Copy(memory.packed_of(op.unit)[slabs.packed.own], packed, packed.numel())]
+
+    def _gather(self, op: Op) -> list[Move]:
+        """Return the moves that gather a unit in its slot, and decode there what is quantized."""
+        engine, slabs = self._engine, self._engine.slabs(op.unit)
+        assert engine.mesh is not None
+        slot, group = engine.memory.weights_of(op.unit), engine.mesh.gather
+        moves: list[Move] = [Gather(group, slot[: slabs.slot_cuts[-1]], slabs.slot_cuts)]
+        if engine.store.shard.is_whole or not slabs.packed.num_bytes:
+            return moves
+        packed = engine.memory.packed_of(op.unit)[: slabs.packed.slot_numel]
+        return [
+            *moves,
+            Gather(group, packed, slabs.packed.slot_cuts),
+            *self._decoding(slabs, slot, packed, DecodeThere),
+        ]
+
+    def _decoding(self, slabs: UnitSlabs, slot: torch.Tensor, packed: torch.Tensor, move: type[Decode]) -> list[Move]:
+        """Return the moves that decode a unit's quantized weights into its slot, from this copy of their slab."""
+        return [
+            move(
+                slabs.layout.view(slot, name),
+                slabs.packed.packed(name, packed),
+                entry.codec,
+                self._engine.store.decoded_dtype(name),
+            )
+            for name, entry in slabs.packed.entries.items()
+        ]
+
+    def _fetch(self, op: Op) -> list[Move]:
+        """Return the copy of an activation checkpoint from host memory into the ring."""
+        assert self._differentiated is not None
+        index = op.unit.block_index
+        host = self._differentiated.boundary(index)
+        return [Copy(self._engine.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]
+
+    def _reduce(self, op: Op) -> list[Move]:
+        """Return the sum of a unit's gradients over the ranks."""
+        assert self._engine.mesh is not None
+        return [
+            Reduce(self._engine.mesh.reduce, self._engine.memory.grads_of(op), self._engine.slabs(op.unit).grad_cuts)
+        ]
+
+    def _stream_out(self, op: Op) -> list[Move]:
+        """Return the landing of a unit's gradients in host memory."""
+        return self._engine.grads.moves(self._engine.slab_unit(op.unit), self._engine.memory.grads_of(op))
+
+    def _update(self, op: Op) -> Sequence[Move] | None:
+        """Return what is left of the embedding's update, in a forward pass. In a backward pass, the update of a unit is bound
+        when its gradients are complete.
+        """
+        table = self._engine.updates.table
+        return None if table is None or self._differentiated is not None else table.rest()
+
+    # Functions, not bound methods: an object that refers to itself keeps the engine until the garbage collector runs.
+    _BY_KIND: ClassVar[Mapping[Kind, Callable[["UnitMoves", Op], Sequence[Move] | None]]] = {
+        Kind.STREAM_IN: _stream_in,
+        Kind.GATHER: _gather,
+        Kind.FETCH: _fetch,
+        Kind.REDUCE: _reduce,
+        Kind.STREAM_OUT: _stream_out,
+        Kind.UPDATE: _update,
+    }

@@ -1,0 +1,278 @@
+"""The autograd node of a block, which saves little and recomputes and differentiates each micro-batch in the backward
+pass.
+
+Shapes: B batch rows, T tokens of a row, H hidden size. A micro-batch is the row range [start, stop) of a batch. Most passes have
+one batch; the inputs and outputs of several follow each other in the node's.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.passes.micro_batches import (
+    BlockCalls,
+    MicroBatch,
+    RowOutputs,
+    rows_of_output,
+    run_block,
+    slice_rows,
+    spans_of,
+)
+from horizon_lm.engine.passes.recompute import RecomputeContext, no_autocast_cache, replaying
+from horizon_lm.engine.passes.tree import Tree
+from horizon_lm.engine.units.block_computation import BlockComputation
+from horizon_lm.engine.units.grad_sink import GradSink
+from horizon_lm.engine.units.saved_for_backward import Graph, GraphUse, SavedForBackward
+from horizon_lm.errors import RecomputeMismatchError, StreamingError
+from horizon_lm.model.attention import Segments
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import block
+
+
+class BlockComparison(Protocol):
+    """A comparison of the gradients of some blocks with those of another computation.
+
+    Attributes:
+        indices: the blocks to compare.
+    """
+
+    indices: set[int]
+
+    def compare_block(
+        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
+    ) -> None:
+        """Compare the gradients of a block after its backward pass.
+
+        Args:
+            node: the block's node.
+            inputs: copies of the inputs of its forward pass.
+            grads: the gradients of its outputs.
+            input_grads: the gradients that the node computed for its inputs.
+        """
+
+
+class BlockAutograd:
+    """The autograd state of one block in one forward pass, except for the inputs, which autograd saves.
+
+    Attributes:
+        calls: the block's arguments for each batch; without tensors after the forward pass, since autograd saves those.
+        keys: names of the outputs that transformers captures inside the block.
+        hooked: other code has registered hooks inside the block.
+        uncompiled: the block runs uncompiled, regardless of the model's setting.
+        context: autocast, attention kernels and context variables of the forward pass.
+        mode: train or eval mode of each module in the block, and their hooks.
+        saved: random states and graphs saved by the forward pass.
+        dims: the row dimension of each input; None for an input without rows.
+        attributes: the modules' attributes during the forward pass.
+        outputs: the outputs of all micro-batches, by batch.
+        hidden: shape and dtype of the hidden states of each batch.
+        expected: copies of the outputs, with `EngineOptions.check_recompute`.
+        comparison: compares the gradients of this block; None otherwise.
+        true_inputs: copies of the inputs, if the block is compared.
+    """
+
+    saved: SavedForBackward
+    outputs: list[RowOutputs]
+    dims: list[int | None]
+    attributes: list[dict[str, Any]]
+    hidden: list[tuple[torch.Size, torch.dtype]]
+
+    def __init__(
+        self, blocks: BlockComputation, index: int, calls: BlockCalls, keys: tuple[str, ...], forward_state: ForwardState,
+        hooked: bool, uncompiled: bool, comparison: BlockComparison | None,
+    ) -> None:  # fmt: skip
+        self.blocks, self.index, self.calls, self.keys, self.forward_state = blocks, index, calls, keys, forward_state
+        self.hooked, self.uncompiled = hooked, uncompiled
+        self.comparison = comparison if comparison is not None and index in comparison.indices else None
+        self.module = blocks.blocks[index]
+        self.context = RecomputeContext(blocks.engine.device.torch_device.type)
+        self.mode = self.module.mode()
+        self.segments: list[Segments | None] = blocks.segments
+        self.micro_batches: list[MicroBatch] = blocks.engine.forward.micro_batches
+        self.num_rows = blocks.engine.forward.num_rows
+        self.expected: list[torch.Tensor] | None = None
+        self.true_inputs: list[torch.Tensor] | None = None
+
+    @property
+    def offloaded(self) -> bool:
+        """True if the block's boundary is offloaded to host memory until the backward pass."""
+        return self.index in self.forward_state.boundaries
+
+    def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """Compute the block and save what the backward pass needs. Return the tensors of its output."""
+        blocks = self.blocks
+        self.saved = SavedForBackward(blocks.engine, self.index, self.forward_state, needs_grad, self.hooked)
+        self.outputs = blocks.compute_forward(self.index, self.calls, self.keys, self.uncompiled, self.saved)
+        self.dims = blocks.row_dims(self.index, self.calls)
+        self.attributes = self.module.attributes()
+        tensors = tuple(tensor for outputs in self.outputs for tensor in outputs.tensors)
+        if self.comparison is not None:
+            self.true_inputs = [t.detach().clone() for t in self.calls.tensors]
+        if blocks.engine.options.check_recompute:
+            self.expected = [t.clone() for t in tensors]
+        return tensors
+
+    def backward(
+        self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
+    ) -> list[torch.Tensor | None]:
+        """Differentiate the block. Return the gradients of its inputs; those of its parameters go to a gradient slot.
+
+        Args:
+            inputs: the tensors of `calls`; None instead of offloaded hidden states.
+            grads: the gradient of each output; None for an output that no loss depends on.
+        """
+        engine, unit = self.blocks.engine, block(self.index)
+        with engine.cursor.compute(Kind.BACKWARD, unit):
+            if self.offloaded:
+                for index, hidden in zip(self.calls.hidden, self._fetched_boundary(), strict=True):
+                    inputs[index] = hidden
+            input_grads, names = self._differentiate_all(inputs, grads)
+            if not engine.memory.is_resident(self.index):
+                engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
+            if engine.trained(unit) and not engine.memory.accumulates:
+                engine.backward.gradients_ready(unit, names)
+        # Sums over micro-batches are in a separate float32 buffer; here they are rounded into the outgoing slot.
+        if engine.trained(unit) and engine.memory.accumulates:
+            with engine.cursor.compute(Kind.STAGE, unit):
+                engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
+                engine.backward.gradients_ready(unit, names)
+        if self.comparison is not None:
+            assert self.true_inputs is not None
+            self.comparison.compare_block(self, self.true_inputs, grads, input_grads)
+        if self.saved.graph_use is not GraphUse.KEPT:
+            engine.counts["block_forward_rows"] += sum(self.num_rows)
+        return input_grads
+
+    def _differentiate_all(
+        self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
+    ) -> tuple[list[torch.Tensor | None], list[str]]:
+        """Return the gradients of the inputs of all micro-batches, and the names of the parameters that received a
+        gradient.
+        """
+        saved = self.saved
+        input_grads: list[torch.Tensor | None] = [None] * len(inputs)  # (B, T, H) for the hidden states
+        if saved.graph_use is GraphUse.KEPT:
+            assert saved.sink is not None
+            sink = saved.sink  # the sink that receives the gradients of the graphs' leaves
+        else:
+            sink = GradSink(self.blocks.engine, self.index)
+            self._require_same_attributes()
+        sink.open()
+        # Weights were streamed in again, so the leaves of the forward pass are gone: the recompute needs new ones.
+        with self.module.bound(sink.leaves(self.blocks.weights(self.index))):
+            for number, part in enumerate(self.micro_batches):
+                graph = saved.take_graph(number) if saved.graphs else self._recompute(number, inputs)
+                self._differentiate(part, graph, inputs, grads, input_grads)
+                del graph  # freed before the next micro-batch makes its graph
+        return input_grads, sink.close()
+
+    def _require_same_attributes(self) -> None:
+        """Raise StreamingError if attributes of the block's modules differ from those in the forward pass."""
+        before, now = self.attributes, self.module.attributes()
+        if before != now:
+            changed = next(name for a, b in zip(before, now, strict=True) for name in a | b if _differ(a, b, name))
+            raise StreamingError(
+                f"{self.module.name}: {changed!r} of one of its modules changed between the forward pass and the backward "
+                "pass, which recomputes the block. Change dropout rates, adapters and the like before the forward pass, and "
+                "leave context managers such as disable_adapter() after the backward pass."
+            )
+
+    def _fetched_boundary(self) -> list[torch.Tensor]:
+        """Return the hidden states (B, T, H) of each batch, which were copied from the host into the ring buffer."""
+        ring = self.blocks.engine.memory.ring.get(self.forward_state.boundary_bytes, torch.uint8, self.index % 2)
+        spans = spans_of(shape.numel() * dtype.itemsize for shape, dtype in self.hidden)
+        return [ring[span].view(dtype).view(shape) for span, (shape, dtype) in zip(spans, self.hidden, strict=True)]
+
+    def _recompute(self, number: int, inputs: Any) -> Graph:
+        """Compute one micro-batch again, with a graph, in the context and with the random numbers of the
+        forward pass.
+        """
+        part = self.micro_batches[number]
+        call, segments = self.calls.calls[part.batch], self.segments[part.batch]
+        leaves = self.saved.leaves(self.calls.inputs(inputs, self.dims, part), self.calls.spans[part.batch])
+
+        def forward() -> list[torch.Tensor]:
+            with torch.enable_grad(), no_autocast_cache(), self.module.in_mode(self.mode):
+                args, kwargs = call.rebuild(leaves)
+                output = run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled)
+            return Tree(output).tensors
+
+        with replaying(self.blocks.engine.device, self.saved.rng_states[number]):
+            outputs = self.context.run(forward)
+        if self.expected is not None:
+            self._require_equal(outputs, self.expected, part)
+        return Graph(leaves, outputs)
+
+    def outputs_of(self, tensors: Sequence[Any], part: MicroBatch) -> Sequence[Any]:
+        """Return those of the tensors, which belong to the outputs of all batches, that belong to a micro-batch's batch."""
+        return tensors[spans_of(each.num_tensors for each in self.outputs)[part.batch]]
+
+    def _differentiate(
+        self, part: MicroBatch, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
+    ) -> None:
+        """Differentiate one micro-batch, and write the gradients of its inputs into those of all batches."""
+        pairs = [
+            (output, grad if part.is_whole else rows_of_output(grad, output, part.rows))
+            for output, grad in zip(graph.outputs, self.outputs_of(grads, part), strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        with torch.enable_grad():
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+        for i, leaf in enumerate(graph.leaves, self.calls.spans[part.batch].start):
+            if leaf.grad is None:
+                continue
+            if part.is_whole:
+                input_grads[i] = leaf.grad
+            else:
+                if input_grads[i] is None:
+                    input_grads[i] = torch.zeros_like(inputs[i])
+                # An input without rows (dim None) is shared by all micro-batches: their gradients are summed.
+                slice_rows(input_grads[i], self.dims[i], part.rows).add_(leaf.grad)
+
+    def _require_equal(self, outputs: list[torch.Tensor], expected: list[torch.Tensor], part: MicroBatch) -> None:
+        """Raise RecomputeMismatchError if recomputed outputs differ in any bit from those of the forward pass."""
+        for output, whole in zip(outputs, self.outputs_of(expected, part), strict=True):
+            before = whole if part.is_whole else rows_of_output(whole, output, part.rows)
+            if not torch.equal(output, before):
+                difference = (output.float() - before.float()).abs().max().item()
+                raise RecomputeMismatchError(
+                    f"{self.module.name}, rows {part.start} to {part.stop - 1}: the recomputed output differs from that of the "
+                    f"forward pass by up to {difference:.3g}"
+                )
+
+
+def _differ(before: dict[str, Any], now: dict[str, Any], name: str) -> bool:
+    return name not in before or name not in now or before[name] != now[name]
+
+
+class BlockFunction(torch.autograd.Function):
+    """The autograd function of a block, which autograd sees as a single node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, node: BlockAutograd, anchor: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.node = node
+        ctx.set_materialize_grads(False)
+        outputs = node.forward(ctx.needs_input_grad[2:])
+        node.hidden = [(tensors[i].shape, tensors[i].dtype) for i in node.calls.hidden]
+        # From here on autograd keeps the inputs, and frees them after the backward pass. An offloaded boundary is not
+        # kept on the device, so device memory does not depend on the number of blocks.
+        node.calls.drop_tensors()
+        saved = [None if node.offloaded and i in node.calls.hidden else t for i, t in enumerate(tensors)]
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+        for each in node.outputs:  # autograd returns the outputs; keeping them in the node would be a reference cycle
+            each.release()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        node: BlockAutograd = ctx.node
+        with node.blocks.engine.backward_of(node.forward_state):
+            inputs = list(ctx.saved_tensors)
+            input_grads = node.backward(inputs, grads)
+        return None, None, *input_grads

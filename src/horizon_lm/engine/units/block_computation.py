@@ -1,0 +1,193 @@
+"""The forward computation of decoder blocks: all micro-batches through one block, whose weights are on the device.
+
+Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch are (B, T, H); a block computes one
+micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.device.transfers import Copy
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs, compare_rows, run_block, spans_of
+from horizon_lm.engine.passes.recompute import no_autocast_cache
+from horizon_lm.engine.passes.tree import Path, Tree
+from horizon_lm.engine.units.saved_for_backward import SavedForBackward
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.attention import Segments
+from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
+from horizon_lm.model.compiling import chunk_mlps
+from horizon_lm.model.experts import zero_idle_experts
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import OUTER, block
+
+RowProbe = Callable[[int, int], list[torch.Size]]
+
+
+class BlockComputation:
+    """The streamed decoder blocks of a model, and their computation in the running pass.
+
+    Attributes:
+        blocks: the blocks, which compute with weights on the device.
+        caching: the running forward pass has a cache of keys and values.
+        signatures: names and ranks of the forward arguments of each batch; row dimensions are cached by signature.
+        segments: the documents in the rows of each batch, if attention needs them.
+        probe_rows: function of a block and a batch that returns the shapes of the block's tensor inputs for a batch with one
+            more row.
+        outputs: the structure of the last outputs of each block, for each batch.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        parts, options = engine.parts, engine.options
+        zero_idle_experts(engine.device.torch_device)
+        buffers = BuffersOfModules(engine.device.torch_device)
+        if options.mlp_chunk_tokens is not None:
+            for module in parts.blocks:
+                _chunk_mlps(module, options.mlp_chunk_tokens)
+        self.blocks = [
+            StreamedBlock(
+                f"{parts.block_prefix}.{index}", module, buffers, options.compile, parts.written.get(index, frozenset())
+            )
+            for index, module in enumerate(parts.blocks)
+        ]
+        self._row_dims: dict[tuple[Any, Path], int | None] = {}  # by signature and path of an input
+        self.outputs: dict[int, list[RowOutputs]] = {}
+        self.caching = False
+        self.signatures: list[Any] = []
+        self.segments: list[Segments | None] = []
+        self.probe_rows: RowProbe | None = None
+
+    def compute_forward(
+        self, index: int, calls: BlockCalls, keys: tuple[str, ...], uncompiled: bool,
+        saved: SavedForBackward | None = None,
+    ) -> list[RowOutputs]:  # fmt: skip
+        """Run all micro-batches through a block. Return the outputs for each batch.
+
+        Args:
+            index: the block's index.
+            calls: its arguments for each batch.
+            keys: names of the outputs that transformers captures inside the block.
+            uncompiled: run the block uncompiled, regardless of the model's setting.
+            saved: saves what the backward pass needs; None if there is no backward pass.
+        """
+        engine, module = self.engine, self.blocks[index]
+        dims, tensors = self.row_dims(index, calls), calls.tensors
+        outputs = [RowOutputs(count) for count in engine.forward.num_rows]
+        offload = saved is not None and engine.layout.is_offloaded(index)
+        if saved is not None and offload:
+            self._plan_offloads(index, calls, saved.forward_state)
+        with (
+            engine.cursor.compute(Kind.FORWARD, block(index)),
+            torch.set_grad_enabled(saved is not None and saved.sink is not None),
+            no_autocast_cache(),
+        ):
+            if offload:
+                self._fill_ring(index, calls)
+            weights = self.weights(index)
+            with module.bound(weights if saved is None else saved.params(weights)):
+                # All micro-batches run through a block before the next block, so its weights are streamed only once per
+                # pass.
+                for number, part in enumerate(engine.forward.micro_batches):
+                    call, segments = calls.calls[part.batch], self.segments[part.batch]
+                    inputs = calls.inputs(tensors, dims, part)
+                    if saved is not None:
+                        inputs = saved.inputs(inputs, calls.spans[part.batch])
+                    args, kwargs = call.rebuild(inputs)
+                    before = None if saved is None else call.containers(args, kwargs)
+                    with (
+                        engine.forward.randomness.drawing(number) as rng_state,
+                        nullcontext() if saved is None else saved.computing(),
+                    ):
+                        tree = Tree(run_block(module, args, kwargs, keys, segments, part.rows, uncompiled))
+                    if saved is not None:
+                        if call.containers(args, kwargs) != before:  # autograd would miss gradients through it
+                            raise ModelNotSupportedError(
+                                f"{module.name} passes state to later blocks through a container among its arguments; "
+                                "streaming blocks one by one would give wrong gradients"
+                            )
+                        tree.tensors = saved.save(rng_state, inputs, tree.tensors)
+                    outputs[part.batch].add(part.rows, tree)
+            if not engine.memory.is_resident(index):
+                engine.device.poison(engine.memory.weights_of(block(index)))
+        engine.counts["block_forward_rows"] += sum(engine.forward.num_rows)
+        self.outputs[index] = outputs
+        return outputs
+
+    def weights(self, index: int) -> dict[str, torch.Tensor]:
+        """Return a block's weights and its adapters on the device, by their names inside the block."""
+        engine, prefix = self.engine, f"{self.blocks[index].name}."
+        adapters = engine.parts.adapters.get(index, frozenset())
+        return {
+            name.removeprefix(prefix): engine.store.units[unit].layout.view(engine.memory.weights_of(unit), name)
+            for unit, names in ((block(index), engine.store.units[block(index)].layout), (OUTER, adapters))
+            for name in names
+        }
+
+    # Boundaries: the hidden states of all batches, one after the other
+
+    def _plan_offloads(self, index: int, calls: BlockCalls, state: ForwardState) -> None:
+        """Bind the offloads of this boundary and all later ones, which have the same size, to their host buffers.
+
+        The first block reached binds all of them, so that the cursor can issue copies without waiting for later blocks.
+        """
+        engine = self.engine
+        num_bytes, largest = self._boundary_bytes(calls)
+        for later in sorted(state.keeps):
+            if later >= index and later not in state.boundaries and engine.layout.is_offloaded(later):
+                host = engine.boundaries.take(state, later, num_bytes, largest)
+                ring = engine.memory.ring.get(num_bytes, torch.uint8, later % 2, room=largest)
+                state.offloads[later] = engine.cursor.bind(Kind.OFFLOAD, block(later), [Copy(host, ring, num_bytes)])
+
+    def _fill_ring(self, index: int, calls: BlockCalls) -> None:
+        """Copy the boundary into the ring buffer that it is offloaded from: blocks alternate between two.
+
+        It is copied within the device first, so that the original is freed before the slower copy to the host is done.
+        """
+        tensors = calls.tensors
+        hidden = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in calls.hidden]  # (B * T * H * bytes,)
+        num_bytes, largest = self._boundary_bytes(calls)
+        ring = self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
+        for part, span in zip(hidden, spans_of(map(len, hidden)), strict=True):
+            ring[span].copy_(part)
+
+    def _boundary_bytes(self, calls: BlockCalls) -> tuple[int, int]:
+        """Return the size in bytes of the hidden states (B, T, H), for these batches and for the largest expected batch."""
+        tensors = calls.tensors
+        hidden = [tensors[i] for i in calls.hidden]
+        token_bytes = hidden[0].shape[-1] * hidden[0].element_size()
+        return sum(each.nbytes for each in hidden), self.engine.expected.tokens * token_bytes
+
+    # Rows
+
+    def row_dims(self, index: int, calls: BlockCalls) -> list[int | None]:
+        """Return the row dimension of each tensor input, found by a probe for batches of several micro-batches."""
+        split = {part.batch for part in self.engine.forward.micro_batches if not part.is_whole}
+        dims: list[int | None] = []
+        for batch, call in enumerate(calls.calls):
+            dims += self._dims_of(index, batch, call) if batch in split else [None] * len(call.paths)
+        return dims
+
+    def _dims_of(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
+        signature = self.signatures[batch]
+        keys = [(signature, path) for path in call.paths]
+        if any(key not in self._row_dims for key in keys):
+            assert self.probe_rows is not None
+            shapes = [t.shape for t in call.tensors]
+            more = self.probe_rows(index, batch)
+            dims = compare_rows(call.paths, shapes, more, self.engine.forward.num_rows[batch])
+            self._row_dims.update({(signature, path): dim for path, dim in dims.items()})
+        return [self._row_dims[key] for key in keys]
+
+
+def _chunk_mlps(module: nn.Module, tokens: int) -> None:
+    if not chunk_mlps(module, tokens):
+        raise ModelNotSupportedError(
+            f"{type(module).__name__} has no feed-forward layer that can be cut into chunks of tokens; leave "
+            "mlp_chunk_tokens unset"
+        )

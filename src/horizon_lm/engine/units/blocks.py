@@ -1,0 +1,106 @@
+"""Decoder blocks as the model calls them: for a training step, for inference, for a rehearsal, or for a probe of rows.
+
+Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch are (B, T, H); a block computes one
+micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.forward_pass import require_forward
+from horizon_lm.engine.passes.lockstep import meet
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, ProbeDoneError, RowOutputs, spans_of
+from horizon_lm.engine.passes.residency_planner import Rehearsal
+from horizon_lm.engine.units.block_autograd import BlockAutograd, BlockFunction
+from horizon_lm.engine.units.block_computation import BlockComputation
+from horizon_lm.engine.units.gradient_check import GradientCheck
+from horizon_lm.errors import StreamingError
+from horizon_lm.model import capture
+
+
+class Blocks(BlockComputation):
+    """The streamed decoder blocks of a model, which it calls one by one.
+
+    Attributes:
+        probing: the block and the batch to probe for row dimensions, and the list that receives its shapes; None outside
+            of a probe.
+        rehearsal: replaces the blocks while device memory is planned; None otherwise.
+        gradient_check: compares blocks in the next training step; None otherwise.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.probing: tuple[int, int, list[torch.Size]] | None = None
+        self.rehearsal: Rehearsal | None = None
+        self.gradient_check: GradientCheck | None = None
+
+    def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute a block for a whole batch. The model calls this instead of the forward method of the block module."""
+        require_forward(self.engine, self.blocks[index].name)
+        call = BlockCall(args, kwargs)
+        if self.probing is not None:
+            return self._probe(index, call)
+        if self.rehearsal is not None:
+            return self.rehearsal.forward(index, call)
+        keys = capture.requested_keys()
+        output, captured = meet(index, (call, keys), lambda calls: self._forward_all(index, calls))
+        capture.publish(captured)
+        return output
+
+    def _forward_all(self, index: int, calls: list[tuple[BlockCall, tuple[str, ...]]]) -> list[Any]:
+        """Compute a block for all batches of the pass. Return its output, and what transformers captures, for each.
+
+        Args:
+            index: the block's index.
+            calls: the call for each batch, and the names of the outputs that transformers captures inside the block.
+        """
+        engine = self.engine
+        keys, hooked = calls[0][1], self.blocks[index].is_hooked()
+        if len(calls) != len(engine.forward.num_rows) or any(other != keys for _, other in calls):
+            raise StreamingError(
+                f"{self.blocks[index].name}: the batches of a pass do not pass through the same blocks, or do not ask for "
+                "the same outputs; compute them one by one"
+            )
+        joined = BlockCalls([call for call, _ in calls])
+        # Compiled code would not call hooks inside a block. A cache identifies each block by its number, so compiled
+        # code could not be shared between blocks.
+        uncompiled = bool(keys) or hooked or self.caching
+        state = engine.recording
+        if state is not None and index in state.keeps:
+            node = BlockAutograd(self, index, joined, keys, state, hooked, uncompiled, self.gradient_check)
+            tensors = BlockFunction.apply(node, engine.anchor, *joined.tensors)
+            return rebuild_all(node.outputs, tensors)
+        outputs = self.compute_forward(index, joined, keys, uncompiled)
+        rebuilt = [each.rebuild(each.tensors) for each in outputs]
+        for each in outputs:
+            each.release()
+        return rebuilt
+
+    def is_structure_changed(self) -> bool:
+        """Return whether a module or parameter inside a block was added, removed or replaced."""
+        return any(each.is_structure_changed() for each in self.blocks)
+
+    def rehearse(self) -> Rehearsal:
+        """Make the next forward pass a rehearsal, which only measures the memory that blocks take."""
+        self.rehearsal = Rehearsal(self.engine, self.blocks, self.row_dims, self.outputs, self.segments[0])
+        return self.rehearsal
+
+    def _probe(self, index: int, call: BlockCall) -> Any:
+        """Answer a row probe: return zeros for blocks before the requested one, and record the shapes of its inputs."""
+        assert self.probing is not None
+        wanted, batch, shapes = self.probing
+        if index == wanted:
+            shapes.extend(t.shape for t in call.tensors)
+            raise ProbeDoneError
+        # Earlier blocks have already been computed in this forward pass, so the structure of their outputs is known.
+        outputs = self.outputs[index][batch]
+        return outputs.rebuild(outputs.imitate(self.engine.forward.num_rows[batch] + 1))[0]
+
+
+def rebuild_all(outputs: Sequence[RowOutputs], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the output for each batch, from the tensors of all of them."""
+    spans = spans_of(each.num_tensors for each in outputs)
+    return [each.rebuild(tensors[span]) for each, span in zip(outputs, spans, strict=True)]

@@ -1,0 +1,298 @@
+"""The input embedding: the distinct rows of a batch are gathered on the host, and only these are copied to the device.
+
+Their gradients are summed per row on the device, and only these rows are landed. Otherwise a vocabulary of 150,000 rows
+would be the largest copy of a step, with a gradient of mostly zeros.
+
+Shapes: B batch rows, T tokens of a row, R distinct rows of the table that a pass reads, H hidden size, V vocabulary. Most passes
+have one batch; the rows of several are gathered once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.device.base import send
+from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
+from horizon_lm.distributed.collectives import Gather, Reduce
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.forward_pass import advice
+from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.passes.lockstep import meet
+from horizon_lm.errors import StreamingError, TokenError
+from horizon_lm.model.functional import is_linear, look_up
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import EMBED, HEAD
+
+
+class StreamedEmbedding:
+    """A table of the input embedding. A model has several if PEFT trains a copy of its embedding; a pass reads one of them.
+
+    Args:
+        engine: the engine of the model.
+        module: the module with the table.
+    """
+
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
+        self.engine, self.module = engine, module
+        self.is_linear = is_linear(module)
+        self._name = next(name for name, ref in engine.refs.items() if (module, "weight") in ref.places)
+        self._unit = engine.store.unit_of[self._name]
+        self.width = engine.store.weight(self._name).shape[1]
+        self.probe_rows: int | None = None  # rows of a probe, for which zeros are returned; None outside of a probe
+        self._known: list[
+            tuple[torch.Tensor, int, torch.Tensor]
+        ] = []  # ids on the device, their version, ids on the host
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states (B, T, H) of ids (B, T). The model calls this instead of the embedding's forward
+        method.
+        """
+        engine = self.engine
+        if not engine.cursor.active:
+            return self._look_up_on_host(ids)
+        if self.probe_rows is not None:
+            return torch.zeros(  # (B + 1, T, H)
+                (*ids.shape, self.width), dtype=engine.options.compute_dtype, device=engine.device.torch_device
+            )
+        hidden: torch.Tensor = meet("embedding", ids, self._forward_all)
+        return hidden
+
+    def _forward_all(self, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the hidden states (B, T, H) of each batch of ids (B, T) of the pass."""
+        engine, table = self.engine, self._table()
+        on_host = [self._on_host(ids) for ids in batches]
+        # (R,), and (tokens of all batches,) with values below R
+        rows, flat = torch.unique(torch.cat([ids.reshape(-1) for ids in on_host]), return_inverse=True)
+        self._require_rows(rows)
+        room = self._max_rows(flat.numel(), table.shape[0])
+        if engine.mesh is not None:  # each rank gathers the rows that it owns, of those that any rank reads
+            own, rows = rows, engine.mesh.union(rows)
+            flat = torch.searchsorted(rows, own)[flat]
+        mine = self._mine(rows)
+        buffer = engine.memory.table_rows.get(
+            rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
+        )
+        received = buffer.view(rows.numel(), table.shape[1])  # (R, H)
+        # The last step's update of these rows must finish before they are read; the rest of the table may follow later.
+        if engine.updates.table is not None:
+            read = rows[mine] if self._unit == EMBED else rows[:0]
+            engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(read))
+        engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received[mine], table, rows[mine])])
+        if engine.mesh is not None:
+            engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
+        parts = zip(flat.split([ids.numel() for ids in on_host]), batches, strict=True)
+        positions = [send(part.view(ids.shape), engine.device.torch_device) for part, ids in parts]
+        lookup = _Lookup(self, rows, positions, engine.recording, room)
+        if engine.recording is not None and self._is_trained():
+            hidden: tuple[torch.Tensor, ...] = _LookupFunction.apply(lookup, received, engine.anchor)
+            return hidden
+        return lookup.forward(received)
+
+    def _max_rows(self, tokens: int, vocabulary: int) -> int:
+        """Return the maximum number of distinct rows in batches of this size, of all ranks; in training, in the largest
+        expected batches.
+
+        Buffers are allocated for this number of rows. Otherwise the first batch with more distinct ids would replace
+        them.
+        """
+        expected, mesh = self.engine.expected, self.engine.mesh
+        most = max(tokens, expected.tokens if self.engine.recording is not None else 0)
+        return expected.table_rows(most * (1 if mesh is None else mesh.size), vocabulary)
+
+    def _require_rows(self, rows: torch.Tensor) -> None:
+        """Raise TokenError for ids outside of the table, before a kernel accesses memory out of bounds."""
+        count = self._table().shape[0]
+        if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
+            wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
+            raise TokenError(
+                f"input_ids contains {wrong}, but the input embedding has {count} rows; use the model's own tokenizer"
+            )
+
+    def _look_up_on_host(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up ids in host memory, outside of the model's forward pass. Raise StreamingError if a gradient is
+        needed.
+        """
+        engine = self.engine
+        param = engine.refs[self._name].param
+        if torch.is_grad_enabled() and param.requires_grad:
+            raise StreamingError(
+                "the input embedding of a streamed model has no gradient when it is called outside of the model: give "
+                "input_ids to the model, or call the embedding under torch.no_grad(), or freeze it."
+                f"{advice(engine)}"
+            )
+        engine.access.hand_out_weight()
+        with torch.no_grad():
+            rows, positions = torch.unique(ids.cpu(), return_inverse=True)  # (R,), (B, T)
+            self._require_rows(rows)
+            device = engine.device.torch_device
+            received = self._table()[rows].to(device, engine.options.compute_dtype)
+            return look_up(self.module, received, positions.to(device), None)
+
+    def read(self, index: Any) -> torch.Tensor:
+        """Return rows of the table that the model reads directly, outside of a lookup. Their gradient must be zero."""
+        engine = self.engine
+        engine.access.hand_out_weight()
+        rows = self._table()[index].to(engine.device.torch_device, engine.options.compute_dtype, copy=True)
+        if engine.recording is not None and self._is_trained():
+            rows.requires_grad_().register_hook(_reject_gradient)
+        return rows
+
+    def expect(self, batches: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
+        """Remember that the ids of the next forward pass are already on the host, so that the host need not wait for a
+        copy.
+
+        Args:
+            batches: for each batch, the ids passed to the model, on the device, or None if ``inputs_embeds`` are passed;
+                and the caller's own tensor with the same ids.
+        """
+        self._known = [
+            (ids, _version(ids), on_host)
+            for ids, on_host in batches
+            if ids is not None and on_host is not None and on_host.device.type == "cpu"
+        ]
+
+    def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids on the host, copied from the device unless they are the expected ids and unchanged."""
+        for given, version, on_host in self._known:
+            same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
+            if same_place and given.shape == ids.shape and _version(ids) == version:
+                return on_host
+        return ids.to("cpu")
+
+    def _table(self) -> torch.Tensor:
+        slabs = self.engine.store.units[self._unit]
+        return slabs.layout.view(slabs.weights, self._name)
+
+    def _mine(self, rows: torch.Tensor) -> slice:
+        """Return the place of the rows that this rank owns among sorted rows (R,)."""
+        shard, cuts = self.engine.store.shard, self._cuts(rows)
+        return slice(0, rows.numel()) if shard.is_whole else shard.own(cuts)
+
+    def _cuts(self, rows: torch.Tensor) -> list[int]:
+        """Return the places at which sorted rows (R,) are cut between the ranks."""
+        return self.engine.store.units[EMBED].row_cuts(rows)
+
+    def _is_trained(self) -> bool:
+        return self._unit == EMBED and bool(self.engine.trained(EMBED))
+
+    def landing(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
+        """Return the move that lands the gradients of distinct rows.
+
+        Args:
+            rows: the rows, shape (R,).
+            outgoing: their gradients on the device, shape (R, H).
+            room: maximum number of rows in the host buffer.
+        """
+        engine = self.engine
+        if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
+            report = engine.grads.squared_norms.landing(EMBED, whole=True)
+            engine.updates.finish()  # the last update of the table reads the slot that is written now
+            return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
+        # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
+        empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
+        report = engine.grads.squared_norms.landing(EMBED, whole=empty)
+        clear = engine.grads.rows_to_clear(rows, empty)
+        return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not empty, report=report)
+
+
+def _reject_gradient(grad: torch.Tensor) -> None:
+    if grad.any():
+        raise StreamingError(
+            "the model reads rows of its input embedding outside of a lookup, and these rows received a gradient, "
+            "which a streamed model cannot keep; freeze the embedding (requires_grad_(False))"
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Lookup:
+    """A lookup in the embedding, in one forward pass.
+
+    Args:
+        embedding: the streamed embedding.
+        rows: distinct rows of the table, shape (R,).
+        positions: for each batch, the index of each token's row among them, shape (B, T).
+        forward_state: the state of the forward pass; None if no backward pass can follow.
+        room: maximum number of rows in the buffers.
+    """
+
+    def __init__(
+        self,
+        embedding: StreamedEmbedding,
+        rows: torch.Tensor,
+        positions: Sequence[torch.Tensor],
+        forward_state: ForwardState | None,
+        room: int,
+    ) -> None:
+        self.embedding, self.rows, self.positions = embedding, rows, positions
+        self.forward_state, self.room = forward_state, room
+        padding: int | None = getattr(embedding.module, "padding_idx", None)
+        found = (rows == padding).nonzero() if padding is not None else rows.new_empty(0)
+        self._padding_position = int(found[0]) if len(found) else None
+        self._weight: torch.Tensor | None = None  # a copy of the rows, if the gradient depends on their values
+
+    def look_up(self, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Run the model's embedding module on these rows (R, H)."""
+        return look_up(self.embedding.module, weight, positions, self._padding_position)
+
+    def forward(self, received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the hidden states (B, T, H) of each batch from the rows (R, H) on the device."""
+        engine = self.embedding.engine
+        with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
+            hidden = tuple(self.look_up(received, positions) for positions in self.positions)
+            # The next batch overwrites the buffer, so rows that the backward pass needs are copied.
+            if self.forward_state is not None and not self.embedding.is_linear:
+                self._weight = received.clone()
+            engine.device.poison(received)
+        return hidden
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Sum the gradients (B, T, H) of hidden states into one gradient per row (R, H), which is landed.
+
+        Args:
+            grads: the gradient for each batch; None for a batch that no loss depends on.
+        """
+        embedding, engine = self.embedding, self.embedding.engine
+        shape = (self.rows.numel(), embedding.width)
+        dtype = engine.store.precision.grad_dtype
+        outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype, room=self.room * shape[1]).view(shape)
+        mine = embedding._mine(self.rows)
+        if engine.mesh is not None:
+            engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing(self.rows[mine], outgoing[mine], self.room)])
+        with engine.cursor.compute(Kind.BACKWARD, EMBED):
+            if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
+                weight = torch.zeros((), dtype=engine.options.compute_dtype, device=outgoing.device).expand(shape)
+            else:
+                assert self._weight is not None
+                weight, self._weight = self._weight, None
+            weight.requires_grad_()  # (R, H)
+            outgoing.zero_()
+            for positions, grad in zip(self.positions, grads, strict=True):
+                if grad is not None:
+                    with torch.enable_grad():
+                        (row_grads,) = torch.autograd.grad(self.look_up(weight, positions), weight, grad)
+                    outgoing.add_(row_grads)
+            engine.backward.gradients_ready(EMBED, [embedding._name])
+
+
+class _LookupFunction(torch.autograd.Function):
+    """The autograd node of the embedding."""
+
+    @staticmethod
+    def forward(ctx: Any, lookup: _Lookup, received: torch.Tensor, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.lookup = lookup
+        ctx.set_materialize_grads(False)
+        return lookup.forward(received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        lookup: _Lookup = ctx.lookup
+        assert lookup.forward_state is not None
+        with lookup.embedding.engine.backward_of(lookup.forward_state):
+            lookup.backward(grads)
+        return None, None, None

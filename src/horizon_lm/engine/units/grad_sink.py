@@ -1,0 +1,133 @@
+"""Take the gradients of a block's parameters from autograd, one by one, into a gradient slot."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.errors import StreamingError
+from horizon_lm.store.unit_slabs import SlabLayout
+from horizon_lm.units import OUTER, block
+
+
+class GradSink:
+    """The receiver of a block's gradients, which moves each gradient into the slot as soon as autograd has computed it.
+
+    At most one gradient therefore exists on the device in addition to the slot, however large the block is.
+    """
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        self._engine, self._index = engine, index
+        self._trained = set(engine.trained(block(index)))
+        self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained(OUTER))
+        self._slot = _Slot(engine.store.units[block(index)].grad_layout, self._trained)
+        self._adapter_slot = _Slot(engine.store.units[OUTER].grad_layout, self._adapters)
+        self._prefix = f"{engine.parts.block_prefix}.{index}."
+
+    def leaves(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return fresh leaves over a block's weights on the device, by their names inside the block."""
+        return _fresh_leaves(views, self._prefix, [self._slot, self._adapter_slot])
+
+    def traps(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return leaves like `leaves`, for a graph that must not be differentiated: a gradient that reaches one is an
+        error.
+        """
+        leaves = {
+            name: view.detach().requires_grad_(self._prefix + name in self._trained | self._adapters)
+            for name, view in views.items()
+        }
+        set_traps(leaves.values())
+        return leaves
+
+    def open(self) -> None:
+        """Take the slot for the block's backward pass, which begins now."""
+        memory = self._engine.memory
+        if self._trained:
+            slot = memory.accumulator[0] if memory.accumulates else memory.outgoing_grads(self._index)
+            self._engine.device.poison(slot)  # every element must be written
+            self._slot.buffer = slot
+        if self._adapters:
+            self._adapter_slot.buffer = memory.outer_grads[0]
+
+    def close(self) -> list[str]:
+        """Return the parameters that received a gradient, and zero the rest of the slot (unused
+        parameters, padding). Gradients of adapters are reported to the engine, because they are landed with those of the
+        outer parameters.
+        """
+        if self._trained:
+            self._slot.zero_the_rest()
+        self._engine.backward.adapters.update(self._adapter_slot.written)
+        return [name for name in self._slot.layout if name in self._slot.written]
+
+
+@contextmanager
+def trapped_graph() -> Iterator[None]:
+    """Context manager: save nothing for a backward pass, so that differentiating the graph made here is an error."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _reject_gradient):
+        yield
+
+
+def set_traps(leaves: Iterable[torch.Tensor]) -> None:
+    """Raise StreamingError if a gradient reaches one of these leaves."""
+    for leaf in leaves:
+        if leaf.requires_grad:
+            leaf.register_hook(_reject_gradient)
+
+
+def _reject_gradient(_: Any) -> Any:
+    raise StreamingError(
+        "a loss depends on an activation that a forward hook inside a block kept. A streamed block is recomputed in the "
+        "backward pass, so the kept activation gets no gradient. Use output_hidden_states=True, or a hook on the whole block, "
+        "whose output keeps its gradient."
+    )
+
+
+def _fresh_leaves(views: Mapping[str, torch.Tensor], prefix: str, slots: Iterable["_Slot"]) -> dict[str, torch.Tensor]:
+    leaves = {}
+    for name, view in views.items():
+        leaf = view.detach()
+        for slot in slots:
+            if prefix + name in slot.trained:
+                leaf.requires_grad_().register_post_accumulate_grad_hook(slot.hook(prefix + name))
+        leaves[name] = leaf
+    return leaves
+
+
+class _Slot:
+    """A gradient slot, and those of a block's trained parameters whose gradients are in the slot.
+
+    The hooks refer to this object instead of the sink. A kept graph refers to its leaves, and the leaves to their
+    hooks: a reference from here to the engine would close a cycle, and the engine would never be freed.
+    """
+
+    buffer: torch.Tensor
+
+    def __init__(self, layout: SlabLayout, trained: Set[str]) -> None:
+        self.layout, self.trained = layout, trained
+        self.written: set[str] = set()
+
+    def hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        """Return the hook for a parameter's leaf."""
+
+        def take(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            target = self.layout.view(self.buffer, name)
+            with torch.no_grad():
+                if name in self.written:  # written by an earlier micro-batch
+                    target.add_(leaf.grad)
+                else:
+                    target.copy_(leaf.grad)
+            self.written.add(name)
+            leaf.grad = None  # free its memory for the next gradient
+
+        return take
+
+    def zero_the_rest(self) -> None:
+        """Fill the parts that no gradient was written to with zeros."""
+        for name in self.layout:
+            if name not in self.written:
+                self.layout.view(self.buffer, name).zero_()
+        for gap in self.layout.gaps(self.buffer):
+            gap.zero_()

@@ -1,0 +1,99 @@
+"""Outer parameters: those outside of the embedding, blocks and head. They are small, and on the device during
+a pass.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.model.functional import in_place
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import OUTER
+
+
+class OuterParameters:
+    """The streamed outer parameters, which replace the model's while its forward method runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._layout = engine.store.units[OUTER].layout
+        parts = engine.parts
+        # Adapters are bound in blocks.
+        self._names = [name for name in self._layout if name not in parts.adapter_names]
+        # Buffers outside of blocks (mostly rope frequencies) stay on the device permanently.
+        streamed = {id(m) for b in parts.blocks for m in b.modules()}
+        for module in parts.model.modules():
+            if id(module) not in streamed:
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(engine.device.torch_device)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """Return the outer parameters on the device, by full name; trained parameters are differentiable."""
+        engine = self.engine
+        if engine.recording is None or not engine.trained(OUTER):
+            with engine.cursor.compute(Kind.FORWARD, OUTER):
+                return self._views()
+        trained = [name for name in engine.trained(OUTER) if name in self._names]
+        # All other nodes depend on the first output, so that autograd runs this node last.
+        engine.forward.anchor, *tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
+        return self._views() | dict(zip(trained, tensors, strict=True))
+
+    def in_place(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Context manager: use these tensors, by full name, as the parameters of the model's modules."""
+        return in_place(
+            (module, attribute, tensor)
+            for name, tensor in tensors.items()
+            for module, attribute in self.engine.refs[name].places
+        )
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        """Return views of the buffer, by full name."""
+        buffer = self.engine.memory.outer_weights[0]
+        return {name: self._layout.view(buffer, name).detach() for name in self._names}
+
+    def forward(self, trained: list[str]) -> tuple[torch.Tensor, ...]:
+        """Return the trained parameters on the device."""
+        with self.engine.cursor.compute(Kind.FORWARD, OUTER):
+            views = self._views()
+            return tuple(views[name] for name in trained)
+
+    def backward(self, trained: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
+        """Write the gradients of the trained parameters, or zeros, to the buffer from which they are landed. Those of
+        adapters are in it already.
+        """
+        engine = self.engine
+        layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
+        by_name = dict(zip(trained, grads, strict=True))
+        with engine.cursor.compute(Kind.BACKWARD, OUTER):
+            for name in layout:
+                grad = by_name.get(name)
+                if grad is not None:
+                    layout.view(buffer, name).copy_(grad)
+                elif name not in engine.backward.adapters:
+                    layout.view(buffer, name).zero_()
+            for gap in layout.gaps(buffer):
+                gap.zero_()
+            ready = [name for name in layout if by_name.get(name) is not None or name in engine.backward.adapters]
+            engine.backward.gradients_ready(OUTER, ready)
+
+
+class _OuterFunction(torch.autograd.Function):
+    """The autograd node of all outer parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, outer: OuterParameters, forward_state: ForwardState, trained: list[str], anchor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.outer, ctx.forward_state, ctx.trained = outer, forward_state, trained
+        ctx.set_materialize_grads(False)
+        return anchor.detach().clone(), *outer.forward(trained)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        with ctx.outer.engine.backward_of(ctx.forward_state):
+            ctx.outer.backward(ctx.trained, grads)
+        return None, None, None, None

@@ -1,0 +1,110 @@
+"""The random states and graphs that the forward pass of a block saves for its backward pass.
+
+A micro-batch is the row range [start, stop) of a batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.units.grad_sink import GradSink, set_traps, trapped_graph
+
+
+class Graph(NamedTuple):
+    """The autograd graph of one micro-batch: its leaves and its outputs."""
+
+    leaves: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+class GraphUse(Enum):
+    """The use that a block's forward pass makes of a separate autograd graph.
+
+    Attributes:
+        NONE: no graph is made; the backward pass recomputes the block.
+        DROPPED: a graph is made and dropped. A compiled block would otherwise be compiled a second time for the
+            recompute, whose results could differ from those of the forward pass in the last bits.
+        TRAPPED: the graph is dropped, but a hook inside the block may keep an activation. A loss that depends on such
+            an activation raises an error; otherwise its gradient would be missing silently.
+        KEPT: the graph stays on the device, and the backward pass recomputes nothing.
+    """
+
+    NONE = "none"
+    DROPPED = "dropped"
+    TRAPPED = "trapped"
+    KEPT = "kept"
+
+
+class SavedForBackward:
+    """The random states that a block's forward pass saves for its backward pass, and its graph if it is kept.
+
+    Attributes:
+        rng_states: the random state that each micro-batch started from.
+        graphs: the graph of each micro-batch, if graphs are kept.
+        sink: takes the gradients of the graph; None if there is no graph.
+    """
+
+    def __init__(
+        self, engine: Engine, index: int, forward_state: ForwardState, needs_grad: Sequence[bool], hooked: bool
+    ) -> None:
+        self.forward_state, self._needs_grad = forward_state, needs_grad
+        if hooked:
+            self.graph_use = GraphUse.TRAPPED
+        elif index in forward_state.graphs:
+            self.graph_use = GraphUse.KEPT
+        elif engine.options.compile:
+            self.graph_use = GraphUse.DROPPED
+        else:
+            self.graph_use = GraphUse.NONE
+        self.sink = None if self.graph_use is GraphUse.NONE else GradSink(engine, index)
+        self.rng_states: list[Any] = []
+        self.graphs: list[Graph] = []
+
+    def params(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the weights for the forward computation, as fresh leaves if it makes a graph."""
+        if self.sink is None:
+            return weights
+        return self.sink.traps(weights) if self.graph_use is GraphUse.TRAPPED else self.sink.leaves(weights)
+
+    def inputs(self, tensors: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
+        """Return the inputs of one micro-batch for the forward computation, as fresh leaves if it makes a graph.
+
+        Args:
+            tensors: the inputs.
+            span: the place of these inputs among those of the node.
+        """
+        if self.graph_use is GraphUse.NONE:
+            return tensors
+        leaves = self.leaves(tensors, span)
+        if self.graph_use is GraphUse.TRAPPED:
+            set_traps(leaves)
+        return leaves
+
+    def leaves(self, inputs: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
+        """Return fresh leaves over inputs. They require a gradient if the inputs of the node at this place did."""
+        return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad[span], strict=True)]
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context in which the block's forward computation runs."""
+        return trapped_graph() if self.graph_use is GraphUse.TRAPPED else nullcontext()
+
+    def save(self, rng_state: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Save what the backward pass of a computed micro-batch needs. Return its outputs without their graph."""
+        self.rng_states.append(rng_state)
+        if self.graph_use is GraphUse.NONE:
+            return outputs
+        if self.graph_use is GraphUse.KEPT:
+            self.graphs.append(Graph(inputs, outputs))
+        return [tensor.detach() for tensor in outputs]
+
+    def take_graph(self, number: int) -> Graph:
+        """Return the kept graph of a micro-batch and forget it, so that its memory is freed right after
+        differentiation.
+        """
+        graph, self.graphs[number] = self.graphs[number], Graph([], [])
+        return graph
