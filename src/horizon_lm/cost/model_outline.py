@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls
+from horizon_lm.cost.examination import examine
 from horizon_lm.cost.head_probe import head_peak, head_work
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model import attention
@@ -16,8 +17,6 @@ from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.hub import skeleton_of
-from horizon_lm.model.outer_trial import require_each_block_once, try_outer
-from horizon_lm.model.proven import MICRO_BATCHES, VARLEN, find_proof, require_proven
 from horizon_lm.model.units import ModelParts, adapted_model, find_parts, freeze
 from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 from horizon_lm.units import block
@@ -92,14 +91,14 @@ def outline_config(
         model = adapted_model(adapters.add_to(model, draw=False))
     parts = find_parts(model)
     parts.codecs = {ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs}
-    proof = find_proof(parts)
-    used = attention.choose(model, attn_implementation, on_accelerator and VARLEN in proof.features)
-    unproven = proof.reason_against(*([VARLEN] if used == attention.NAME else []))
-    if not allow_unproven_model:
-        require_proven(unproven)
+    examined = examine(
+        parts,
+        attn_implementation=attn_implementation,
+        on_accelerator=on_accelerator,
+        allow_unproven_model=allow_unproven_model,
+    )
     if packed:
-        require_packable(parts, used)
-    require_each_block_once(parts, try_outer(parts))
+        require_packable(parts, examined.attention)
     found = find_chunked_path(parts)
     path = found if isinstance(found, ChunkedPath) else None
     try:
@@ -116,13 +115,13 @@ def outline_config(
         experts=_num_experts(parts),
         length=length,
         compute_bytes=dtype.itemsize,
-        attention=used,
+        attention=examined.attention,
         first_differentiated=parts.first_differentiated(),
         has_adapters=bool(parts.adapters),
         base_is_frozen=bool(parts.frozen_base()),
         whole_head_only="" if path is not None else str(found),
-        whole_batch_only=MICRO_BATCHES not in proof.features and not allow_unproven_model,
-        unproven=unproven,
+        whole_batch_only=examined.whole_batch_only,
+        unproven=examined.unproven,
         **computation,
     )
 

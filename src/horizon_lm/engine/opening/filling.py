@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.cost.examination import Examined
 from horizon_lm.distributed.alike import copy_from_first
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.whole_units import sharing_moved
@@ -34,7 +35,7 @@ def move_in(ref: ParamRef, store: Store) -> None:
 
 def with_store(
     model: Any, settings: StreamArguments, frozen: bool = False, find_codecs: FindCodecs | None = None
-) -> tuple[ModelParts, Store]:
+) -> tuple[Examined, Store]:
     """Create a store for a skeleton on the meta device, and replace its parameters by views into the store.
 
     Args:
@@ -43,7 +44,8 @@ def with_store(
         frozen: no weight will be trained, so there are no low halves.
         find_codecs: function that returns the codecs of quantized weights; None if there are none.
     """
-    parts = settings.take_apart(model)
+    examined = settings.examine(model)
+    parts = examined.parts
     if opened_dtype(settings.precision) != torch.float32:
         parts.in_float32 = frozenset(ref.name for ref in parts.refs() if ref.param.dtype == torch.float32)
     if find_codecs is not None:
@@ -60,7 +62,7 @@ def with_store(
             )
             for module, attribute in ref.places:
                 module._parameters[attribute] = ref.param
-    return parts, store
+    return examined, store
 
 
 def draw(
@@ -101,7 +103,8 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     if mesh is not None:
         configs = {name: each.to_dict() | {"base_model_name_or_path": ""} for name, each in model.peft_config.items()}
         require_alike(mesh, Path(adapters.folder or "adapters"), {"config of the adapters": configs})
-    parts = settings.take_apart(adapted_model(model))
+    examined = settings.examine(adapted_model(model))
+    parts = examined.parts
     refs = [ref for of_unit in parts.units.values() for ref in of_unit]
     old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
     copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
@@ -110,5 +113,5 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     with sharing_moved(mesh, store, old, old_names):
         for ref in refs:
             move_in(ref, store)
-    settings.attach(parts, store)
+    settings.attach(examined, store)
     return model

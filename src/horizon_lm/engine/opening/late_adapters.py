@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.cost.examination import Examined
 from horizon_lm.distributed.alike import copy_from_first
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import sharing_moved
@@ -26,8 +27,8 @@ from horizon_lm.store.precision import Precision
 from horizon_lm.store.store import Store
 from horizon_lm.units import OUTER
 
-TakeApart = Callable[[Any], ModelParts]
-Attach = Callable[[ModelParts, Store], Any]
+Examine = Callable[[Any], Examined]
+Attach = Callable[[Examined, Store], Any]
 
 
 def are_adapters_changed(horizon: ModelForward) -> bool:
@@ -56,13 +57,13 @@ def _trains_others(horizon: ModelForward) -> bool:
 
 
 def attach_again(
-    horizon: ModelForward, take_apart: TakeApart, precision_of: Callable[[ModelParts], Precision], attach: Attach
+    horizon: ModelForward, examine: Examine, precision_of: Callable[[ModelParts], Precision], attach: Attach
 ) -> None:
     """Attach a model whose adapters have changed. The engine it had is retired, and its optimizers with it.
 
     Args:
         horizon: the model's forward pass so far.
-        take_apart: function that finds the units of a model, and rejects one that cannot be streamed.
+        examine: function that finds the units of a model, and rejects one that cannot be streamed.
         precision_of: function of these units that returns the formats of weights and gradients.
         attach: function that attaches these units with their store.
 
@@ -81,7 +82,8 @@ def attach_again(
     streamed_class = type(model)
     _detach(horizon)
     try:
-        parts = take_apart(model)
+        examined = examine(model)
+        parts = examined.parts
         store, old_names = _extended(engine, parts, precision_of(parts))
     except BaseException:
         _restore(horizon, streamed_class)
@@ -92,7 +94,7 @@ def attach_again(
             _move_in(ref, engine, store)
     _drop_empty_low_halves(store, mesh)
     engine.retire(store)
-    attach(parts, store)
+    attach(examined, store)
     new = model._horizon.engine
     new.counts.update(engine.counts)
 

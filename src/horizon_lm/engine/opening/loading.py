@@ -234,7 +234,8 @@ def _open(
             model_name_or_path
         )  # which PEFT writes into the adapter's config
     same = SameWeights(settings.device_mesh, checkpoint, config)
-    parts, store = with_store(model, settings, frozen, find_codecs)
+    examined, store = with_store(model, settings, frozen, find_codecs)
+    parts = examined.parts
     if reads_weights:
         with fail_together(settings.device_mesh, "the loading of weights"):
             new = load_weights(parts, store, checkpoint)
@@ -244,7 +245,7 @@ def _open(
             draw(parts.model, new, store, torch.device("cpu"), drawn_in)
     if adapters is not None:
         return add_adapters(adapters, parts, store, settings)
-    return settings.attach(parts, store)
+    return settings.attach(examined, store)
 
 
 def from_config(
@@ -271,11 +272,11 @@ def from_config(
     opened = open_device(settings.device, settings.device_memory)
     with outside_inference_mode():
         model = build_skeleton(config, model_class, dtype=opened_dtype(precision))
-        parts, store = with_store(model, settings)
+        examined, store = with_store(model, settings)
         with drawing_alike(settings.device_mesh, opened.torch_device):
-            for refs in parts.units.values():
-                draw(parts.model, refs, store, opened.torch_device)
-        return replace(settings, device=opened).attach(parts, store)
+            for refs in examined.parts.units.values():
+                draw(examined.parts.model, refs, store, opened.torch_device)
+        return replace(settings, device=opened).attach(examined, store)
 
 
 def _stream(model: Any, settings: StreamArguments) -> Any:
@@ -287,7 +288,8 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
     inside = adapted_model(model)
     if isinstance(inside, StreamedModel):
         raise StreamingError("the model is streamed already")
-    parts = settings.take_apart(inside)
+    examined = settings.examine(inside)
+    parts = examined.parts
     for refs in parts.units.values():
         for ref in refs:
             require_plain(ref.param)
@@ -299,5 +301,5 @@ def _stream(model: Any, settings: StreamArguments) -> Any:
     for refs in parts.units.values():
         for ref in refs:
             move_in(ref, store)
-    settings.attach(parts, store)
+    settings.attach(examined, store)
     return model

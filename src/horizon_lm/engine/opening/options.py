@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from horizon_lm.cost.block_probe import find_written
+from horizon_lm.cost.examination import Examined, examine
 from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
@@ -22,11 +23,9 @@ from horizon_lm.engine.opening.streamed_model import attach
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.recompute import outside_inference_mode
 from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
-from horizon_lm.model import attention, capture
+from horizon_lm.model import capture
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
-from horizon_lm.model.outer_trial import require_each_block_once, try_outer
-from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
 from horizon_lm.model.units import ModelParts, find_parts
 from horizon_lm.planning.residency import Residency, head_chunk_tokens
 from horizon_lm.store.precision import Precision, get_precision
@@ -64,8 +63,8 @@ class StreamArguments(StreamingOptions):
             dtype = torch.float32
         return get_precision(self.precision, dtype)
 
-    def take_apart(self, model: Any) -> ModelParts:
-        """Return the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
+    def examine(self, model: Any) -> Examined:
+        """Find the units of a model. Reject a model that cannot be streamed before any of its parameters is moved."""
         require_adapters_that_stream(model)
         capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)
@@ -74,28 +73,14 @@ class StreamArguments(StreamingOptions):
             raise ModelNotSupportedError(
                 "modules_to_save is not supported with several processes: PEFT reads whole copies of the modules; use one process"
             )
-        trial = try_outer(parts)
-        require_each_block_once(parts, trial)
-        parts.written = find_written(parts, trial)
-        if self.device_micro_batch_size is not None and trial is not None and not trial.rows_first:
-            raise ModelNotSupportedError(
-                f"{type(model).__name__}: rows are not the first dimension of its hidden states, so they cannot be cut into "
-                "micro-batches; leave device_micro_batch_size unset"
-            )
-        attention.register()
-        proof = find_proof(parts)
-        # A classifier may take the score of a masked token, if padding is not its padding token; varlen computes none.
-        automatic = self._on_accelerator and VARLEN in proof.features and not parts.classifies
-        used = attention.choose(model, self.attn_implementation, automatic)
-        reason = proof.reason_against(
-            *([MICRO_BATCHES] if self.device_micro_batch_size is not None else []),
-            *([VARLEN] if used == attention.NAME else []),
-        )
-        if not self.allow_unproven_model:
-            require_proven(reason)
-        elif reason:
-            warnings.warn(f"allow_unproven_model: {reason}", UnprovenModelWarning, stacklevel=5)
-        return parts
+        examined = examine(
+            parts, attn_implementation=self.attn_implementation, on_accelerator=self._on_accelerator,
+            in_micro_batches=self.device_micro_batch_size is not None, allow_unproven_model=self.allow_unproven_model,
+        )  # fmt: skip
+        if examined.unproven:
+            warnings.warn(f"allow_unproven_model: {examined.unproven}", UnprovenModelWarning, stacklevel=5)
+        parts.written = find_written(parts, examined.trial)
+        return examined
 
     def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
         """Return the path that computes the loss from hidden states in chunks; None with ``head="whole"``, and for a
@@ -123,11 +108,12 @@ class StreamArguments(StreamingOptions):
             return self.device.partition(":")[0] not in ("cpu", "simulated")
         return self.device.torch_device.type != "cpu"
 
-    def attach(self, parts: ModelParts, store: Store, before: Store | None = None) -> Any:
+    def attach(self, examined: Examined, store: Store, before: Store | None = None) -> Any:
         """Open the device, and attach the model to it.
 
         ``before``: the model's store when it was attached to this device before.
         """
+        parts = examined.parts
         device = open_device(self.device, self.device_memory)
         device.open_streams()
         on_host = device.torch_device.type == "cpu"
@@ -145,8 +131,7 @@ class StreamArguments(StreamingOptions):
             self._on_accelerator if self.compile == "auto" else bool(self.compile),
             self.check_recompute,
         )
-        images = self.allow_unproven_model or IMAGES in find_proof(parts).features
-        model = attach(parts, store, device, options, path, images, before, self.device_mesh)
+        model = attach(parts, store, device, options, path, examined.takes_images, before, self.device_mesh)
         if self.check_gradients:
             model._horizon.check_gradients(self.check_gradients)
         horizon = weakref.ref(model._horizon)
@@ -165,7 +150,7 @@ class StreamArguments(StreamingOptions):
             check_gradients=0,
         )
         with outside_inference_mode():
-            attach_again(horizon, again.take_apart, again.get_precision, partial(again.attach, before=engine.store))
+            attach_again(horizon, again.examine, again.get_precision, partial(again.attach, before=engine.store))
 
     def _residency(self, num_blocks: int, device: Device) -> Residency | None:
         """Return the residency that the arguments fix, or None if it must be planned."""
