@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, get_scheduler, set_seed
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
-from horizon_lm.training.loop import seed_step
+from horizon_lm.training.seeds import seed_step
 from tests.e2e import resuming, tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs, assert_resumes

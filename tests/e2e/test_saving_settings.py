@@ -17,7 +17,7 @@ import horizon_lm
 from horizon_lm.checkpoints import checkpoint, manifest, saving
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, InterruptedRunError, StreamingError
-from horizon_lm.training.loop import Intervals
+from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.run_checkpoints import RunCheckpoints
 from tests.e2e import resuming
 from tests.e2e.command import run

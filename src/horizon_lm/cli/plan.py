@@ -27,7 +27,7 @@ from horizon_lm.preflight.this_machine import other_machine, this_machine
 from horizon_lm.quantities import counted, parse_bytes
 from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.store.checkpoint_reader import Checkpoint
-from horizon_lm.training.loop import Intervals
+from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.ranks import mesh_shape, reject_unsupported
 from horizon_lm.training.rows import estimate_sampler
 from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from horizon_lm.checkpoints.checkpoint import ARRAYS, read_tensors, restore
 from horizon_lm.checkpoints.manifest import is_checkpoint
 from horizon_lm.config import RunConfig
@@ -22,7 +20,6 @@ from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import summary_lines
-from horizon_lm.planning.request import Saves
 from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.preflight.this_machine import agree_on_machine
 from horizon_lm.quantities import format_seconds
@@ -31,6 +28,7 @@ from horizon_lm.training.callbacks import Callbacks, Control
 from horizon_lm.training.evaluation import SamplePrompts, evaluate_rows
 from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.interrupts import Interrupts
+from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.last_resort import LastResort
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import Metrics, Reporter, StepResult, growth_warning
@@ -53,6 +51,7 @@ from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.run_checkpoints import RunCheckpoints, write_side_files
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.second_place import SecondPlace
+from horizon_lm.training.seeds import seed_step
 from horizon_lm.training.setup import (
     Objectives,
     build_optimizer,
@@ -63,7 +62,6 @@ from horizon_lm.training.setup import (
     load_model,
     load_tokenizer,
     make_objectives,
-    num_steps_of,
     open_meter,
     require_callable,
     require_sane_schedule,
@@ -72,73 +70,6 @@ from horizon_lm.training.setup import (
 from horizon_lm.training.spikes import Spikes
 from horizon_lm.training.tracing import Tracing
 from horizon_lm.training.watchdog import watching
-
-
-def step_seed(seed: int, step: int) -> int:
-    """Return the seed of a step: the first 32-bit word of numpy's ``SeedSequence((seed, step))``.
-
-    After `transformers.set_seed` with this seed, plain Hugging Face draws the same dropout in a step of one
-    micro-batch.
-
-    Args:
-        seed: the seed of the run.
-        step: the step, counted from 1.
-    """
-    return int(np.random.SeedSequence((seed, step)).generate_state(1)[0])
-
-
-def seed_step(seed: int, step: int) -> None:
-    """Seed Python, numpy and torch, on the host and on all devices, for a step."""
-    from transformers import set_seed
-
-    set_seed(step_seed(seed, step))
-
-
-@dataclass(frozen=True, slots=True)
-class Intervals:
-    """The steps after which a run logs, evaluates, saves and answers sample prompts. Steps are counted from 1."""
-
-    config: RunConfig
-    num_steps: int
-    steps_per_epoch: int
-
-    def logs(self, step: int) -> bool:
-        return step in (1, self.num_steps) or step % self._interval(self.config.logging_steps) == 0
-
-    def evaluates(self, step: int) -> bool:
-        """Return whether to evaluate after a step. False after the last step, when every run evaluates."""
-        config = self.config
-        return self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
-
-    def saves(self, step: int) -> bool:
-        """Return whether to export a checkpoint after a step. False after the last step, when every run exports its
-        model.
-        """
-        return self._due(self.config.save_strategy, self.config.save_steps, step)
-
-    def samples(self, step: int) -> bool:
-        return self.config.sample_prompts is not None and (
-            step == self.num_steps or step % self._interval(self.config.sample_steps) == 0
-        )
-
-    def planned_saves(self) -> Saves:
-        """Return the checkpoints that the run writes and keeps."""
-        config, num = self.config, 0
-        if config.save_strategy != "no":
-            num = (self.num_steps - 1) // self._steps_between(config.save_strategy, config.save_steps)
-        best = int(config.load_best_model_at_end)  # beside which the last one is written at the end
-        return Saves(num + 2 * best, min(num, config.save_total_limit or num) + best, config.save_only_model)
-
-    def _due(self, strategy: str, interval: float, step: int) -> bool:
-        if strategy == "no" or step == self.num_steps:
-            return False
-        return step % self._steps_between(strategy, interval) == 0
-
-    def _steps_between(self, strategy: str, interval: float) -> int:
-        return self.steps_per_epoch if strategy == "epoch" else self._interval(interval)
-
-    def _interval(self, number_or_share: float) -> int:
-        return max(1, num_steps_of(number_or_share, self.num_steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Build the device, tokenizer, model, optimizer and objective of a run."""
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.residency import ExpectedBatch
 from horizon_lm.quantities import counted
 from horizon_lm.streaming_options import StreamingOptions
+from horizon_lm.training.intervals import num_steps_of
 from horizon_lm.training.metrics import Reporter
 from horizon_lm.training.rows import RunData
 
@@ -282,13 +282,6 @@ def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | Non
         {"params": [param for name, param in params if name not in decayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def num_steps_of(number_or_share: float, num_steps: int) -> int:
-    """Return the number of steps in a setting by transformers' rule: a number of steps, or a fraction of all steps
-    below 1.
-    """
-    return int(number_or_share) if number_or_share >= 1 else math.ceil(number_or_share * num_steps)
 
 
 @dataclass(frozen=True, slots=True)

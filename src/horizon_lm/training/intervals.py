@@ -1,0 +1,61 @@
+"""The steps after which a run does something besides training."""
+
+import math
+from dataclasses import dataclass
+
+from horizon_lm.config import RunConfig
+from horizon_lm.planning.request import Saves
+
+
+def num_steps_of(number_or_share: float, num_steps: int) -> int:
+    """Return the number of steps in a setting by transformers' rule: a number of steps, or a fraction of all steps
+    below 1.
+    """
+    return int(number_or_share) if number_or_share >= 1 else math.ceil(number_or_share * num_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """The steps after which a run logs, evaluates, saves and answers sample prompts. Steps are counted from 1."""
+
+    config: RunConfig
+    num_steps: int
+    steps_per_epoch: int
+
+    def logs(self, step: int) -> bool:
+        return step in (1, self.num_steps) or step % self._interval(self.config.logging_steps) == 0
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether to evaluate after a step. False after the last step, when every run evaluates."""
+        config = self.config
+        return self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
+
+    def saves(self, step: int) -> bool:
+        """Return whether to export a checkpoint after a step. False after the last step, when every run exports its
+        model.
+        """
+        return self._due(self.config.save_strategy, self.config.save_steps, step)
+
+    def samples(self, step: int) -> bool:
+        return self.config.sample_prompts is not None and (
+            step == self.num_steps or step % self._interval(self.config.sample_steps) == 0
+        )
+
+    def planned_saves(self) -> Saves:
+        """Return the checkpoints that the run writes and keeps."""
+        config, num = self.config, 0
+        if config.save_strategy != "no":
+            num = (self.num_steps - 1) // self._steps_between(config.save_strategy, config.save_steps)
+        best = int(config.load_best_model_at_end)  # beside which the last one is written at the end
+        return Saves(num + 2 * best, min(num, config.save_total_limit or num) + best, config.save_only_model)
+
+    def _due(self, strategy: str, interval: float, step: int) -> bool:
+        if strategy == "no" or step == self.num_steps:
+            return False
+        return step % self._steps_between(strategy, interval) == 0
+
+    def _steps_between(self, strategy: str, interval: float) -> int:
+        return self.steps_per_epoch if strategy == "epoch" else self._interval(interval)
+
+    def _interval(self, number_or_share: float) -> int:
+        return max(1, num_steps_of(number_or_share, self.num_steps))
