@@ -199,7 +199,7 @@ def _train(
         ).run(point)  # fmt: skip
         if config.push_to_hub:
             reporter.print(run_dir.push(config))
-        warning = growth_warning("training", metrics.first_loss, metrics.last_loss)
+        warning = growth_warning("training", metrics.totals.first_loss, metrics.totals.last_loss)
         warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
         reporter.print(run_dir.final_message(result.num_steps, num_steps, result.num_skipped, warning))
     return result

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,12 +19,6 @@ from horizon_lm.resources import resident_bytes
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.printing import Printer, encodable, print_to_stdout
 from horizon_lm.visible import visible
-
-_SUMS = (  # what a checkpoint holds of `Metrics`
-    "_learning_rate", "first_loss", "last_loss", "tokens_trained", "tokens_total", "_rows", "_losses", "_sums", "_token_means",
-    "_weight", "_window_steps", "_window_trained", "_window_total",
-    "_joules",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +64,32 @@ class StepResult:
         return cls(value, loss.weight, dict(loss.metrics), sums, *counts, energy)
 
 
+@dataclass
+class _Totals:
+    """Values since the start of the run: the first and the last loss of a line, and the tokens of all lines."""
+
+    first_loss: float | None = None
+    last_loss: float | None = None
+    tokens_trained: int = 0
+    tokens_total: int = 0
+
+
+@dataclass
+class _Recent:
+    """Sums over the steps since the last line, after the two values that a line does not reset."""
+
+    learning_rate: float = 0.0  # of the last step
+    rows: int = 0  # since the start of the run
+    losses: list[float] = field(default_factory=list)  # these four without steps that were skipped
+    sums: dict[str, float] = field(default_factory=dict)
+    token_means: dict[str, list[float]] = field(default_factory=dict)
+    weight: float = 0.0
+    window_steps: int = 0
+    window_trained: int = 0
+    window_total: int = 0
+    joules: list[float | None] = field(default_factory=lambda: [0.0, 0.0])  # of the host and of the device
+
+
 class Metrics:
     """The sums over the steps between two log lines.
 
@@ -82,36 +102,29 @@ class Metrics:
 
     def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan, meter: EnergyMeter | None = None) -> None:
         self._num_steps, self._steps_per_epoch, self.plan, self._meter = num_steps, steps_per_epoch, plan, meter
-        self._joules: list[float | None] = [0.0, 0.0]  # of the host and of the device
-        self._learning_rate = 0.0
-        self.first_loss: float | None = None  # of the first and of the last line with a loss
-        self.last_loss: float | None = None
+        self.totals, self._recent = _Totals(), _Recent()
         self._flops_per_token = plan.step.outline.step_flops(plan.step.tokens) / plan.step.tokens
-        self.tokens_trained = self.tokens_total = self._rows = 0
         self.started = time.perf_counter()
         self._window_started, self._excluded_seconds = self.started, 0.0
-        self._losses: list[float] = []
-        self._sums: dict[str, float] = {}
-        self._token_means: dict[str, list[float]] = {}
-        self._weight = 0.0
-        self._window_steps = self._window_trained = self._window_total = 0
 
     @property
     def has_steps(self) -> bool:
         """True if there are steps that have not been logged."""
-        return self._window_steps > 0
+        return self._recent.window_steps > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain data, with seconds instead of times."""
         now = time.perf_counter()
-        sums = {name: getattr(self, name) for name in _SUMS}
+        # With underscores, as checkpoints have always had them.
+        recent = {f"_{name}": each for name, each in vars(self._recent).items()}
         window = now - self._window_started - self._excluded_seconds
-        return {"sums": sums, "seconds": now - self.started, "window_seconds": window}
+        return {"sums": vars(self.totals) | recent, "seconds": now - self.started, "window_seconds": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` has returned. The time between the two does not count."""
-        for name in _SUMS:
-            setattr(self, name, state["sums"][name])
+        sums = state["sums"]
+        self.totals = _Totals(**{each.name: sums[each.name] for each in fields(_Totals)})
+        self._recent = _Recent(**{each.name: sums[f"_{each.name}"] for each in fields(_Recent)})
         now = time.perf_counter()
         self.started, self._window_started = now - state["seconds"], now - state["window_seconds"]
         self._excluded_seconds = 0.0
@@ -130,20 +143,21 @@ class Metrics:
 
     def add(self, result: StepResult, learning_rate: float) -> None:
         """Add the result of a step and the learning rate of its update."""
-        self._learning_rate = learning_rate
+        recent = self._recent
+        recent.learning_rate = learning_rate
         if math.isfinite(result.value):  # else the step was skipped
-            self._losses.append(result.value)
-            self._weight += result.weight
+            recent.losses.append(result.value)
+            recent.weight += result.weight
             for name, each in result.metrics.items():
-                self._sums[name] = self._sums.get(name, 0.0) + each
+                recent.sums[name] = recent.sums.get(name, 0.0) + each
             for name, sums in result.token_sums.items():
-                self._token_means.setdefault(name, []).extend(total / max(1, count) for total, count in sums)
-        self._window_steps += 1
-        self._rows += result.num_rows
-        self._window_trained += result.num_trained
-        self._window_total += result.num_tokens
-        energy = Energy(*self._joules) + result.energy
-        self._joules = [energy.host, energy.device]
+                recent.token_means.setdefault(name, []).extend(total / max(1, count) for total, count in sums)
+        recent.window_steps += 1
+        recent.rows += result.num_rows
+        recent.window_trained += result.num_trained
+        recent.window_total += result.num_tokens
+        energy = Energy(*recent.joules) + result.energy
+        recent.joules = [energy.host, energy.device]
 
     def line(self, step: int, optimizer: Any, model: Any, unit_norms: bool = False) -> dict[str, Any]:
         """Return a line of ``metrics.jsonl`` for the steps since the last line, and start new sums.
@@ -169,47 +183,45 @@ class Metrics:
         """
         import horizon_lm
 
-        plan, now = self.plan, time.perf_counter()
+        plan, totals, recent, now = self.plan, self.totals, self._recent, time.perf_counter()
         seconds = now - self._window_started - self._excluded_seconds
-        self.tokens_trained += self._window_trained
-        self.tokens_total += self._window_total
+        totals.tokens_trained += recent.window_trained
+        totals.tokens_total += recent.window_total
         device_bytes, host_bytes = horizon_lm.stats(model)["device_bytes_peak"], resident_bytes()
-        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        loss = sum(recent.losses) / len(recent.losses) if recent.losses else None
         if loss is not None:
-            self.first_loss, self.last_loss = loss if self.first_loss is None else self.first_loss, loss
+            totals.first_loss, totals.last_loss = loss if totals.first_loss is None else totals.first_loss, loss
         line = {
             "step": step,
             "epoch": round(step / self._steps_per_epoch, 4),
             "loss": loss,
-            **{name: total / self._weight for name, total in self._sums.items()},
-            **{name: sum(means) / len(means) for name, means in self._token_means.items()},
+            **{name: total / recent.weight for name, total in recent.sums.items()},
+            **{name: sum(means) / len(means) for name, means in recent.token_means.items()},
             "grad_norm": optimizer.grad_norm,
             **({f"grad_norm/{unit}": norm for unit, norm in optimizer.unit_grad_norms.items()} if unit_norms else {}),
             "steps_skipped": optimizer.num_skipped,
-            "learning_rate": self._learning_rate,
-            "rows_seen": self._rows,
-            "tokens_trained": self.tokens_trained,
-            "tokens_total": self.tokens_total,
-            "num_tokens": self.tokens_total,
-            "trained_tokens_per_second": round(self._window_trained / seconds, 3),
-            "tokens_per_second": round(self._window_total / seconds, 3),
-            "model_tflops": round(self._flops_per_token * self._window_total / seconds / 1e12, 4),
+            "learning_rate": recent.learning_rate,
+            "rows_seen": recent.rows,
+            "tokens_trained": totals.tokens_trained,
+            "tokens_total": totals.tokens_total,
+            "num_tokens": totals.tokens_total,
+            "trained_tokens_per_second": round(recent.window_trained / seconds, 3),
+            "tokens_per_second": round(recent.window_total / seconds, 3),
+            "model_tflops": round(self._flops_per_token * recent.window_total / seconds / 1e12, 4),
             "of_planned_speed": _ratio(
-                self._window_total / seconds, plan.time.tokens_per_second if plan.time else None
+                recent.window_total / seconds, plan.time.tokens_per_second if plan.time else None
             ),
-            "host_joules_per_token": _ratio(self._joules[0], self._window_total, 6),
-            "device_joules_per_token": _ratio(self._joules[1], self._window_total, 6),
+            "host_joules_per_token": _ratio(recent.joules[0], recent.window_total, 6),
+            "device_joules_per_token": _ratio(recent.joules[1], recent.window_total, 6),
             "device_bytes_peak": device_bytes,
             "of_planned_device": _ratio(device_bytes, plan.buffers.num_bytes),
             "host_bytes": host_bytes,
             "of_planned_host": _ratio(host_bytes, plan.host.num_bytes),
             "seconds": round(now - self.started, 3),
-            "eta_seconds": round(seconds / self._window_steps * (self._num_steps - step), 1),
+            "eta_seconds": round(seconds / recent.window_steps * (self._num_steps - step), 1),
         }
         self._window_started, self._excluded_seconds = now, 0.0
-        self._losses, self._sums, self._token_means, self._weight = [], {}, {}, 0.0
-        self._window_steps = self._window_trained = self._window_total = 0
-        self._joules = [0.0, 0.0]
+        self._recent = _Recent(recent.learning_rate, recent.rows)
         return line
 
 
