@@ -4,7 +4,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Bytes, Count, Interval, Seconds, Settings, UnusedError
+from horizon_lm.config.rules import Needs
+from horizon_lm.config.types import Bytes, Count, Interval, Seconds, Settings
+
+_NEEDS_CHECKPOINTS = Needs(save_strategy=("steps", "epoch"))
+_NEEDS_COMPARISON = Needs(load_best_model_at_end=..., early_stopping_patience=...)
+
+
+def _as_auto(value: Any) -> Any:
+    """Return auto for null; return anything else unchanged."""
+    return "auto" if value is None else value
 
 
 class CheckpointSettings(Settings):
@@ -15,13 +24,15 @@ class CheckpointSettings(Settings):
     save_strategy: Literal["no", "steps", "epoch"] = Field(
         "steps", description="When to write checkpoint-STEP during training: no, steps or epoch."
     )
-    save_steps: Interval = Field(500, description="Steps between checkpoints, or a fraction of all steps if below 1.")
-    save_total_limit: Count | None = Field(
+    save_steps: Annotated[Interval, Needs(save_strategy="steps")] = Field(
+        500, description="Steps between checkpoints, or a fraction of all steps if below 1."
+    )
+    save_total_limit: Annotated[Count | None, _NEEDS_CHECKPOINTS] = Field(
         2,
         description="Number of checkpoints to keep; older ones are deleted once a new one is on disk. null for all. The best "
         "one is kept in addition with load_best_model_at_end.",
     )
-    save_only_model: bool = Field(
+    save_only_model: Annotated[bool, _NEEDS_CHECKPOINTS] = Field(
         False,
         description="Export only the model to checkpoint-STEP, without the optimizer's state; a run cannot be resumed from it.",
     )
@@ -32,17 +43,15 @@ class CheckpointSettings(Settings):
         True,
         description="On SIGTERM, SIGINT, SIGHUP or SIGUSR1, finish the step, write a checkpoint, and exit with code 75.",
     )
-    save_on_signal_seconds: Seconds | None = Field(
+    save_on_signal_seconds: Annotated[Seconds | None, Needs(save_on_signal=True)] = Field(
         None,
         description="Time that the system leaves after such a signal. A checkpoint that would take longer is not begun. "
         "Default: no limit.",
     )
-    resume_from_checkpoint: Annotated[bool | str, BeforeValidator(lambda value: "auto" if value is None else value)] = (
-        Field(
-            "auto",
-            description="auto: go on with an unfinished run in output_dir, from its last checkpoint, else begin. true: the same, but "
-            "it is an error if there is none. PATH: go on from this checkpoint. false: begin anew.",
-        )
+    resume_from_checkpoint: Annotated[bool | str, BeforeValidator(_as_auto)] = Field(
+        "auto",
+        description="auto: go on with an unfinished run in output_dir, from its last checkpoint, else begin. true: the same, but "
+        "it is an error if there is none. PATH: go on from this checkpoint. false: begin anew.",
     )
     resume_with_changes: bool = Field(
         False,
@@ -56,34 +65,16 @@ class CheckpointSettings(Settings):
         None,
         description="End the run after this many evaluations in a row without a better metric. Default: never.",
     )
-    early_stopping_threshold: NonNegativeFloat = Field(
+    early_stopping_threshold: Annotated[NonNegativeFloat, Needs(early_stopping_patience=...)] = Field(
         0.0, le=1e6, description="Difference from the best metric that counts as better for early stopping."
     )
 
-    metric_for_best_model: str | None = Field(
+    metric_for_best_model: Annotated[str | None, _NEEDS_COMPARISON] = Field(
         None, description="Metric of the eval set that decides, such as eval_loss or loss. Default: eval_loss."
     )
-    greater_is_better: bool | None = Field(
+    greater_is_better: Annotated[bool | None, _NEEDS_COMPARISON] = Field(
         None, description="Whether larger values of this metric are better. Default: unless its name ends in loss."
     )
-
-    @field_validator("save_steps", "save_total_limit", "save_only_model")
-    @classmethod
-    def _needs_save_strategy(cls, value: Any, info: ValidationInfo) -> Any:
-        name = info.field_name or ""
-        needed = ("steps",) if name == "save_steps" else ("steps", "epoch")
-        if value != cls.model_fields[name].default and info.data.get("save_strategy", "steps") not in needed:
-            raise UnusedError(
-                f"is not used with save_strategy: {info.data['save_strategy']}; set save_strategy: steps, or remove it"
-            )
-        return value
-
-    @field_validator("save_on_signal_seconds")
-    @classmethod
-    def _needs_save_on_signal(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("save_on_signal") is False:
-            raise UnusedError("is not used with save_on_signal: false; remove one of the two")
-        return value
 
     @field_validator("load_best_model_at_end", "early_stopping_patience")
     @classmethod
@@ -92,21 +83,4 @@ class CheckpointSettings(Settings):
             raise ValueError("needs evaluations during training; set eval_strategy: steps or epoch")
         if value and info.field_name == "load_best_model_at_end" and info.data.get("save_only_model"):
             raise ValueError("needs checkpoints; remove save_only_model: true")
-        return value
-
-    @field_validator("early_stopping_threshold")
-    @classmethod
-    def _needs_patience(cls, value: float, info: ValidationInfo) -> float:
-        if value and info.data.get("early_stopping_patience", 1) is None:
-            raise UnusedError("is not used without early_stopping_patience; set it, or remove this")
-        return value
-
-    @field_validator("metric_for_best_model", "greater_is_better")
-    @classmethod
-    def _needs_use(cls, value: Any, info: ValidationInfo) -> Any:
-        users = [info.data.get(name, True) for name in ("load_best_model_at_end", "early_stopping_patience")]
-        if value is not None and not any(users):
-            raise UnusedError(
-                "is not used without load_best_model_at_end or early_stopping_patience; set one, or remove this"
-            )
         return value

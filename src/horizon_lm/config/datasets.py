@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.types import MAX_COUNT, Count, Names, Settings, UnusedError
+from horizon_lm.config.rules import Needs
+from horizon_lm.config.types import MAX_COUNT, Count, Names, Settings
 from horizon_lm.paths import exists, may_be_on_hub
 
 FIELDS = (
@@ -132,7 +133,7 @@ class DataSettings(Settings):
     eval_datasets: DatasetList | None = Field(
         None, description="Eval sets, in the same form. Their loss is computed before and after training."
     )
-    test_split_size: float | None = Field(
+    test_split_size: Annotated[float | None, Needs(eval_datasets=None)] = Field(
         None,
         gt=0,
         le=MAX_COUNT,
@@ -162,12 +163,8 @@ class DataSettings(Settings):
 
     @field_validator("test_split_size")
     @classmethod
-    def _reject_two_eval_sets(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is None:
-            return None
-        if info.data.get("eval_datasets"):
-            raise UnusedError("is not used with eval_datasets; remove one of the two")
-        if value >= 1 and value != int(value):
+    def _reject_parts_of_a_row(cls, value: float | None) -> float | None:
+        if value is not None and value >= 1 and value != int(value):
             raise ValueError("must be a whole number of rows, or a fraction of them below 1")
         return value
 

@@ -1,10 +1,11 @@
 """Settings of memory and precision. None of them changes which rows a step trains on."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Bytes, Count, CountOrZero, DeviceName, Seconds, Settings, UnusedError
+from horizon_lm.config.rules import Needs
+from horizon_lm.config.types import Bytes, Count, CountOrZero, DeviceName, Seconds, Settings
 
 
 class EngineSettings(Settings):
@@ -52,7 +53,7 @@ class EngineSettings(Settings):
     head: Literal["chunked", "whole"] = Field(
         "chunked", description="Compute the loss in chunks of tokens (chunked), or from all logits at once (whole)."
     )
-    head_chunk_tokens: Count | None = Field(
+    head_chunk_tokens: Annotated[Count | None, Needs(head="chunked")] = Field(
         None, description="Tokens per chunk of logits with head: chunked. Default: chosen by the plan."
     )
     activation_checkpoints: Literal["auto", "device", "host"] | CountOrZero = Field(
@@ -94,13 +95,6 @@ class EngineSettings(Settings):
         description="Seconds after which a step that is not finished is reported, with the operations that it waits for and the "
         "stacks of all threads; the run goes on waiting. null for never.",
     )
-
-    @field_validator("head_chunk_tokens")
-    @classmethod
-    def _chunks_need_chunked_head(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("head") == "whole":
-            raise UnusedError("is not used with head: whole; remove one of the two")
-        return value
 
     @field_validator("resident_graphs")
     @classmethod

@@ -8,9 +8,9 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig
+from horizon_lm.config.rules import UnusedError
 from horizon_lm.config.run import SCHEMAS, RunConfig
 from horizon_lm.config.translate.tables import foreign_trainer, our_name, remedies
-from horizon_lm.config.types import UnusedError
 from horizon_lm.config.yaml_file import SettingPlaces, parse_yaml, read_yaml
 from horizon_lm.errors import ConfigError
 

@@ -1,10 +1,11 @@
 """Settings of the objective and of the model that a run starts from."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
-from horizon_lm.config.types import Settings, UnusedError
+from horizon_lm.config.rules import Needs
+from horizon_lm.config.types import Settings
 
 
 class ModelSettings(Settings):
@@ -19,12 +20,14 @@ class ModelSettings(Settings):
     )
     model_name_or_path: str = Field(description="Model to start from: a Hugging Face folder or a hub id.")
     gguf_file: str | None = Field(None, description="GGUF file in that folder to load the weights from.")
-    dequantize: bool = Field(
+    dequantize: Annotated[bool, Needs(gguf_file=None)] = Field(
         False,
         description="Decode quantized weights (MXFP4, FP8 in tiles, bitsandbytes' 4 bits) while they are read, so that all of them can "
         "be trained. Adapters need no decoding.",
     )
-    trust_remote_code: bool = Field(False, description="Run Python code that ships with the model.")
+    trust_remote_code: Annotated[bool, Needs(gguf_file=None)] = Field(
+        False, description="Run Python code that ships with the model."
+    )
     allow_unproven_model: bool = Field(
         False,
         description="Allow a model type or feature that is not verified against plain autograd (docs/models.md).",
@@ -47,13 +50,6 @@ class ModelSettings(Settings):
 
     # A check of two fields belongs to the later one. pydantic passes the earlier fields in `info.data`, so that all
     # errors of a file are reported together. An earlier field that is itself invalid is missing from `info.data`.
-
-    @field_validator("trust_remote_code", "dequantize")
-    @classmethod
-    def _reject_with_gguf(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("gguf_file"):
-            raise UnusedError("is not used with gguf_file; remove one of the two")
-        return value
 
     @field_validator("trainable")
     @classmethod

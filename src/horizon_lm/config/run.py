@@ -9,13 +9,15 @@ from horizon_lm.config.checkpoints import CheckpointSettings
 from horizon_lm.config.datasets import WITHOUT_ROWS, DataSettings
 from horizon_lm.config.engine import EngineSettings
 from horizon_lm.config.model import ModelSettings
+from horizon_lm.config.rules import Needs
 from horizon_lm.config.training import TrainingSettings
-from horizon_lm.config.types import Count, CountOrZero, Interval, Names, Settings, UnusedError, as_list
+from horizon_lm.config.types import Count, CountOrZero, Interval, Names, Settings, as_list
 
 _TRACKERS = (
     "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab", "tensorboard",
     "trackio", "wandb",
 )  # fmt: skip
+_NEEDS_EVAL_SET = Needs(eval_datasets=..., test_split_size=...)
 
 
 class OutputSettings(Settings):
@@ -42,14 +44,16 @@ class OutputSettings(Settings):
         "float32 keeps the full master for further training.",
     )
 
-    eval_strategy: Literal["no", "steps", "epoch"] = Field(
+    eval_strategy: Annotated[Literal["no", "steps", "epoch"], _NEEDS_EVAL_SET] = Field(
         "no", description="When to evaluate during training, in addition to before and after it: no, steps or epoch."
     )
-    eval_steps: Interval | None = Field(
+    eval_steps: Annotated[Interval | None, Needs(eval_strategy="steps")] = Field(
         None,
         description="Steps between evaluations, or a fraction of all steps if below 1. Default: logging_steps.",
     )
-    per_device_eval_batch_size: Count = Field(8, description="Rows per forward pass of an evaluation.")
+    per_device_eval_batch_size: Annotated[Count, _NEEDS_EVAL_SET] = Field(
+        8, description="Rows per forward pass of an evaluation."
+    )
 
     logging_steps: Interval = Field(
         10,
@@ -61,9 +65,11 @@ class OutputSettings(Settings):
         "none",
         description="Trackers to send metrics to, in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow, ... or none.",
     )
-    run_name: str | None = Field(None, description="Name of the run in these trackers. Default: output_dir.")
+    run_name: Annotated[str | None, Needs(report_to=...)] = Field(
+        None, description="Name of the run in these trackers. Default: output_dir."
+    )
 
-    wandb_project: str | None = Field(
+    wandb_project: Annotated[str | None, Needs(report_to=("wandb", "all"))] = Field(
         None,
         description="Project of the run in wandb. Default: the environment variable WANDB_PROJECT, else huggingface.",
     )
@@ -71,38 +77,26 @@ class OutputSettings(Settings):
     sample_prompts: Names | None = Field(
         None, description="Prompts that the model answers during training, for people to read."
     )
-    sample_system_prompt: str | None = Field(None, description="System prompt of the sample prompts. Default: none.")
-    sample_steps: Interval = Field(
+    sample_system_prompt: Annotated[str | None, Needs(sample_prompts=...)] = Field(
+        None, description="System prompt of the sample prompts. Default: none."
+    )
+    sample_steps: Annotated[Interval, Needs(sample_prompts=...)] = Field(
         100, description="Steps between these answers, or a fraction of all steps if below 1."
     )
-    sample_max_new_tokens: Count = Field(64, description="Maximum number of tokens in such an answer.")
+    sample_max_new_tokens: Annotated[Count, Needs(sample_prompts=...)] = Field(
+        64, description="Maximum number of tokens in such an answer."
+    )
 
     trace_steps: CountOrZero = Field(
         0, description="Number of steps, from the third on, whose operations are recorded in trace.json."
     )
     push_to_hub: bool = Field(False, description="Upload the trained model to the Hugging Face hub after training.")
-    hub_model_id: str | None = Field(
+    hub_model_id: Annotated[str | None, Needs(push_to_hub=...)] = Field(
         None, description="Repository of the upload. Default: the last part of output_dir."
     )
-    hub_private_repo: bool | None = Field(
+    hub_private_repo: Annotated[bool | None, Needs(push_to_hub=...)] = Field(
         None, description="Make that repository private. Default: your account's default."
     )
-
-    @field_validator("eval_strategy", "per_device_eval_batch_size")
-    @classmethod
-    def _needs_eval_set(cls, value: Any, info: ValidationInfo) -> Any:
-        if value != cls.model_fields[info.field_name or ""].default and _has_no_eval_set(info):
-            raise UnusedError("is not used without eval_datasets or test_split_size; add one, or remove it")
-        return value
-
-    @field_validator("eval_steps")
-    @classmethod
-    def _needs_eval_strategy(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and info.data.get("eval_strategy", "steps") != "steps":
-            raise UnusedError(
-                f"is not used with eval_strategy: {info.data['eval_strategy']}; set eval_strategy: steps, or remove it"
-            )
-        return value
 
     @field_validator("report_to")
     @classmethod
@@ -111,34 +105,6 @@ class OutputSettings(Settings):
         if names not in (["none"], ["all"]) and (not names or set(names) - set(_TRACKERS)):
             raise ValueError(f"must be none, all, or some of {', '.join(_TRACKERS)}")
         return value
-
-    @field_validator("wandb_project")
-    @classmethod
-    def _needs_wandb(cls, value: str | None, info: ValidationInfo) -> str | None:
-        trackers = info.data.get("report_to", "wandb")
-        if value is not None and not {"wandb", "all"} & {*([trackers] if isinstance(trackers, str) else trackers)}:
-            raise UnusedError("is not used without report_to: wandb; set it, or remove this")
-        return value
-
-    @field_validator("sample_system_prompt", "sample_steps", "sample_max_new_tokens")
-    @classmethod
-    def _needs_sample_prompts(cls, value: Any, info: ValidationInfo) -> Any:
-        if value != cls.model_fields[info.field_name or ""].default and info.data.get("sample_prompts", ...) is None:
-            raise UnusedError("is not used without sample_prompts; add some, or remove it")
-        return value
-
-    @field_validator("run_name", "hub_model_id", "hub_private_repo")
-    @classmethod
-    def _needs_destination(cls, value: Any, info: ValidationInfo) -> Any:
-        name, unset = ("report_to", "none") if info.field_name == "run_name" else ("push_to_hub", False)
-        if value is not None and info.data.get(name) == unset:
-            raise UnusedError(f"is not used without {name}; set it, or remove this")
-        return value
-
-
-def _has_no_eval_set(info: ValidationInfo) -> bool:
-    """Return whether both settings of an eval set are valid and unset."""
-    return [info.data.get(name, ...) for name in ("eval_datasets", "test_split_size")] == [None, None]
 
 
 # The groups of settings, last one first: pydantic and `text.groups` collect fields from the last base class to the first.
@@ -163,35 +129,21 @@ class TextConfig(RunConfig):
         False,
         description="Pack several rows into one of up to max_length tokens; packed rows do not attend to each other. Needs TRL.",
     )
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = Field(
+    packing_strategy: Annotated[Literal["bfd", "bfd_split", "wrapped"], Needs(packing=True)] = Field(
         "bfd",
         description="bfd truncates rows longer than max_length, bfd_split continues them in further rows, wrapped joins all rows "
         "and cuts anywhere, so that joined rows do attend to each other.",
     )
-    eval_packing: bool | None = Field(None, description="Pack the rows of eval sets. Default: as packing.")
+    eval_packing: Annotated[bool | None, _NEEDS_EVAL_SET] = Field(
+        None, description="Pack the rows of eval sets. Default: as packing."
+    )
     label_smoothing_factor: float = Field(
         0.0, ge=0, lt=1, description="Label smoothing: share of each target that is spread over the whole vocabulary."
     )
 
-    @field_validator("packing")
+    @field_validator("packing", "eval_packing")
     @classmethod
-    def _needs_max_length(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("max_length", 1) is None:
-            raise ValueError("needs a max_length to pack up to, but max_length is null")
-        return value
-
-    @field_validator("packing_strategy")
-    @classmethod
-    def _needs_packing(cls, value: str, info: ValidationInfo) -> str:
-        if value != "bfd" and not info.data.get("packing", True):
-            raise UnusedError("is not used without packing: true")
-        return value
-
-    @field_validator("eval_packing")
-    @classmethod
-    def _needs_eval_rows_to_pack(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value is not None and _has_no_eval_set(info):
-            raise UnusedError("is not used without eval_datasets or test_split_size; add one, or remove it")
+    def _needs_max_length(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and info.data.get("max_length", 1) is None:
             raise ValueError("needs a max_length to pack up to, but max_length is null")
         return value
@@ -253,7 +205,7 @@ class DpoConfig(RunConfig):
     loss_weights: list[Annotated[float, Field(ge=0, le=1e6)]] | None = Field(
         None, description="Weights of the losses in that list. Default: 1 each."
     )
-    label_smoothing: float = Field(
+    label_smoothing: Annotated[float, Needs(loss_type="robust")] = Field(
         0.0,
         ge=0,
         lt=0.5,
@@ -275,13 +227,6 @@ class DpoConfig(RunConfig):
         losses = info.data.get("loss_type")
         if value is not None and losses is not None and len(value) != len(losses):
             raise ValueError(f"must have one number for each of the {len(losses)} losses in loss_type")
-        return value
-
-    @field_validator("label_smoothing")
-    @classmethod
-    def _needs_robust_loss(cls, value: float, info: ValidationInfo) -> float:
-        if value and "robust" not in info.data.get("loss_type", ["robust"]):
-            raise UnusedError("is not used without loss_type: robust; remove it")
         return value
 
 

@@ -1,10 +1,11 @@
 """Settings of training length, batches and optimizer."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from horizon_lm.config.types import Count, Fraction, Norm, Settings, StepsOrFraction, UnusedError
+from horizon_lm.config.rules import Needs, UnusedError
+from horizon_lm.config.types import Count, Fraction, Norm, Settings, StepsOrFraction
 
 MAX_ROWS_PER_STEP = 65_536  # what a plan of seconds can try in all sizes of micro-batches
 
@@ -60,7 +61,7 @@ class TrainingSettings(Settings):
         "raise",
         description="On a NaN or infinite gradient, end the run with the weights unchanged (raise) or skip the step (skip).",
     )
-    max_consecutive_skips: Count | None = Field(
+    max_consecutive_skips: Annotated[Count | None, Needs(non_finite="skip")] = Field(
         3,
         description="With non_finite: skip, end the run after more than this many skipped steps in a row; null for no limit.",
     )
@@ -102,13 +103,6 @@ class TrainingSettings(Settings):
             raise ValueError(
                 "keeps no gradients to check; set check_gradients: 0, and check in a run of one step without it"
             )
-        return value
-
-    @field_validator("max_consecutive_skips")
-    @classmethod
-    def _needs_skipping(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value != cls.model_fields["max_consecutive_skips"].default and info.data.get("non_finite") == "raise":
-            raise UnusedError("is not used without non_finite: skip; set it, or remove this")
         return value
 
     @field_validator("lr_scheduler_kwargs")

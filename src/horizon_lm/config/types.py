@@ -4,17 +4,14 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from horizon_lm.config.rules import require_use
 from horizon_lm.quantities import parse_bytes
 
 _MIN_SIZE, _MAX_SIZE = 1e-30, 1e30  # of fractional numbers, which float32 computes with
 _MAX_WHOLE = 2**60  # of whole numbers without a limit of their own
 MAX_COUNT = 2**31
-
-
-class UnusedError(ValueError):
-    """A setting that the run would not use."""
 
 
 class Settings(BaseModel):
@@ -37,6 +34,12 @@ class Settings(BaseModel):
                 raise ValueError(f"must be 0, or between {_MIN_SIZE:g} and {_MAX_SIZE:g} in size")
             if isinstance(each, int) and abs(each) > _MAX_WHOLE:
                 raise ValueError(f"must be at most {_MAX_WHOLE:,} in size")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _require_use(cls, value: Any, info: ValidationInfo) -> Any:
+        require_use(str(info.field_name), value, info.data, cls.model_fields)
         return value
 
 

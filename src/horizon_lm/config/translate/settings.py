@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from horizon_lm.config.adapters import OF_THE_BASE, AdapterSettings
 from horizon_lm.config.datasets import WITHOUT_ROWS
+from horizon_lm.config.rules import UnusedError
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.text import start_file
 from horizon_lm.config.translate.dataset_entries import translate_datasets
@@ -27,7 +28,6 @@ from horizon_lm.config.translate.tables import (
     remedies,
     table_key,
 )
-from horizon_lm.config.types import UnusedError
 from horizon_lm.config.yaml_file import read_yaml
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.paths import exists

@@ -1,0 +1,60 @@
+"""The rules of a setting, as metadata of its field: ``Annotated[int, Needs(save_strategy="steps")]``."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+
+class UnusedError(ValueError):
+    """A setting that the run would not use."""
+
+
+class Needs:
+    """The values of other settings without which a setting is not used. Of several settings, one is enough.
+
+    Args:
+        others: the value or a tuple of values, by the name of an earlier setting; ``...`` for any value but its default.
+    """
+
+    def __init__(self, **others: Any) -> None:
+        self.others = {name: wanted if isinstance(wanted, tuple) else (wanted,) for name, wanted in others.items()}
+
+    def require(self, given: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> None:
+        """Raise UnusedError unless one of the other settings has such a value.
+
+        Args:
+            given: values of the earlier settings, without invalid ones, which have errors of their own.
+            fields: the fields of all settings.
+        """
+        defaults = {name: fields[name].default for name in self.others}
+        if not self.others.keys() <= given.keys() or self._are_met(given, defaults):
+            return
+        if self._are_met(defaults, defaults):  # so the other setting has been changed
+            names = " or ".join(_described(name, [given[name]]) for name in self.others)
+            raise UnusedError(f"is not used with {names}; remove one of the two")
+        names = " or ".join(_described(name, wanted) for name, wanted in self.others.items())
+        raise UnusedError(f"is not used without {names}; set {'it' if len(defaults) == 1 else 'one'}, or remove this")
+
+    def _are_met(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+        return any(
+            values[name] != defaults[name] if wanted == (...,) else any(each in wanted for each in _parts(values[name]))
+            for name, wanted in self.others.items()
+        )
+
+
+def require_use(name: str, value: Any, given: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> None:
+    """Raise UnusedError if a setting differs from its default, and lacks another one that it needs; see `Needs.require`."""
+    for rule in fields[name].metadata if value != fields[name].default else ():
+        if isinstance(rule, Needs):
+            rule.require(given, fields)
+
+
+def _parts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _described(name: str, values: Iterable[Any]) -> str:
+    """Return the name of a setting, and those values that are words, as in a run file."""
+    words = [str(each).lower() if isinstance(each, bool) else each for each in values if isinstance(each, bool | str)]
+    return f"{name}: {' or '.join(words)}" if words else name
