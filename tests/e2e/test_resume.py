@@ -13,7 +13,6 @@ from transformers.trainer_callback import ExportableState
 
 import horizon_lm
 from horizon_lm.checkpoints import checkpoint
-from horizon_lm.config import RunConfig
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
 from horizon_lm.planning.catalog import own_profile_path
@@ -234,27 +233,6 @@ def test_another_split_of_a_step_changes_its_rounding_only(
 def weights(runs: Runs) -> torch.Tensor:
     model = runs.loops[-1].model
     return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-def test_each_setting_is_known_to_resume() -> None:
-    """A new setting cannot be resumed with another value until somebody has decided whether it may change."""
-    known = {name for kind in (*RunConfig.__subclasses__(), RunConfig) for name in all_fields(kind)}
-    free, rounding = resume_module._FREE, resume_module._ROUNDING
-    assert not free & rounding
-    assert known >= free | rounding
-    assert known - free - rounding == {
-        "objective", "seed", "data_seed", "test_split_size", "max_length", "packing", "packing_strategy", "train_on", "trainable",
-        "precision", "moments", "grad_dtype", "update_in_backward", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs",
-        "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
-        "num_train_epochs", "label_smoothing_factor", "beta", "label_smoothing", "loss_type", "loss_weights", "disable_dropout",
-        "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters",
-        "lora_modules_to_save", "use_rslora", "use_dora", "adapter_name_or_path",
-        "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
-    }  # fmt: skip
-
-
-def all_fields(kind: Any) -> set[str]:
-    return set(kind.model_fields) | {name for each in kind.__subclasses__() for name in all_fields(each)}
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,68 @@
-"""The rules of settings: what each one needs."""
+"""The rules of settings: which ones a run may be resumed with, which may differ between machines, and what each one needs."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 from pydantic import Field, ValidationError
 
-from horizon_lm.config import SCHEMAS, DatasetConfig, RunConfig
-from horizon_lm.config.rules import Needs, UnusedError
+from horizon_lm.checkpoints.manifest import Manifest
+from horizon_lm.config import SCHEMAS, DatasetConfig, RunConfig, plan_config
+from horizon_lm.config.rules import Needs, OnResume, PerMachine, UnusedError
+from horizon_lm.config.run import settings_with
 from horizon_lm.config.types import Settings
+from horizon_lm.errors import ConfigError
+from horizon_lm.training.resume import ResumePoint, apply_settings, settings_of
+
+EXPECTED: dict[OnResume | None, set[str]] = {
+    OnResume.FREE: {"output_dir", "datasets", "save_steps", "resident_blocks", "eval_packing", "precompute_ref_batch_size"},
+    OnResume.ROUNDING: {"device", "head", "compile", "per_device_train_batch_size", "attn_implementation"},
+    None: {"objective", "seed", "max_length", "precision", "moments", "learning_rate", "lora_r", "beta", "train_on", "trainable"},
+}  # fmt: skip
+ALL = sorted({(name, rule) for rule, names in EXPECTED.items() for name in names}, key=str)
+SETTINGS = [(objective, name) for objective, schema in SCHEMAS.items() for name in schema.model_fields]
+
+
+@pytest.mark.parametrize(("name", "rule"), ALL)
+def test_settings_have_the_rule_that_their_meaning_asks_for(name: str, rule: OnResume | None) -> None:
+    assert [each for each in OnResume if name in settings_with(each)] == ([] if rule is None else [rule])
+
+
+def rules_of(schema: type[Settings], name: str) -> list[OnResume]:
+    return [rule for rule in schema.model_fields[name].metadata if isinstance(rule, OnResume)]
+
+
+def test_each_setting_has_one_rule_of_resuming() -> None:
+    """A setting is the same in all objectives, and FREE, ROUNDING or fixed."""
+    assert not settings_with(OnResume.FREE) & settings_with(OnResume.ROUNDING)
+    for _, name in SETTINGS:
+        found = [rules_of(schema, name) for schema in SCHEMAS.values() if name in schema.model_fields]
+        assert found.count(found[0]) == len(found)
+
+
+@pytest.mark.parametrize(("objective", "name"), SETTINGS)
+def test_another_value_on_resume_does_what_the_rule_says(objective: str, name: str) -> None:
+    config = plan_config(objective=objective, model_name_or_path="m")
+    settled = settings_of(config)
+    given = settled | {name: 2 * settled[name] if name in ROWS else "another value"}
+    state = {"config": given, "settled": settled, "rows_per_step": config.rows_per_step}
+    point = ResumePoint(Path("checkpoint-1"), Manifest(1, "bf16", None, {}, {}, []), state)
+    rules = rules_of(SCHEMAS[objective], name)
+    if not rules:
+        with pytest.raises(ConfigError, match=f"these have changed: {name}: another value -> "):
+            apply_settings(config, point)
+        return
+    _, lines = apply_settings(config, point)
+    assert [f"resume: warning: {name}: " in line for line in lines] == ([True] if rules == [OnResume.ROUNDING] else [])
+
+
+ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # which are numbers, whose product is looked at
+
+
+def test_places_may_differ_between_machines() -> None:
+    found = settings_with(PerMachine())
+    assert found >= {"output_dir", "model_name_or_path", "adapter_name_or_path", "datasets", "device", "host_memory"}
+    assert not found & {"seed", "learning_rate", "precision", "max_steps", "per_device_train_batch_size", "save_steps"}
 
 
 def misplaced(schema: type[Settings]) -> list[str]:

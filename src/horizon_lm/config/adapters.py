@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.rules import Needs
+from horizon_lm.config.rules import Needs, PerMachine
 from horizon_lm.config.types import MAX_COUNT, Count, Fraction, Names, Settings
 
 OF_THE_BASE = {"use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path"}
@@ -57,7 +57,7 @@ class AdapterSettings(Settings):
     use_bnb_nested_quant: Annotated[bool, Needs(load_in_4bit=True)] = Field(
         False, description="Quantize the scales of 4-bit weights, too."
     )
-    adapter_name_or_path: Annotated[str | None, _NEEDS_PEFT] = Field(
+    adapter_name_or_path: Annotated[str | None, PerMachine(), _NEEDS_PEFT] = Field(
         None, description="Folder or hub id of an adapter to go on with. Its own ranks and targets are used."
     )
 

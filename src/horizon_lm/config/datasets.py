@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.rules import Needs
+from horizon_lm.config.rules import Needs, OnResume, PerMachine
 from horizon_lm.config.types import MAX_COUNT, Count, Names, Settings
 from horizon_lm.paths import exists, may_be_on_hub
 
@@ -125,12 +125,12 @@ class DataSettings(Settings):
 
     heading: ClassVar[str] = "Data"
 
-    datasets: DatasetList | None = Field(
+    datasets: Annotated[DatasetList | None, OnResume.FREE, PerMachine()] = Field(
         None,
         validate_default=True,
         description="Training rows: a path, or a list of paths or of {path, columns, ...}.",
     )
-    eval_datasets: DatasetList | None = Field(
+    eval_datasets: Annotated[DatasetList | None, OnResume.FREE, PerMachine()] = Field(
         None, description="Eval sets, in the same form. Their loss is computed before and after training."
     )
     test_split_size: Annotated[float | None, Needs(eval_datasets=None)] = Field(
@@ -143,7 +143,7 @@ class DataSettings(Settings):
     max_length: Count | None = Field(
         1024, description="Maximum number of tokens in a row; longer rows are truncated at the end. null for no limit."
     )
-    dataset_num_proc: Count | None = Field(
+    dataset_num_proc: Annotated[Count | None, OnResume.FREE, PerMachine()] = Field(
         None, le=1024, description="Number of processes that tokenize rows; the result is cached. Default: one."
     )
 

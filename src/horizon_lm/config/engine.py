@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from horizon_lm.config.rules import Needs
+from horizon_lm.config.rules import Needs, OnResume, PerMachine
 from horizon_lm.config.types import Bytes, Count, CountOrZero, DeviceName, Seconds, Settings
 
 
@@ -13,15 +13,15 @@ class EngineSettings(Settings):
 
     heading: ClassVar[str] = "Memory and precision"
 
-    device: DeviceName = Field(
+    device: Annotated[DeviceName, OnResume.ROUNDING, PerMachine()] = Field(
         "auto", description="Compute device: auto (cuda if available, else cpu), cpu, cuda or cuda:N."
     )
-    dp_shard_size: Count | None = Field(
+    dp_shard_size: Annotated[Count | None, OnResume.ROUNDING] = Field(
         None,
         description="With torchrun: number of processes that share a copy of the model, each with a part of its weights, gradients "
         "and moments. Default: those of a machine.",
     )
-    dp_replicate_size: Count | None = Field(
+    dp_replicate_size: Annotated[Count | None, OnResume.ROUNDING] = Field(
         None,
         description="With torchrun: number of copies of the model. Default: the number of processes by dp_shard_size.",
     )
@@ -38,59 +38,59 @@ class EngineSettings(Settings):
         description="Dtype of AdamW's moments in host memory; float32, bfloat16 and 8bit take 8, 4 and 2 bytes per parameter. "
         "auto: bfloat16 where the planned step is notably shorter with it, because updates are exposed; else float32.",
     )
-    host_memory: Bytes | None = Field(
+    host_memory: Annotated[Bytes | None, OnResume.FREE, PerMachine()] = Field(
         None,
         description="Host memory that the run may use, such as 512GiB; may exceed what is free now. Default: what is free.",
     )
-    device_memory: Bytes | None = Field(
+    device_memory: Annotated[Bytes | None, OnResume.FREE] = Field(
         None,
         description="Limit on device memory, such as 20GiB: on a GPU of all that torch allocates there, on a CPU of the engine's buffers. Default: no limit.",
     )
-    device_micro_batch_size: Count | None = Field(
+    device_micro_batch_size: Annotated[Count | None, OnResume.ROUNDING] = Field(
         None,
         description="Rows per micro-batch: those that a block processes on the device at once. Default: chosen by the plan.",
     )
-    head: Literal["chunked", "whole"] = Field(
+    head: Annotated[Literal["chunked", "whole"], OnResume.ROUNDING] = Field(
         "chunked", description="Compute the loss in chunks of tokens (chunked), or from all logits at once (whole)."
     )
-    head_chunk_tokens: Annotated[Count | None, Needs(head="chunked")] = Field(
+    head_chunk_tokens: Annotated[Count | None, OnResume.ROUNDING, Needs(head="chunked")] = Field(
         None, description="Tokens per chunk of logits with head: chunked. Default: chosen by the plan."
     )
-    activation_checkpoints: Literal["auto", "device", "host"] | CountOrZero = Field(
+    activation_checkpoints: Annotated[Literal["auto", "device", "host"] | CountOrZero, OnResume.FREE] = Field(
         "auto",
         description="Where activation checkpoints (the blocks' inputs) are kept until the backward pass: device, host, auto, "
         "or the number of last blocks whose checkpoint stays on the device.",
     )
-    resident_blocks: CountOrZero | None = Field(
+    resident_blocks: Annotated[CountOrZero | None, OnResume.FREE] = Field(
         None,
         description="Number of last blocks whose weights stay on the device for the backward pass. "
         "Default: chosen by the plan with activation_checkpoints: auto, else 0.",
     )
-    resident_graphs: CountOrZero | None = Field(
+    resident_graphs: Annotated[CountOrZero | None, OnResume.FREE] = Field(
         None,
         description="Number of those blocks that also keep their autograd graph, so that they are not recomputed. "
         "Default: chosen by the plan if resident_blocks is, else 0.",
     )
 
-    mlp_chunk_tokens: Count | None = Field(
+    mlp_chunk_tokens: Annotated[Count | None, OnResume.ROUNDING] = Field(
         None, description="Tokens per chunk of a feed-forward layer, for very long rows. Default: all tokens at once."
     )
-    compile: Literal["auto"] | bool = Field(
+    compile: Annotated[Literal["auto"] | bool, OnResume.ROUNDING] = Field(
         "auto", description="Compile blocks with torch.compile, once per block structure. auto: only on a GPU."
     )
 
-    check_gradients: CountOrZero = Field(
+    check_gradients: Annotated[CountOrZero, OnResume.FREE] = Field(
         0,
         description="Number of blocks whose gradients are compared with plain autograd before training, on the device and "
         "with the first batch; 0 for none.",
     )
 
-    rank_timeout: Seconds | None = Field(
+    rank_timeout: Annotated[Seconds | None, OnResume.FREE] = Field(
         600.0,
         description="With torchrun: seconds after which a process that stays behind the others ends the run, with its name. null for "
         "never. One that dies ends it within 30 seconds.",
     )
-    step_timeout: Seconds | None = Field(
+    step_timeout: Annotated[Seconds | None, OnResume.FREE] = Field(
         1800.0,
         description="Seconds after which a step that is not finished is reported, with the operations that it waits for and the "
         "stacks of all threads; the run goes on waiting. null for never.",

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from horizon_lm.config.rules import Needs
+from horizon_lm.config.rules import Needs, OnResume, PerMachine
 from horizon_lm.config.types import Settings
 
 
@@ -18,26 +18,30 @@ class ModelSettings(Settings):
         description="Training objective. sft: supervised fine-tuning on answers; pretrain: continued pre-training on text; "
         "dpo: preference optimization.",
     )
-    model_name_or_path: str = Field(description="Model to start from: a Hugging Face folder or a hub id.")
-    gguf_file: str | None = Field(None, description="GGUF file in that folder to load the weights from.")
-    dequantize: Annotated[bool, Needs(gguf_file=None)] = Field(
+    model_name_or_path: Annotated[str, OnResume.FREE, PerMachine()] = Field(
+        description="Model to start from: a Hugging Face folder or a hub id."
+    )
+    gguf_file: Annotated[str | None, OnResume.FREE] = Field(
+        None, description="GGUF file in that folder to load the weights from."
+    )
+    dequantize: Annotated[bool, OnResume.FREE, Needs(gguf_file=None)] = Field(
         False,
         description="Decode quantized weights (MXFP4, FP8 in tiles, bitsandbytes' 4 bits) while they are read, so that all of them can "
         "be trained. Adapters need no decoding.",
     )
-    trust_remote_code: Annotated[bool, Needs(gguf_file=None)] = Field(
+    trust_remote_code: Annotated[bool, OnResume.FREE, Needs(gguf_file=None)] = Field(
         False, description="Run Python code that ships with the model."
     )
-    allow_unproven_model: bool = Field(
+    allow_unproven_model: Annotated[bool, OnResume.FREE] = Field(
         False,
         description="Allow a model type or feature that is not verified against plain autograd (docs/models.md).",
     )
-    attn_implementation: str | None = Field(
+    attn_implementation: Annotated[str | None, OnResume.ROUNDING] = Field(
         None,
         description="Attention implementation of transformers, such as sdpa; varlen computes no attention to padding or to other packed rows. "
         "Default: the model's.",
     )
-    chat_template_path: str | None = Field(
+    chat_template_path: Annotated[str | None, OnResume.FREE, PerMachine()] = Field(
         None,
         description="Chat template to train with and to save: a Jinja file, or the folder or hub id of a model that has one. "
         "Default: the tokenizer's.",

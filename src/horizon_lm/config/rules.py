@@ -1,6 +1,8 @@
-"""The rules of a setting, as metadata of its field: ``Annotated[int, Needs(save_strategy="steps")]``."""
+"""The rules of a setting, as metadata of its field: ``Annotated[bool, OnResume.FREE, Needs(save_strategy="steps")]``."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -8,6 +10,18 @@ from pydantic.fields import FieldInfo
 
 class UnusedError(ValueError):
     """A setting that the run would not use."""
+
+
+class OnResume(Enum):
+    """The effect of another value on a resumed run. A setting without one is fixed: with another value, it is another run."""
+
+    FREE = "changes neither the steps nor their numbers"
+    ROUNDING = "changes how the numbers of a step are rounded, and which elements dropout drops"
+
+
+@dataclass(frozen=True)
+class PerMachine:
+    """The rule of a setting that may differ between machines: a place, or what a process may use."""
 
 
 class Needs:

@@ -9,7 +9,7 @@ from horizon_lm.config.checkpoints import CheckpointSettings
 from horizon_lm.config.datasets import WITHOUT_ROWS, DataSettings
 from horizon_lm.config.engine import EngineSettings
 from horizon_lm.config.model import ModelSettings
-from horizon_lm.config.rules import Needs
+from horizon_lm.config.rules import Needs, OnResume, PerMachine
 from horizon_lm.config.training import TrainingSettings
 from horizon_lm.config.types import Count, CountOrZero, Interval, Names, Settings, as_list
 
@@ -25,76 +25,80 @@ class OutputSettings(Settings):
 
     heading: ClassVar[str] = "Output"
 
-    output_dir: str = Field(
+    output_dir: Annotated[str, OnResume.FREE, PerMachine()] = Field(
         "trainer_output", description="Folder of the run: metrics, resolved settings, and the trained model in model/."
     )
-    overwrite_output_dir: bool = Field(
+    overwrite_output_dir: Annotated[bool, OnResume.FREE] = Field(
         False, description="Replace a finished run in output_dir, once the new run has finished."
     )
 
-    fallback_dir: str | None = Field(
+    fallback_dir: Annotated[str | None, OnResume.FREE, PerMachine()] = Field(
         None,
         description="Folder for the trained model if output_dir cannot be written to when the training ends; checked before it begins. "
         "Default: the temporary folder, your home folder or that above output_dir, whichever has room, another disk first.",
     )
 
-    export_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+    export_dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, OnResume.FREE] = Field(
         None,
         description="Dtype of exported weights. Default: the checkpoint's, or float32 with precision: float32. "
         "float32 keeps the full master for further training.",
     )
 
-    eval_strategy: Annotated[Literal["no", "steps", "epoch"], _NEEDS_EVAL_SET] = Field(
+    eval_strategy: Annotated[Literal["no", "steps", "epoch"], OnResume.FREE, _NEEDS_EVAL_SET] = Field(
         "no", description="When to evaluate during training, in addition to before and after it: no, steps or epoch."
     )
-    eval_steps: Annotated[Interval | None, Needs(eval_strategy="steps")] = Field(
+    eval_steps: Annotated[Interval | None, OnResume.FREE, Needs(eval_strategy="steps")] = Field(
         None,
         description="Steps between evaluations, or a fraction of all steps if below 1. Default: logging_steps.",
     )
-    per_device_eval_batch_size: Annotated[Count, _NEEDS_EVAL_SET] = Field(
+    per_device_eval_batch_size: Annotated[Count, OnResume.FREE, _NEEDS_EVAL_SET] = Field(
         8, description="Rows per forward pass of an evaluation."
     )
 
-    logging_steps: Interval = Field(
+    logging_steps: Annotated[Interval, OnResume.FREE] = Field(
         10,
         description="Steps between lines of metrics, or a fraction of all steps if below 1. The first and the last step are "
         "always logged.",
     )
-    log_unit_grad_norms: bool = Field(False, description="Log the gradient norm of each unit of the model.")
-    report_to: str | list[str] = Field(
+    log_unit_grad_norms: Annotated[bool, OnResume.FREE] = Field(
+        False, description="Log the gradient norm of each unit of the model."
+    )
+    report_to: Annotated[str | list[str], OnResume.FREE] = Field(
         "none",
         description="Trackers to send metrics to, in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow, ... or none.",
     )
-    run_name: Annotated[str | None, Needs(report_to=...)] = Field(
+    run_name: Annotated[str | None, OnResume.FREE, Needs(report_to=...)] = Field(
         None, description="Name of the run in these trackers. Default: output_dir."
     )
 
-    wandb_project: Annotated[str | None, Needs(report_to=("wandb", "all"))] = Field(
+    wandb_project: Annotated[str | None, OnResume.FREE, Needs(report_to=("wandb", "all"))] = Field(
         None,
         description="Project of the run in wandb. Default: the environment variable WANDB_PROJECT, else huggingface.",
     )
 
-    sample_prompts: Names | None = Field(
+    sample_prompts: Annotated[Names | None, OnResume.FREE] = Field(
         None, description="Prompts that the model answers during training, for people to read."
     )
-    sample_system_prompt: Annotated[str | None, Needs(sample_prompts=...)] = Field(
+    sample_system_prompt: Annotated[str | None, OnResume.FREE, Needs(sample_prompts=...)] = Field(
         None, description="System prompt of the sample prompts. Default: none."
     )
-    sample_steps: Annotated[Interval, Needs(sample_prompts=...)] = Field(
+    sample_steps: Annotated[Interval, OnResume.FREE, Needs(sample_prompts=...)] = Field(
         100, description="Steps between these answers, or a fraction of all steps if below 1."
     )
-    sample_max_new_tokens: Annotated[Count, Needs(sample_prompts=...)] = Field(
+    sample_max_new_tokens: Annotated[Count, OnResume.FREE, Needs(sample_prompts=...)] = Field(
         64, description="Maximum number of tokens in such an answer."
     )
 
-    trace_steps: CountOrZero = Field(
+    trace_steps: Annotated[CountOrZero, OnResume.FREE] = Field(
         0, description="Number of steps, from the third on, whose operations are recorded in trace.json."
     )
-    push_to_hub: bool = Field(False, description="Upload the trained model to the Hugging Face hub after training.")
-    hub_model_id: Annotated[str | None, Needs(push_to_hub=...)] = Field(
+    push_to_hub: Annotated[bool, OnResume.FREE] = Field(
+        False, description="Upload the trained model to the Hugging Face hub after training."
+    )
+    hub_model_id: Annotated[str | None, OnResume.FREE, Needs(push_to_hub=...)] = Field(
         None, description="Repository of the upload. Default: the last part of output_dir."
     )
-    hub_private_repo: Annotated[bool | None, Needs(push_to_hub=...)] = Field(
+    hub_private_repo: Annotated[bool | None, OnResume.FREE, Needs(push_to_hub=...)] = Field(
         None, description="Make that repository private. Default: your account's default."
     )
 
@@ -134,7 +138,7 @@ class TextConfig(RunConfig):
         description="bfd truncates rows longer than max_length, bfd_split continues them in further rows, wrapped joins all rows "
         "and cuts anywhere, so that joined rows do attend to each other.",
     )
-    eval_packing: Annotated[bool | None, _NEEDS_EVAL_SET] = Field(
+    eval_packing: Annotated[bool | None, OnResume.FREE, _NEEDS_EVAL_SET] = Field(
         None, description="Pack the rows of eval sets. Default: as packing."
     )
     label_smoothing_factor: float = Field(
@@ -212,7 +216,7 @@ class DpoConfig(RunConfig):
         description="With loss_type: robust, the probability that a preference is labelled the wrong way round.",
     )
     disable_dropout: bool = Field(True, description="Train without dropout, as the reference is computed.")
-    precompute_ref_batch_size: Count | None = Field(
+    precompute_ref_batch_size: Annotated[Count | None, OnResume.FREE] = Field(
         None, description="Rows per forward pass of the reference. Default: per_device_train_batch_size."
     )
 
@@ -231,6 +235,13 @@ class DpoConfig(RunConfig):
 
 
 SCHEMAS: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainConfig, "dpo": DpoConfig}
+
+
+def settings_with(rule: object) -> set[str]:
+    """Return the names of the settings of all objectives that have a rule."""
+    return {
+        name for schema in SCHEMAS.values() for name, field in schema.model_fields.items() if rule in field.metadata
+    }
 
 
 def plan_config(**settings: Any) -> RunConfig:

@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
 from horizon_lm.config.datasets import DatasetConfig
-from horizon_lm.config.run import SCHEMAS, RunConfig
+from horizon_lm.config.rules import OnResume
+from horizon_lm.config.run import SCHEMAS, RunConfig, settings_with
 from horizon_lm.config.types import Settings
 
 _USUAL: dict[str, Any] = {
@@ -182,6 +183,13 @@ def page() -> str:
         different = [name for name in RunConfig.model_fields if _row(schema, name) != _row(RunConfig, name)]
         lines += _table(f"Additional and different with `objective: {objective}`", schema, [*new, *different])
     lines += _table("An entry of `datasets` and `eval_datasets`", DatasetConfig, list(DatasetConfig.model_fields))
+    lines += [
+        "", "## Settings that may change on resume", "",
+        "Rows and the model are compared by content, and a step keeps its number of rows; see [checkpoints](checkpoints.md).", "",
+    ]  # fmt: skip
+    for rule in OnResume:
+        listed = ", ".join(f"`{name}`" for name in sorted(settings_with(rule)))
+        lines.append(f"- Another value {rule.value}: {listed}.")
     return "\n".join(lines) + "\n"
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from horizon_lm.config.rules import Needs, UnusedError
+from horizon_lm.config.rules import Needs, OnResume, UnusedError
 from horizon_lm.config.types import Count, Fraction, Norm, Settings, StepsOrFraction
 
 MAX_ROWS_PER_STEP = 65_536  # what a plan of seconds can try in all sizes of micro-batches
@@ -21,12 +21,12 @@ class TrainingSettings(Settings):
     max_steps: int = Field(
         -1, le=2**31, description="Number of optimizer steps, instead of num_train_epochs; -1 for not set."
     )
-    per_device_train_batch_size: PositiveInt = Field(
+    per_device_train_batch_size: Annotated[PositiveInt, OnResume.ROUNDING] = Field(
         8,
         le=MAX_ROWS_PER_STEP,
         description="Rows of each process per optimizer step, before gradient_accumulation_steps multiplies them.",
     )
-    gradient_accumulation_steps: PositiveInt = Field(
+    gradient_accumulation_steps: Annotated[PositiveInt, OnResume.ROUNDING] = Field(
         1,
         le=MAX_ROWS_PER_STEP,
         description="Multiplier of the rows per step; they still run as one forward and one backward pass.",
@@ -57,11 +57,11 @@ class TrainingSettings(Settings):
         1e-8, le=1, description="Term added to AdamW's denominator for numerical stability."
     )
     max_grad_norm: Norm = Field(1.0, description="Global norm that gradients are clipped to; 0 for no clipping.")
-    non_finite: Literal["raise", "skip"] = Field(
+    non_finite: Annotated[Literal["raise", "skip"], OnResume.FREE] = Field(
         "raise",
         description="On a NaN or infinite gradient, end the run with the weights unchanged (raise) or skip the step (skip).",
     )
-    max_consecutive_skips: Annotated[Count | None, Needs(non_finite="skip")] = Field(
+    max_consecutive_skips: Annotated[Count | None, OnResume.FREE, Needs(non_finite="skip")] = Field(
         3,
         description="With non_finite: skip, end the run after more than this many skipped steps in a row; null for no limit.",
     )

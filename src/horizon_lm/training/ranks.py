@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from horizon_lm.checkpoints.copies import verify_copies
-from horizon_lm.config import RunConfig
+from horizon_lm.config.rules import PerMachine
+from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.batch import Batch
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.monitor import Monitor, leave_failures_to_monitor
@@ -254,16 +255,10 @@ def _join(config: RunConfig, world: int) -> Mesh:
     return mesh
 
 
-# Settings that may differ between machines: places, and what a process may use.
-_OF_MACHINE = (
-    "output_dir", "fallback_dir", "model_name_or_path", "adapter_name_or_path", "chat_template_path", "datasets", "eval_datasets", "device",
-    "host_memory", "dataset_num_proc",
-)  # fmt: skip
-
-
 def _require_same_settings(mesh: Mesh, config: RunConfig) -> None:
     """Raise ConfigError on all ranks if a setting that decides the training differs between them."""
-    own = {name: value for name, value in settings_of(config).items() if name not in _OF_MACHINE}
+    may_differ = settings_with(PerMachine())
+    own = {name: value for name, value in settings_of(config).items() if name not in may_differ}
     everyone = mesh.exchange("the settings of the run", own)
     for rank, each in enumerate(everyone):
         for name in {**everyone[0], **each}:

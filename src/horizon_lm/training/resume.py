@@ -13,29 +13,13 @@ from typing import Any
 from horizon_lm.checkpoints.checkpoint import read_state
 from horizon_lm.checkpoints.manifest import Manifest, installed_packages, is_checkpoint, read_manifest, verify
 from horizon_lm.checkpoints.saving import STATE
-from horizon_lm.config import RunConfig
+from horizon_lm.config.rules import OnResume
+from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.loader import Sampler
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.training.run_lock import RunLock
 
-# Settings that change neither the steps of a run nor their numbers.
-_FREE = {
-    "output_dir", "overwrite_output_dir", "fallback_dir", "export_dtype", "eval_datasets", "eval_strategy", "eval_steps", "eval_packing",
-    "per_device_eval_batch_size", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_bandwidth",
-    "save_on_signal", "save_on_signal_seconds", "resume_from_checkpoint", "resume_with_changes", "load_best_model_at_end",
-    "metric_for_best_model", "greater_is_better", "early_stopping_patience", "early_stopping_threshold", "logging_steps",
-    "log_unit_grad_norms", "report_to", "run_name", "wandb_project", "sample_prompts", "sample_system_prompt", "sample_steps",
-    "sample_max_new_tokens", "trace_steps", "push_to_hub", "hub_model_id", "hub_private_repo", "dataset_num_proc", "datasets",
-    "host_memory", "device_memory", "rank_timeout", "activation_checkpoints", "resident_blocks", "resident_graphs", "check_gradients",
-    "model_name_or_path", "gguf_file", "dequantize", "trust_remote_code", "allow_unproven_model", "precompute_ref_batch_size",
-    "max_consecutive_skips", "non_finite", "chat_template_path", "step_timeout",
-}  # fmt: skip
-# Settings that change how the numbers of a step are rounded, and which elements dropout drops.
-_ROUNDING = {
-    "device", "device_micro_batch_size", "head", "head_chunk_tokens", "mlp_chunk_tokens", "compile", "attn_implementation",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "dp_shard_size", "dp_replicate_size",
-}  # fmt: skip
 _OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens", "moments")  # chosen by the plan, unless they are set
 _STATE: dict[str, tuple[type, ...]] = {
     "step": (int,), "num_steps": (int,), "finished": (bool,), "config": (dict,), "settled": (dict,), "model_config": (dict,),
@@ -163,7 +147,8 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
     with reading(point):
         given, now = point.state["config"], settings_of(config)
         changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
-        fatal = [_change(name, given, now) for name in changed if name not in _FREE | _ROUNDING]
+        may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
+        fatal = [_change(name, given, now) for name in changed if name not in may_change]
         rows = rows_per_step(point, config, num_ranks)
         ranks_before = rows // _rows_per_step(given)
         if _rows_per_step(given) != _rows_per_step(now) and rows != _rows_per_step(now) * num_ranks:
@@ -185,7 +170,7 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
 
 def rounding_warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a warning if settings have changed that decide how a resumed run rounds."""
-    names = sorted(name for name in _ROUNDING if before.get(name) != now.get(name))
+    names = sorted(name for name in settings_with(OnResume.ROUNDING) if before.get(name) != now.get(name))
     if not names:
         return []
     changes = ", ".join(_change(name, before, now) for name in names)
