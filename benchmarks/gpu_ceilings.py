@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from gpu_models import MODELS, make_config, toy
 
-from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.engine.opening.options import open_device
+from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.plan import make_plan
 from horizon_lm.planning.request import Limit, Machine, Request
@@ -152,8 +153,8 @@ def predictions(hardware: Hardware) -> Iterator[str]:
     for name in _PLANNED:
         config = make_config(toy(MODELS[name]) if hardware.on_host else MODELS[name], length)
         dtype = torch.float32 if hardware.on_host else torch.bfloat16
-        outline = outline_config(
-            config, name, length=length, dtype=dtype, masked=False, on_accelerator=not hardware.on_host
+        outline = outline_model(
+            ModelSource(config, name), length=length, dtype=dtype, masked=False, on_accelerator=not hardware.on_host
         )
         for moments in ("float32", "bfloat16"):
             request = Request(per_device_train_batch_size=rows, moments=moments, compiled=not hardware.on_host)

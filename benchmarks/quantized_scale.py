@@ -20,12 +20,13 @@ import torch
 from peers_cpu import processor, versions
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.engine.opening import loading
 from horizon_lm.engine.opening.options import StreamArguments, open_device
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.hub import build_skeleton, known_config
 from horizon_lm.model.quantization import expected_codecs
+from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.catalog import find_known
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
@@ -66,10 +67,7 @@ def configured(name: str, layers: int | None) -> tuple[Any, dict[str, Any]]:
 
 
 def plan(config: Any, quantization: dict[str, Any], rows: int, length: int, options: dict[str, Any]) -> Planned:
-    outline = outline_config(
-        config, "random", length=length, dtype=torch.bfloat16, masked=False, adapters=ADAPTERS,
-        quantized=Quantized.of(quantization, None),
-    )  # fmt: skip
+    outline = outline_model(ModelSource(config, "random"), length=length, dtype=torch.bfloat16, masked=False, adapters=ADAPTERS, quantized=Quantized.of(quantization, None))  # fmt: skip
     request = Request(
         rows,
         precision="fp32_master",

@@ -14,6 +14,7 @@ from horizon_lm.cli.plan import MODES
 from horizon_lm.config import plan_config
 from horizon_lm.config.load import parse_overrides
 from horizon_lm.model.hub import known_config
+from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.catalog import find_known, find_profile
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.plan import Plan
@@ -72,7 +73,8 @@ CASES = [
 def _source(name: str, changes: tuple[tuple[str, Any], ...]) -> Source:
     known = find_known(name)
     assert known is not None
-    return Source(name, known_config(replace(known, config={**known.config, **dict(changes)})), 2, is_local=False)
+    config = known_config(replace(known, config={**known.config, **dict(changes)}))
+    return Source(ModelSource(config, name), 2, is_local=False)
 
 
 def source_of(name: str, **changes: Any) -> Source:

@@ -13,6 +13,7 @@ from horizon_lm.cli.plan import MODES
 from horizon_lm.config import plan_config
 from horizon_lm.config.load import parse_overrides
 from horizon_lm.model.hub import known_config
+from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.catalog import find_known, find_profile
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.step import rates
@@ -81,8 +82,10 @@ def source_of(name: str, is_published: bool) -> Source:
     """Return a model as a bf16 copy, or with the quantized weights with which it was published."""
     known = find_known(name)
     assert known is not None
-    quantization = dict(known.quantization) if is_published and known.quantization else None
-    return Source(name, known_config(known), 2, is_local=False, quantization=quantization)
+    config = known_config(known)
+    if is_published and known.quantization:
+        config.quantization_config = dict(known.quantization)
+    return Source(ModelSource(config, name), 2, is_local=False)
 
 
 @cache

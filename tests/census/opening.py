@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import horizon_lm
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from horizon_lm.engine.opening.loading import open_for_run
+from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
 from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.conversion import find_conversion
 from tests.census.comparison import TOLERANCE, Outcome, relative
@@ -122,7 +122,7 @@ def _options(opening: str) -> dict[str, Any]:
 
 def _open(subject: Subject, folder: Path, opening: str, by_run: bool, **more: Any) -> Any:
     if by_run:
-        return open_for_run(folder, **_options(opening), **more)
+        return open_model(OpenRequest(name=folder, options=_options(opening), **more))
     classifies = subject.mapping == "classification"
     model_class = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     return horizon_lm.from_pretrained(folder, model_class=model_class, **_options(opening))

@@ -12,11 +12,12 @@ pytest.importorskip("peft", reason="needs the whole installation")
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.quantization import four_bits, take_quantization
+from horizon_lm.model.source import ModelSource
 from horizon_lm.store.quantized_checkpoint import Quantized
 from tests.distributed.pool import Pool
 from tests.distributed.test_plan_bytes import Bytes, measure
@@ -188,10 +189,7 @@ def measured(rank: int, folder: str, family: str, kind: str, training: Training)
     published = take_quantization(config)
     quantized = Quantized.of(published or four_bits(), base if published else None)
     adapters = Adapters(r=4, target_modules=tuple(model.peft_config["default"].target_modules))
-    outline = outline_config(
-        config, family, length=LENGTH, dtype=torch.float32, attn_implementation=config._attn_implementation,
-        adapters=adapters, quantized=quantized,
-    )  # fmt: skip
+    outline = outline_model(ModelSource(config, family, attn_implementation=config._attn_implementation), length=LENGTH, dtype=torch.float32, adapters=adapters, quantized=quantized)  # fmt: skip
     return measure(model, horizon_lm.AdamW(model, lr=1e-2), outline, training, rank)
 
 

@@ -24,14 +24,19 @@ def outlines() -> Iterator[Any]:
         The function that outlines a model, for tests that change it.
     """
     known: dict[Any, Any] = {}
-    outline_config = model_outline.outline_config
+    outline_model = model_outline.outline_model
 
-    def outline(config: Any, name: str, **options: Any) -> Any:
-        key = (config.to_json_string(use_diff=False), name, *options.values())
+    def outline(source: Any, **options: Any) -> Any:
+        key = (
+            source.config.to_json_string(use_diff=False),
+            source.place,
+            source.attn_implementation,
+            *options.values(),
+        )
         if key not in known:
-            known[key] = outline_config(config, name, **options)
+            known[key] = outline_model(source, **options)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_outline, "outline_config", outline)
-        yield outline_config
+        patch.setattr(model_outline, "outline_model", outline)
+        yield outline_model

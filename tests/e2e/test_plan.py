@@ -321,7 +321,7 @@ def test_model_without_meta_support_runs_anyway(
         raise RuntimeError("nothing for the meta device")
 
     monkeypatch.setattr("horizon_lm.cost.model_outline.find_calls", fails)
-    monkeypatch.setattr("horizon_lm.cost.model_outline.outline_config", outlines)
+    monkeypatch.setattr("horizon_lm.cost.model_outline.outline_model", outlines)
     content = plan(run_file)
     assert "nothing for the meta device" in content["run"]["reasons"][-1]
     assert content["step"] is None

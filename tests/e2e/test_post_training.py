@@ -20,7 +20,7 @@ from horizon_lm.errors import ConfigError, NonFiniteError
 from horizon_lm.objective import sft
 from horizon_lm.objective.base import Loss
 from horizon_lm.preflight.admission import make_request
-from horizon_lm.preflight.inputs import RowShape, open_source
+from horizon_lm.preflight.inputs import RowShape, fetch_source, open_source
 from horizon_lm.training import callbacks as run_callbacks
 from horizon_lm.training import loop, metrics
 from horizon_lm.training.evaluation import SamplePrompts
@@ -329,7 +329,7 @@ def test_report_to_without_its_package(base: dict[str, Any]) -> None:
 def test_missing_tracker_is_found_before_the_rows_are_read(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "load_tokenizer", lambda config: pytest.fail("work began before the tracker was checked"))
+    monkeypatch.setattr(loop, "load_tokenizer", lambda *_: pytest.fail("work began before the tracker was checked"))
     monkeypatch.setattr(loop, "load_data", lambda *args: pytest.fail("work began before the tracker was checked"))
     with pytest.raises(ConfigError, match="report_to: CometCallback requires"):
         horizon_lm.train({**base, "report_to": "comet_ml"}, **QUIET)
@@ -579,7 +579,7 @@ def test_packing_of_eval_sets(base: dict[str, Any], packing: bool, eval_packing:
     """Rows are held out before packing, and packing keeps all of their trained tokens."""
     settings = {"packing": packing, "eval_packing": eval_packing, "max_length": 128, "test_split_size": 4}
     config = as_config({**base, **settings})
-    data = load_data(config, load_tokenizer(config))
+    data = load_data(config, load_tokenizer(config, fetch_source(config).model))
     (eval_set,) = [part for part in data.parts if part.name == "held_out"]
     assert (len(eval_set.rows), len(data.training.rows)) == (4, 8)
     assert (len(data.training.packed) < 8) is packing
@@ -591,7 +591,7 @@ def test_masks_are_planned_if_needed(tmp_path: Path, model: Path, base: dict[str
     def shape(rows: list[dict[str, str]], **settings: Any) -> RowShape:
         path = tiny.write_jsonl(tmp_path / "shape.jsonl", rows)
         config = as_config({**base, **settings, "datasets": str(path)})
-        data = load_data(config, load_tokenizer(config))
+        data = load_data(config, load_tokenizer(config, fetch_source(config).model))
         return RowShape.of(data.loader, data.eval_sets.values())
 
     alike = [{"text": "stars and stars"}] * 4

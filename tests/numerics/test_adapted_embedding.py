@@ -11,10 +11,11 @@ pytest.importorskip("peft", reason="needs the whole installation")
 from peft import LoraConfig, get_peft_model
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.memory import host_bytes
@@ -175,13 +176,11 @@ def test_the_host_waits_for_no_lookup_on_an_emulated_gpu(kind: str) -> None:
 def test_allocated_bytes_equal_planned_bytes(settings: dict[str, Any], tied: bool) -> None:
     adapters = Adapters(**({"r": 4, "target_modules": ("q_proj", "v_proj"), "lora_dropout": 0.0} | settings))
     model = build("llama", tied)
-    outline = outline_config(
-        model.config,
-        "tiny",
+    outline = outline_model(
+        ModelSource(model.config, "tiny", attn_implementation="sdpa"),
         length=24,
         dtype=torch.float32,
         masked=False,
-        attn_implementation="sdpa",
         adapters=adapters,
     )
     request = Request(

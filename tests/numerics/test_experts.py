@@ -8,8 +8,9 @@ import torch
 from transformers.integrations import moe
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.model.source import ModelSource
 from tests import families
 from tests.emulated import emulated_gpu
 
@@ -75,4 +76,4 @@ def test_the_stand_in_leaves_them_unwritten(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("family", "experts"), [("mixtral", 4), ("qwen3_moe", 4), ("deepseek_v3", 4), ("llama", 0)])
 def test_a_plan_knows_their_number(family: str, experts: int) -> None:
     config = families.build(family).config
-    assert outline_config(config, family, length=8, dtype=torch.bfloat16).experts == experts
+    assert outline_model(ModelSource(config, family), length=8, dtype=torch.bfloat16).experts == experts

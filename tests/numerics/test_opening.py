@@ -155,12 +155,12 @@ def test_checkpoints_restore_buffers(config: Any, dtype: torch.dtype, precision:
     pytest.importorskip("xxhash", reason="needs the whole installation")
     from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
     from horizon_lm.checkpoints.export import export_checkpoint
-    from horizon_lm.engine.opening.loading import open_for_run
+    from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
 
     save(tmp_path, config, dtype)
     model = horizon_lm.from_pretrained(tmp_path, precision=precision)
     save_checkpoint(tmp_path / "checkpoint", model)
-    resumed = open_for_run(tmp_path, precision=precision, reads_weights=False)
+    resumed = open_model(OpenRequest(name=tmp_path, options={"precision": precision}, reads_weights=False))
     load_checkpoint(tmp_path / "checkpoint", resumed)
     theirs = dict(model.named_buffers())
     assert [name for name, each in resumed.named_buffers() if not same(each, theirs[name])] == []

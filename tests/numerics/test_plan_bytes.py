@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts, freeze
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
@@ -89,10 +90,7 @@ def trainable(model: Any, frozen: frozenset[str]) -> str | None:
 def outline_of(model: Any, trainable: str | None = None, adapters: Adapters | None = None) -> Any:
     """Return the outline of a config, without weights."""
     attention = model.config._attn_implementation
-    return outline_config(
-        model.config, "tiny", length=LENGTH, dtype=torch.float32, masked=True, attn_implementation=attention,
-        trainable=trainable, adapters=adapters,
-    )  # fmt: skip
+    return outline_model(ModelSource(model.config, "tiny", attn_implementation=attention), length=LENGTH, dtype=torch.float32, masked=True, trainable=trainable, adapters=adapters)  # fmt: skip
 
 
 def batch(rows: int) -> dict[str, torch.Tensor]:
@@ -173,8 +171,10 @@ def test_activations_match_plan(family: str, options: dict[str, Any]) -> None:
     options = {name: value for name, value in options.items() if name != "shape"}
     options = {"precision": "float32", "head_chunk_tokens": None, "grad_dtype": None} | options
     case = Case(rows, {**DEFAULTS, **options}, "float32", False, frozenset())
-    outline = outline_config(
-        model.config, "tiny", length=length, dtype=torch.float32, attn_implementation=model.config._attn_implementation
+    outline = outline_model(
+        ModelSource(model.config, "tiny", attn_implementation=model.config._attn_implementation),
+        length=length,
+        dtype=torch.float32,
     )
     step = choose(outline, case.request, HERE).step
     streamed = horizon_lm.stream(model, **options)
@@ -203,8 +203,8 @@ DEFAULTS: dict[str, Any] = {
 def test_frozen_blocks_have_no_boundaries() -> None:
     """Only blocks with a gradient keep a boundary, which moves to the host and back."""
     model = families.build("llama", num_hidden_layers=5)
-    outline = outline_config(
-        model.config, "tiny", length=LENGTH, dtype=torch.float32, trainable="layers.3.*|layers.4.*"
+    outline = outline_model(
+        ModelSource(model.config, "tiny"), length=LENGTH, dtype=torch.float32, trainable="layers.3.*|layers.4.*"
     )
     options = {**DEFAULTS, "activation_checkpoints": 1}
     step = choose(outline, Case(2, options, "float32", False, frozenset()).request, HERE).step
@@ -215,7 +215,7 @@ def test_frozen_blocks_have_no_boundaries() -> None:
 
 def test_eager_scores_are_planned_quadratically() -> None:
     config = families.build("gpt_oss").config
-    short, long = (outline_config(config, "tiny", length=n, dtype=torch.float32) for n in (64, 512))
+    short, long = (outline_model(ModelSource(config, "tiny"), length=n, dtype=torch.float32) for n in (64, 512))
     batch = ForwardBatch(1, 512)
     settings = {"per_device_train_batch_size": 1, "forwards": (batch,)}
     planned, exact = (choose(each, Request(**settings), HERE).step for each in (short, long))
@@ -227,7 +227,7 @@ def test_eager_scores_are_planned_quadratically() -> None:
 def test_heads_of_other_losses_match_plan(head: str, values: tuple[str, ...]) -> None:
     """The vocabulary is so large that the loss determines the peak."""
     model = families.build("llama", vocab_size=20_000, max_position_embeddings=128)
-    outline = outline_config(model.config, "tiny", length=96, dtype=torch.float32, head_values=values)
+    outline = outline_model(ModelSource(model.config, "tiny"), length=96, dtype=torch.float32, head_values=values)
     options = {**DEFAULTS, "head": head, "head_chunk_tokens": 128 if head == "chunked" else None}
     step = choose(outline, Case(4, options, "float32", False, frozenset()).request, HERE).step
     streamed = horizon_lm.stream(model, **options)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import horizon_lm
 from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import Mxfp4
-from horizon_lm.cost.model_outline import outline_config
+from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
@@ -24,6 +24,7 @@ from horizon_lm.kernels import decoding
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.quantization import four_bits, take_quantization
+from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.memory import host_bytes
 from horizon_lm.planning.request import Machine, Request
@@ -394,10 +395,7 @@ def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, p
     config = hub.read_config(folder, trust_remote_code=False)
     published_as = take_quantization(config)
     quantized = Quantized.of(published_as or four_bits(), folder if published_as else None)
-    outline = outline_config(
-        config, family, length=24, dtype=torch.float32, adapters=Adapters(r=4, target_modules=tuple(targets)),
-        quantized=quantized,
-    )  # fmt: skip
+    outline = outline_model(ModelSource(config, family), length=24, dtype=torch.float32, adapters=Adapters(r=4, target_modules=tuple(targets)), quantized=quantized)  # fmt: skip
     step = choose(outline, Request(3, precision=precision, grad_bytes=4), Machine("here", True, None)).step
     planned = dict(host_bytes(outline.sizes, outline.trained, step.host_settings()))
     options = {"load_in_4bit": True} if kind == "4bit" else {}

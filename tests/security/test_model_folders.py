@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from horizon_lm.config import RunConfig, SftConfig
 from horizon_lm.errors import HorizonError
+from horizon_lm.preflight.inputs import fetch_source
 from horizon_lm.training.setup import check_weights, load_tokenizer
 from tests.e2e import tiny
 from tests.e2e.command import run
@@ -201,8 +202,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read_model(config: RunConfig) -> None:
     """Read what a run reads of a model before it reads the rows, without its plan, which takes longer."""
-    load_tokenizer(config)
-    check_weights(config)
+    model = fetch_source(config).model
+    load_tokenizer(config, model)
+    check_weights(config, model)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,6 +15,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
 from horizon_lm.data.checks import Finding, reject_errors
+from horizon_lm.preflight.inputs import fetch_source
 from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
@@ -85,7 +86,7 @@ class Inspection:
 
 def inspect_run(config: RunConfig) -> Inspection:
     """Prepare the rows of a run as training does, without loading its model."""
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config, fetch_source(config).model)
     return Inspection(config, tokenizer, load_data(config, tokenizer))
 
 

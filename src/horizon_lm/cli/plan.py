@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,6 @@ from horizon_lm.cli.common import exits, without_garbage_collection
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config, split_arguments
 from horizon_lm.errors import ConfigError, HorizonError
-from horizon_lm.model.hub import folder_here
 from horizon_lm.planning.catalog import Hardware, find_profile, published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
 from horizon_lm.planning.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
@@ -69,8 +67,9 @@ def plan_one(
     if device is not None and hardware is None:
         overrides += ["--device", device]
     run = read_run_config(path, overrides, without_rows=True)
-    source, notes = open_source(run), _notes_on_weights(run)
-    loaded = _load_as_training_does(run) if hardware is None else ()
+    source = open_source(run)
+    notes = _notes_on_weights(run, source)
+    loaded = _load_as_training_does(run, source) if hardware is None else ()
     run, machine = _place(run, hardware, size)
     machine = replace(machine, notes=[*machine.notes, *notes])
     del loaded  # only needed while the memory of this process was measured
@@ -101,10 +100,10 @@ def _shard(run: RunConfig, size: Size) -> Shard:
     return Shard(0, ranges)
 
 
-def _notes_on_weights(run: RunConfig) -> list[str]:
+def _notes_on_weights(run: RunConfig, source: Source) -> list[str]:
     """Return warnings about the headers of the weight files; empty if only a config is available."""
-    folder = folder_here(run.model_name_or_path)
-    return check_weights(run) if folder is not None and Checkpoint.is_in(folder) else []
+    folder = source.model.folder
+    return check_weights(run, source.model) if folder is not None and Checkpoint.is_in(folder) else []
 
 
 def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]:
@@ -127,7 +126,7 @@ def _other_hardware(device: str | None) -> Hardware | None:
     return find_profile(device)
 
 
-def _load_as_training_does(run: RunConfig) -> Sequence[object]:
+def _load_as_training_does(run: RunConfig, source: Source) -> Sequence[object]:
     """Load the objects that a run holds before its first step, so that this process uses as much memory as a
     run would.
     """
@@ -135,10 +134,10 @@ def _load_as_training_does(run: RunConfig) -> Sequence[object]:
 
     from horizon_lm.data.trl_compat import training_template
 
-    if not Path(run.model_name_or_path).expanduser().is_dir():  # a plan downloads nothing
+    if source.model.folder is None:  # a plan downloads nothing
         return (datasets,)
     try:
-        tokenizer = load_tokenizer(run.model_copy(update={"chat_template_path": None}))
+        tokenizer = load_tokenizer(run.model_copy(update={"chat_template_path": None}), source.model)
         return datasets, tokenizer, training_template(tokenizer)
     except HorizonError:  # a plan needs no tokenizer
         return (datasets,)

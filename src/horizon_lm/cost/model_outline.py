@@ -1,5 +1,6 @@
-"""Derive a `ModelOutline` for the planner from a Hugging Face config, without reading weights."""
+"""Derive a `ModelOutline` for the planner from a model without weights."""
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from horizon_lm.model import attention
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
-from horizon_lm.model.hub import skeleton_of
+from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import ModelParts, adapted_model, find_parts, freeze
 from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 from horizon_lm.units import block
@@ -33,54 +34,42 @@ class QuantizedWeights(Protocol):
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def outline_config(
-    config: Any,
-    name: str,
+def outline_model(
+    source: ModelSource,
     *,
     length: int,
     dtype: torch.dtype,
     masked: bool = True,
-    attn_implementation: str | None = None,
     on_accelerator: bool = False,
     mlp_chunk_tokens: int | None = None,
-    trust_remote_code: bool = False,
     trainable: str | None = None,
     adapters: Adapters | None = None,
     quantized: QuantizedWeights | None = None,
     packed: bool = False,
     allow_unproven_model: bool = False,
     head_values: Sequence[str] = (),
-    model_class: Any = None,
 ) -> ModelOutline:
-    """Return the outline of the model that a config describes.
+    """Return the outline of a model.
 
     Args:
-        config: Hugging Face config.
-        name: display name of the model.
+        source: the model.
         length: tokens of a sequence, T.
         dtype: dtype of weights and hidden states on the device.
         masked: rows are padded, so attention needs a mask.
-        attn_implementation: as in `horizon_lm.stream`.
         on_accelerator: choose attention as for a GPU.
         mlp_chunk_tokens: as in `horizon_lm.stream`.
-        trust_remote_code: as in `horizon_lm.stream`.
         trainable: patterns of the names of trainable weights, as in `model.units.freeze`.
         adapters: adapters that are trained on the frozen model; None for none.
         quantized: the model's quantized weights; None for none.
         packed: rows are packed, so the model must keep them apart.
         allow_unproven_model: as in `horizon_lm.stream`.
         head_values: per-token values that the loss uses, as in `cost.head_probe.head_peak`.
-        model_class: as in `horizon_lm.from_pretrained`.
 
     Raises:
         ConfigError: a setting does not suit the model.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    attention.register()
-    model = skeleton_of(
-        config, name, model_class=model_class, attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    ).train()  # fmt: skip
+    model = copy.deepcopy(source.skeleton()).train()
     freeze(model, trainable)
     codecs: dict[int, Codec] = {}
     if quantized is not None:
@@ -93,7 +82,7 @@ def outline_config(
     parts.codecs = {ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs}
     examined = examine(
         parts,
-        attn_implementation=attn_implementation,
+        attn_implementation=source.attn_implementation,
         on_accelerator=on_accelerator,
         allow_unproven_model=allow_unproven_model,
     )
@@ -108,7 +97,7 @@ def outline_config(
     except Exception as error:  # the model's own code may raise any exception on the meta device
         computation = _unknown(parts, error)
     return ModelOutline(
-        name=name,
+        name=source.place,
         sizes=parts.sizes(),
         trained=parts.sizes(trained_only=True),
         active=_active(parts),

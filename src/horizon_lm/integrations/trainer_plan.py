@@ -13,6 +13,8 @@ from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.integrations.trainer_rows import length_limit
 from horizon_lm.model.adapters import PresentAdapters
+from horizon_lm.model.opening import opened_dtype
+from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import ModelParts, adapted_model
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.request import Machine, Saves
@@ -48,13 +50,17 @@ class TrainerPlan:
         config = model.config
         name = getattr(config, "name_or_path", "") or type(model).__name__
         classifier = _classifier(model)
+        self._run = _run_config(model, args, self._rows, name)
+        opened = ModelSource(
+            config, name, model_class=classifier, attn_implementation=self._run.attn_implementation,
+            dtype=opened_dtype(self._run.precision),
+        )  # fmt: skip
         self._source = Source(
-            name, config, _itemsize(config), is_local=True, model_class=classifier,
+            opened, _itemsize(config), is_local=True,
             head_values=_FUSED_HEAD if hasattr(args, "max_length") and classifier is None else (),
             adapters=_adapters(model),
             quantized=_StreamedCodecs(engine_of(model).store.codecs) if engine_of(model).store.codecs else None,
         )  # fmt: skip
-        self._run = _run_config(model, args, self._rows, name)
         self._batch = args.per_device_train_batch_size * _sequences(args)
 
     def make(self) -> Plan:

@@ -55,6 +55,8 @@ def folder_here(name: str | Path) -> Path | None:
     """Return the folder of a model's weights on this machine, or None if they would have to be downloaded."""
     if exists(str(name)) and (path := Path(name).expanduser()).is_dir():
         return path
+    if find_known(str(name)) is None and not may_be_on_hub(str(name)):
+        return None
     from huggingface_hub import try_to_load_from_cache
 
     hub_id = full_name(str(name))

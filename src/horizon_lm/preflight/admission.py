@@ -9,6 +9,7 @@ from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
+from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
@@ -19,7 +20,7 @@ from horizon_lm.planning.remedies import Remedy, find_remedies
 from horizon_lm.planning.render import remedy_lines
 from horizon_lm.planning.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
-from horizon_lm.preflight.inputs import RowShape, Source, open_source
+from horizon_lm.preflight.inputs import RowShape, Source, fetch_source, open_source
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
@@ -229,6 +230,12 @@ class Admission:
         self._run, self._source, self._agree = run, open_source(run), agree
         self._plan = partial(plan_run, shard=shard, num_ranks=num_ranks)
         self._vocabulary: int | None = None
+
+    def fetch_model(self) -> ModelSource:
+        """Return the run's model, whose files are on this machine afterwards."""
+        if self._source.model.folder is None:
+            self._source = fetch_source(self._run)
+        return self._source.model
 
     def reject_if_impossible(self) -> None:
         """Raise DoesNotFitError before examples are read if not even the shortest examples would fit."""

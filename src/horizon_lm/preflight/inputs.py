@@ -1,52 +1,57 @@
 """The properties of a run's model and examples that determine memory and time."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
+from horizon_lm.cost import model_outline
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.paths import exists
+from horizon_lm.model import hub
+from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.opening import opened_dtype
+from horizon_lm.model.quantization import requested_quantization, require_adapters
+from horizon_lm.model.source import ModelSource
+from horizon_lm.planning.catalog import find_known
 from horizon_lm.planning.memory import ModelSizes
 from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.store.quantized_checkpoint import Quantized
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model with a known config.
+    """The model of a run.
 
     Attributes:
-        name: name of the model in the settings.
-        config: Hugging Face config.
+        model: the model, with its config.
         stored_bytes: bytes per element of the checkpoint.
         is_local: the weights are on this machine.
-        model_class: class of transformers that opens the model; None for a causal language model.
         head_values: per-token values from which the loss is computed; None for those that the run's settings imply.
         adapters: adapters that are trained; None for those of the run's settings.
-        quantization: the ``quantization_config`` of the weights; None if they are not quantized.
-        folder: the folder of quantized weights, if they are on this machine.
-        quantized: the quantized weights of a model that is streamed already; None to find them by the other attributes.
+        quantized: the quantized weights of a model that is streamed already; None to find them by the model's config.
     """
 
-    name: str
-    config: Any
+    model: ModelSource
     stored_bytes: int
     is_local: bool
-    model_class: Any = None
     head_values: tuple[str, ...] | None = None
     adapters: Any = None
-    quantization: Mapping[str, Any] | None = None
-    folder: Path | None = None
     quantized: Any = None
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict, init=False)
 
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config of the model."""
+        return self.model.config
+
     def checkpoint_bytes(self, sizes: ModelSizes) -> int:
         """Return the bytes of the weights before training, given their sizes in a run."""
-        return (sizes if self.quantization else replace(sizes, packed=())).file_bytes(self.stored_bytes)
+        return (sizes if self.model.quantization else replace(sizes, packed=())).file_bytes(self.stored_bytes)
 
     def cache_bytes_per_token(self, run: RunConfig) -> int:
         """Return the device bytes of the keys and values of one token in generation, over all blocks."""
@@ -64,43 +69,33 @@ class Source:
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
     ) -> ModelOutline:
-        """Return the model's outline for a run. The arguments are those of `cost.model_outline.outline_config`."""
-        from horizon_lm.cost.model_outline import outline_config
-        from horizon_lm.model.adapters import Adapters
-        from horizon_lm.model.quantization import requested_quantization
-        from horizon_lm.store.quantized_checkpoint import Quantized
-
+        """Return the model's outline for a run. The arguments are those of `cost.model_outline.outline_model`."""
         quantized = self.quantized
         if quantized is None and not run.dequantize:
-            published = Quantized.of(self.quantization, self.folder)
+            published = Quantized.of(self.model.quantization, self.model.folder)
             quantized = published or Quantized.of(requested_quantization(run), None)
         accelerated = run.device != "cpu"
         options: dict[str, Any] = {
             "length": length,
             "dtype": _compute_dtype(run),
             "masked": masked,
-            "attn_implementation": run.attn_implementation,
             "on_accelerator": accelerated,
             "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
-            "trust_remote_code": run.trust_remote_code,
             "trainable": run.trainable,
             "adapters": self.adapters or Adapters.of(run),
             "quantized": quantized,
             "packed": isinstance(run, TextConfig) and bool(run.packing or run.eval_packing),
             "allow_unproven_model": run.allow_unproven_model,
             "head_values": _head_values(run) if self.head_values is None else self.head_values,
-            "model_class": self.model_class,
         }
         key = tuple(options.values())
         if key not in self._outlines:
-            self._outlines[key] = outline_config(self.config, self.name, **options)
+            self._outlines[key] = model_outline.outline_model(self.model, **options)
         return self._outlines[key]
 
 
 def _compute_dtype(run: RunConfig) -> Any:
     """Return the dtype of weights and hidden states on the device."""
-    import torch
-
     return torch.bfloat16 if run.device != "cpu" and run.precision != "float32" else torch.float32
 
 
@@ -112,32 +107,47 @@ def _head_values(run: RunConfig) -> tuple[str, ...]:
 
 
 def open_source(run: RunConfig) -> Source:
-    """Find the config of a run's model in a folder, among the known models, or on the hub.
+    """Find the config of a run's model on this machine, among the known models, or on the hub.
 
     Raises:
         ConfigError: there is no config, or transformers cannot read it.
         ModelNotSupportedError: the model is not a causal language model.
     """
-    from horizon_lm.model import hub
-    from horizon_lm.model.quantization import require_adapters, take_quantization
-    from horizon_lm.planning.catalog import find_known
-
     name = run.model_name_or_path
-    if exists(name) and Path(name).expanduser().is_dir():
-        folder = Path(name).expanduser()
-        config = hub.load_config(folder, run.trust_remote_code, run.gguf_file)
-        require_adapters(config, run)
-        quantization = take_quantization(config)
-        stored = 2 if run.gguf_file else hub.config_bytes(config) if quantization else hub.stored_bytes(folder, config)
-        return Source(name, config, stored, is_local=True, quantization=quantization, folder=folder)
+    if (folder := hub.folder_here(name)) is not None:
+        return _in_folder(run, folder)
     known = find_known(name)
-    hub_id = hub.full_name(name)
     config = hub.known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
     if known and (run.use_peft or run.dequantize) and known.quantization:
         config.quantization_config = dict(known.quantization)
+    return Source(_model_of(run, config, None), hub.config_bytes(config), is_local=False)
+
+
+def fetch_source(run: RunConfig) -> Source:
+    """Return the model of a run, whose files are downloaded unless they are on this machine.
+
+    Raises:
+        ConfigError, ModelNotSupportedError: as for `open_source`.
+    """
+    return _in_folder(run, hub.local_folder(run.model_name_or_path))
+
+
+def _in_folder(run: RunConfig, folder: Path) -> Source:
+    config = hub.load_config(folder, run.trust_remote_code, run.gguf_file)
+    model = _model_of(run, config, folder)
+    if run.gguf_file:
+        stored = 2
+    else:
+        stored = hub.config_bytes(config) if model.quantization else hub.stored_bytes(folder, config)
+    return Source(model, stored, is_local=True)
+
+
+def _model_of(run: RunConfig, config: Any, folder: Path | None) -> ModelSource:
     require_adapters(config, run)
-    quantization = take_quantization(config)
-    return Source(name, config, hub.config_bytes(config), hub.is_cached(hub_id), quantization=quantization)
+    return ModelSource(
+        config, run.model_name_or_path, folder, trust_remote_code=run.trust_remote_code,
+        attn_implementation=run.attn_implementation, dtype=opened_dtype(run.precision),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

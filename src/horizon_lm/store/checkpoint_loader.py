@@ -11,7 +11,6 @@ from torch import nn
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
 from horizon_lm.model.hub import require_finite
-from horizon_lm.model.quantization import quantization_of
 from horizon_lm.model.units import ModelParts, ParamRef
 from horizon_lm.store.buffers import fill_buffer
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
@@ -38,13 +37,18 @@ def may_be_missing(model: Any, name: str) -> bool:
 _FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
-def check_folder(model: Any, folder: Path) -> list[str]:
+def check_folder(model: Any, folder: Path, quantization: Mapping[str, Any] | None) -> list[str]:
     """Check the weights of a folder against a model without weights, and return warnings.
+
+    Args:
+        model: the model.
+        folder: the folder.
+        quantization: the ``quantization_config`` of the weights; None if they are not quantized.
 
     Raises:
         ConfigError: as in `check_headers`, or a file cannot be read.
     """
-    checkpoint = open_checkpoint(folder, quantization_of(model.config))
+    checkpoint = open_checkpoint(folder, quantization)
     kept = [name for name, p in model.named_parameters() if p.dtype != model.config.dtype]
     return check_headers(model, checkpoint, find_conversion(model, checkpoint.names), in_float32=kept)
 

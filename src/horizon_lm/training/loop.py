@@ -145,8 +145,9 @@ def _train(
         reporter.print(*lines)
         admission = Admission(config, current_shard(ranks.mesh), ranks.size, partial(agree_on_machine, ranks.mesh))
         admission.reject_if_impossible()
-        tokenizer = load_tokenizer(config)
-        reporter.print(*check_weights(config))
+        source = admission.fetch_model()
+        tokenizer = load_tokenizer(config, source)
+        reporter.print(*check_weights(config, source))
         with ranks.first_of_each_machine_first():
             data = load_data(config, tokenizer, rows_per_step(point, given, ranks.size), ranks.rank, ranks.size)
         ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
@@ -172,7 +173,7 @@ def _train(
         second = SecondPlace.find(config, exported) if ranks.is_first else SecondPlace()
         run_dir.take()
         reporter.print(f"run folder: {run_dir.path}")
-        model = load_model(config, point is None, ranks.mesh)
+        model = load_model(config, source, point is None, ranks.mesh)
         reserve_buffers(model, plan)
         data.loader.pads_to_step = has_dropout(model)
         if point is not None:

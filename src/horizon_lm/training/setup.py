@@ -18,6 +18,7 @@ from horizon_lm.distributed.rendezvous import is_first_of_machine
 from horizon_lm.energy import EnergyMeter
 from horizon_lm.engine.streamed import engine_of, forward_of
 from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, UnprovenModelWarning, first_line
+from horizon_lm.model.source import ModelSource
 from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
@@ -50,24 +51,18 @@ def choose_device(name: str) -> str:
     return name
 
 
-def load_tokenizer(config: RunConfig) -> Any:
-    """Load the tokenizer of the run's model, after checking that the model is supported.
+def load_tokenizer(config: RunConfig, model: ModelSource) -> Any:
+    """Load the tokenizer of the run's model.
+
+    Args:
+        config: settings of the run.
+        model: the model, whose files are on this machine.
 
     Raises:
-        ConfigError: the model does not exist, or has no tokenizer.
-        ModelNotSupportedError: the model is not a causal language model.
+        ConfigError: there is no tokenizer, or no chat template at the place that the settings name.
     """
-    from horizon_lm.model import hub
-    from horizon_lm.model.quantization import require_adapters
-
-    folder = hub.local_folder(config.model_name_or_path)
-    if config.gguf_file is None:
-        require_adapters(
-            hub.load_config(folder, config.trust_remote_code), config
-        )  # before minutes are spent on the data
-    else:
-        hub.read_gguf_header(hub.gguf_path(folder, config.gguf_file))
-    tokenizer = open_tokenizer(folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
+    assert model.folder is not None
+    tokenizer = open_tokenizer(model.folder, gguf_file=config.gguf_file, trust_remote_code=config.trust_remote_code)
     if config.chat_template_path is not None:
         tokenizer.chat_template = _chat_template(config.chat_template_path)
     return tokenizer
@@ -124,30 +119,27 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
         ) from error
 
 
-def check_weights(config: RunConfig) -> list[str]:
+def check_weights(config: RunConfig, model: ModelSource) -> list[str]:
     """Check the headers of the model's weights, if they are on this machine, and return warnings.
 
     Raises:
         ConfigError: the weights do not fit the model's config, or cannot be read.
     """
-    from horizon_lm.model import hub
-    from horizon_lm.model.opening import opened_dtype
     from horizon_lm.store.checkpoint_loader import check_folder
 
-    folder = hub.folder_here(config.model_name_or_path)
-    if folder is None or config.gguf_file is not None:
+    if model.folder is None or config.gguf_file is not None:
         return []
-    model_config = hub.load_config(folder, config.trust_remote_code)
-    dtype = opened_dtype(config.precision)
-    model = hub.open_skeleton(folder, model_config, trust_remote_code=config.trust_remote_code, dtype=dtype)
-    return check_folder(model, folder)
+    return check_folder(model.skeleton(), model.folder, model.quantization)
 
 
-def load_model(config: RunConfig, reads_weights: bool = True, mesh: Any = None) -> Any:
-    """Load the streamed model of a run in training mode. Warnings already returned by `check_weights` are
-    not repeated.
+def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = True, mesh: Any = None) -> Any:
+    """Load the streamed model of a run in training mode. Warnings already returned by `check_weights` are not repeated.
 
-    Without ``reads_weights``, the weights are left for a checkpoint to restore. ``mesh``: the ranks that train together.
+    Args:
+        config: settings of the run.
+        source: the model, whose files are on this machine.
+        reads_weights: read the weights; otherwise a checkpoint will restore them.
+        mesh: the ranks that train together; None for one.
     """
     import transformers
 
@@ -157,7 +149,7 @@ def load_model(config: RunConfig, reads_weights: bool = True, mesh: Any = None) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
-        model = _open(config, reads_weights, mesh)
+        model = _open(config, source, reads_weights, mesh)
     freeze(model, config.trainable)
     # Evaluation mode makes a model train without dropout and changes nothing else.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
@@ -177,25 +169,29 @@ def reserve_buffers(model: Any, plan: Plan) -> None:
     engine_of(model).expect(batch)
 
 
-def _open(config: RunConfig, reads_weights: bool, mesh: Any) -> Any:
-    from horizon_lm.engine.opening import loading
+def _open(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any) -> Any:
+    from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
     from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.quantization import requested_quantization
 
     adapters = Adapters.of(config)
-    return loading.open_for_run(
-        config.model_name_or_path,
-        device=choose_device(config.device),
-        **StreamingOptions.of(config),
+    request = OpenRequest(
+        name=config.model_name_or_path,
+        source=source,
         gguf_file=config.gguf_file,
         trust_remote_code=config.trust_remote_code,
-        attn_implementation=config.attn_implementation,
-        allow_unproven_model=config.allow_unproven_model,
         adapters=adapters,
-        quantization_config=requested_quantization(config),
         reads_weights=reads_weights or adapters is not None,  # a checkpoint has the adapters alone
-        device_mesh=mesh,
+        options={
+            "device": choose_device(config.device),
+            **StreamingOptions.of(config),
+            "attn_implementation": config.attn_implementation,
+            "allow_unproven_model": config.allow_unproven_model,
+            "quantization_config": requested_quantization(config),
+            "device_mesh": mesh,
+        },
     )
+    return open_model(request)
 
 
 def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any, Any]:

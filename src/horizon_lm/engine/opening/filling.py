@@ -12,10 +12,13 @@ from horizon_lm.distributed.alike import copy_from_first
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.host.packed_parameters import PackedParameter, decoding
+from horizon_lm.engine.host.parameters import require_plain
 from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.opening.quantized_opening import FindCodecs
 from horizon_lm.engine.opening.same_weights import require_alike
-from horizon_lm.errors import ConfigError
+from horizon_lm.engine.opening.streamed_model import StreamedModel
+from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
@@ -111,6 +114,32 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     store = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
     parts.codecs = store.codecs
     with sharing_moved(mesh, store, old, old_names):
+        for ref in refs:
+            move_in(ref, store)
+    settings.attach(examined, store)
+    return model
+
+
+def stream_loaded(model: Any, settings: StreamArguments) -> Any:
+    """Move a model's parameters into a new store, and attach the model to a device. Return the model.
+
+    Of a PEFT model, the model inside it is attached: PEFT, and whoever generates, calls that one.
+    """
+    require_adapters_that_stream(model)
+    inside = adapted_model(model)
+    if isinstance(inside, StreamedModel):
+        raise StreamingError("the model is streamed already")
+    examined = settings.examine(inside)
+    parts = examined.parts
+    for refs in parts.units.values():
+        for ref in refs:
+            require_plain(ref.param)
+    copy_from_first(
+        settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
+    )
+    shard = current_shard(settings.device_mesh)
+    store = Store(parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard)
+    for refs in parts.units.values():
         for ref in refs:
             move_in(ref, store)
     settings.attach(examined, store)

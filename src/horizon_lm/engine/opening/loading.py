@@ -1,6 +1,5 @@
 """Create a streamed model from a model in memory, from a folder or hub id, or from a config."""
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,27 +7,13 @@ from typing import Any
 import torch
 
 from horizon_lm.device.base import Device
-from horizon_lm.distributed.alike import copy_from_first, drawing_alike
-from horizon_lm.distributed.mesh import current_shard, fail_together
-from horizon_lm.engine.host.parameters import require_plain
-from horizon_lm.engine.opening.filling import add_adapters, draw, move_in, with_store
-from horizon_lm.engine.opening.hf_arguments import config_arguments, download_arguments, read_precision
+from horizon_lm.distributed.alike import drawing_alike
+from horizon_lm.engine.opening.filling import draw, stream_loaded, with_store
+from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
 from horizon_lm.engine.opening.options import StreamArguments, open_device
-from horizon_lm.engine.opening.quantized_opening import open_weights, read_quantization
-from horizon_lm.engine.opening.same_weights import SameWeights
-from horizon_lm.engine.opening.streamed_model import StreamedModel
 from horizon_lm.engine.passes.recompute import outside_inference_mode
-from horizon_lm.errors import ConfigError, StreamingError
-from horizon_lm.model import attention, hub
-from horizon_lm.model.adapter_kinds import require_adapters_that_stream
-from horizon_lm.model.adapters import Adapters, base_of_adapters
 from horizon_lm.model.hub import build_skeleton
 from horizon_lm.model.opening import opened_dtype
-from horizon_lm.model.quantization import take_quantization
-from horizon_lm.model.units import adapted_model
-from horizon_lm.store.checkpoint_loader import load_weights
-from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
-from horizon_lm.store.store import Store
 
 
 def stream(
@@ -105,7 +90,7 @@ def stream(
         allow_unproven_model=allow_unproven_model, device_mesh=device_mesh,
     )  # fmt: skip
     with outside_inference_mode():
-        return _stream(model, settings)
+        return stream_loaded(model, settings)
 
 
 def from_pretrained(
@@ -142,110 +127,17 @@ def from_pretrained(
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    with outside_inference_mode():
-        return _open(
-            model_name_or_path, device, precision, gguf_file, trust_remote_code, subfolder, config, model_class, options
-        )
-
-
-def open_for_run(
-    model_name_or_path: str | Path,
-    device: str | Device = "auto",
-    precision: str | None = None,
-    *,
-    gguf_file: str | None = None,
-    trust_remote_code: bool = False,
-    adapters: Adapters | None = None,
-    reads_weights: bool = True,
-    **options: Any,
-) -> Any:
-    """Return the streamed model of a run, like `from_pretrained`.
-
-    Args:
-        model_name_or_path, device, precision, gguf_file, trust_remote_code, options: as in `from_pretrained`.
-        adapters: adapters to add to the model, which is frozen and has no fp32 master; a PEFT model is returned.
-        reads_weights: read the weights. Otherwise a checkpoint will restore them; those of a GGUF file are read all the
-            same, because transformers opens such a file only as a whole.
-    """
-    return _open(
-        model_name_or_path,
-        device,
-        precision,
-        gguf_file,
-        trust_remote_code,
-        "",
-        None,
-        None,
-        options,
-        adapters,
-        reads_weights,
+    request = OpenRequest(
+        name=model_name_or_path,
+        gguf_file=gguf_file,
+        trust_remote_code=trust_remote_code,
+        subfolder=subfolder,
+        config=config,
+        model_class=model_class,
+        options={"device": device, "precision": precision, **options},
     )
-
-
-def _open(
-    model_name_or_path: str | Path,
-    device: str | Device,
-    precision: str | None,
-    gguf_file: str | None,
-    trust_remote_code: bool,
-    subfolder: str,
-    config: Any,
-    model_class: Any,
-    options: dict[str, Any],
-    adapters: Adapters | None = None,
-    reads_weights: bool = True,
-) -> Any:
-    folder = hub.local_folder(model_name_or_path, **download_arguments(options)) / subfolder
-    base = None if adapters is not None or (folder / "config.json").is_file() else base_of_adapters(folder)
-    if base is not None:
-        adapters, model_name_or_path, folder = Adapters(folder=str(folder)), base, hub.local_folder(base)
-    precision = read_precision(precision, options)
-    if config is None and gguf_file is None:
-        config = hub.load_config(folder, trust_remote_code, model_class=model_class)
-    config = copy.deepcopy(config)  # as in transformers: the caller's own is not changed
-    asked = read_quantization(options)
-    changes = config_arguments(options, config)
-    settings = StreamArguments(device=device, precision=precision, **options)
-    if gguf_file is not None:
-        if asked is not None:
-            raise ConfigError(
-                f"gguf_file={gguf_file!r} is decoded and not quantized again; leave load_in_4bit or quantization_config out, or "
-                "convert it first"
-            )
-        if hub.auto_class(model_class) is not hub.auto_class(None):
-            raise ConfigError(
-                f"gguf_file={gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
-            )
-        model = hub.load_gguf(folder, gguf_file, opened_dtype(precision))
-        return _stream(model if adapters is None else adapters.add_to(model, draw=True), settings)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    attention.register()
-    model = hub.open_skeleton(
-        folder, config, model_class=model_class, trust_remote_code=trust_remote_code,
-        attn_implementation=settings.attn_implementation, dtype=opened_dtype(precision),
-    )  # fmt: skip
-    checkpoint, find_codecs = open_weights(folder, take_quantization(config), asked, opened_dtype(precision))
-    frozen = adapters is not None or (find_codecs is not None and not isinstance(checkpoint, DecodedCheckpoint))
-    if frozen:
-        model.requires_grad_(False)
-    if adapters is not None:
-        config.name_or_path = model.name_or_path = str(
-            model_name_or_path
-        )  # which PEFT writes into the adapter's config
-    same = SameWeights(settings.device_mesh, checkpoint, config)
-    examined, store = with_store(model, settings, frozen, find_codecs)
-    parts = examined.parts
-    if reads_weights:
-        with fail_together(settings.device_mesh, "the loading of weights"):
-            new = load_weights(parts, store, checkpoint)
-        same.require()
-        drawn_in = torch.float32 if precision == "float32" else next(iter(store.source_dtypes.values()))
-        with drawing_alike(settings.device_mesh, torch.device("cpu")):
-            draw(parts.model, new, store, torch.device("cpu"), drawn_in)
-    if adapters is not None:
-        return add_adapters(adapters, parts, store, settings)
-    return settings.attach(examined, store)
+    with outside_inference_mode():
+        return open_model(request)
 
 
 def from_config(
@@ -277,29 +169,3 @@ def from_config(
             for refs in examined.parts.units.values():
                 draw(examined.parts.model, refs, store, opened.torch_device)
         return replace(settings, device=opened).attach(examined, store)
-
-
-def _stream(model: Any, settings: StreamArguments) -> Any:
-    """Move a model's parameters into a new store, and attach the model to a device. Return the model.
-
-    Of a PEFT model, the model inside it is attached: PEFT, and whoever generates, calls that one.
-    """
-    require_adapters_that_stream(model)
-    inside = adapted_model(model)
-    if isinstance(inside, StreamedModel):
-        raise StreamingError("the model is streamed already")
-    examined = settings.examine(inside)
-    parts = examined.parts
-    for refs in parts.units.values():
-        for ref in refs:
-            require_plain(ref.param)
-    copy_from_first(
-        settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
-    )
-    shard = current_shard(settings.device_mesh)
-    store = Store(parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard)
-    for refs in parts.units.values():
-        for ref in refs:
-            move_in(ref, store)
-    settings.attach(examined, store)
-    return model

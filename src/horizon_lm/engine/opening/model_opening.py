@@ -1,0 +1,137 @@
+"""Open a model from a folder or a hub id: find its files, build it without weights, and read the weights into a store."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_lm.distributed.alike import drawing_alike
+from horizon_lm.distributed.mesh import fail_together
+from horizon_lm.engine.opening.filling import add_adapters, draw, stream_loaded, with_store
+from horizon_lm.engine.opening.hf_arguments import config_arguments, download_arguments, read_precision
+from horizon_lm.engine.opening.options import StreamArguments
+from horizon_lm.engine.opening.quantized_opening import open_weights, read_quantization
+from horizon_lm.engine.opening.same_weights import SameWeights
+from horizon_lm.errors import ConfigError
+from horizon_lm.model import hub
+from horizon_lm.model.adapters import Adapters, base_of_adapters
+from horizon_lm.model.opening import opened_dtype
+from horizon_lm.model.source import ModelSource
+from horizon_lm.store.checkpoint_loader import load_weights
+from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest:
+    """A model to open, and the way to open it.
+
+    Attributes:
+        name: its folder or hub id.
+        gguf_file, trust_remote_code, subfolder, config, model_class: as in `horizon_lm.from_pretrained`.
+        options: other arguments of `horizon_lm.from_pretrained`, such as ``device`` and ``precision``.
+        source: the model of ``name`` that the caller has opened already, for the same arguments; None to open it.
+        adapters: adapters to add to the model, which is frozen and has no fp32 master; a PEFT model is returned.
+        reads_weights: read the weights. Otherwise a checkpoint will restore them; those of a GGUF file are read all the
+            same, because transformers opens such a file only as a whole.
+    """
+
+    name: str | Path
+    gguf_file: str | None = None
+    trust_remote_code: bool = False
+    subfolder: str = ""
+    config: Any = None
+    model_class: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    source: ModelSource | None = None
+    adapters: Adapters | None = None
+    reads_weights: bool = True
+
+
+def open_model(request: OpenRequest) -> Any:
+    """Return the streamed model of a request.
+
+    Raises:
+        ConfigError: an argument or the folder is invalid.
+        ModelNotSupportedError: the model cannot be streamed exactly.
+    """
+    options = dict(request.options)
+    request, folder = _find(request, options)
+    precision = read_precision(options.pop("precision", None), options)
+    config = request.config if request.source is None else request.source.config
+    if config is None and request.gguf_file is None:
+        config = hub.load_config(folder, request.trust_remote_code, model_class=request.model_class)
+    asked = read_quantization(options)
+    changes = config_arguments(options, config)
+    settings = StreamArguments(precision=precision, **options)
+    if request.gguf_file is not None:
+        return _open_gguf(request, folder, settings, asked)
+    source = request.source or ModelSource(
+        _changed(config, changes), str(folder), folder, model_class=request.model_class,
+        trust_remote_code=request.trust_remote_code, attn_implementation=settings.attn_implementation,
+        dtype=opened_dtype(precision),
+    )  # fmt: skip
+    return _open_checkpoint(request, source, folder, settings, asked)
+
+
+def _find(request: OpenRequest, options: dict[str, Any]) -> tuple[OpenRequest, Path]:
+    """Return the request, and the folder of its model. A folder of adapters becomes a request for their base."""
+    download = download_arguments(options)
+    if request.source is not None and request.source.folder is not None:
+        return request, request.source.folder
+    folder = hub.local_folder(request.name, **download) / request.subfolder
+    base = None if request.adapters is not None or (folder / "config.json").is_file() else base_of_adapters(folder)
+    if base is None:
+        return request, folder
+    return replace(request, name=base, adapters=Adapters(folder=str(folder))), hub.local_folder(base)
+
+
+def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a copy of a config with other values, because the caller's own is not changed, as in transformers."""
+    config = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def _open_gguf(request: OpenRequest, folder: Path, settings: StreamArguments, asked: Mapping[str, Any] | None) -> Any:
+    """Open a GGUF file, which is decoded as a whole."""
+    assert request.gguf_file is not None
+    if asked is not None:
+        raise ConfigError(
+            f"gguf_file={request.gguf_file!r} is decoded and not quantized again; leave load_in_4bit or quantization_config out, or "
+            "convert it first"
+        )
+    if hub.auto_class(request.model_class) is not hub.auto_class(None):
+        raise ConfigError(
+            f"gguf_file={request.gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
+        )
+    model = hub.load_gguf(folder, request.gguf_file, opened_dtype(settings.precision))
+    return stream_loaded(model if request.adapters is None else request.adapters.add_to(model, draw=True), settings)
+
+
+def _open_checkpoint(
+    request: OpenRequest, source: ModelSource, folder: Path, settings: StreamArguments, asked: Mapping[str, Any] | None
+) -> Any:
+    """Read the weights of a folder straight into the store, one by one, and attach the model."""
+    model, adapters, mesh = source.take_skeleton(), request.adapters, settings.device_mesh
+    checkpoint, find_codecs = open_weights(folder, source.quantization, asked, opened_dtype(settings.precision))
+    frozen = adapters is not None or (find_codecs is not None and not isinstance(checkpoint, DecodedCheckpoint))
+    if frozen:
+        model.requires_grad_(False)
+    if adapters is not None:  # PEFT writes the name into the adapter's config
+        model.config.name_or_path = model.name_or_path = str(request.name)
+    same = SameWeights(mesh, checkpoint, model.config)
+    examined, store = with_store(model, settings, frozen, find_codecs)
+    if request.reads_weights:
+        with fail_together(mesh, "the loading of weights"):
+            new = load_weights(examined.parts, store, checkpoint)
+        same.require()
+        drawn_in = torch.float32 if settings.precision == "float32" else next(iter(store.source_dtypes.values()))
+        with drawing_alike(mesh, torch.device("cpu")):
+            draw(examined.parts.model, new, store, torch.device("cpu"), drawn_in)
+    if adapters is not None:
+        return add_adapters(adapters, examined.parts, store, settings)
+    return settings.attach(examined, store)
