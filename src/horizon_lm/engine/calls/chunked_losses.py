@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from horizon_lm.engine.passes.recompute import no_autocast_cache
-from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead, ChunkedRun, Grads, LossInputs
+from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead
+from horizon_lm.engine.units.chunked_runs import ChunkedRun, Grads
+from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream

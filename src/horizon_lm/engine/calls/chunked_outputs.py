@@ -7,7 +7,7 @@ import torch
 
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.engine.calls.chunked_losses import WITHOUT_GRADIENT, TokenLogprobs
-from horizon_lm.engine.units.chunked_lm_head import LossInputs
+from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.errors import MissingLogitsError
 
 
@@ -18,6 +18,16 @@ def by_name(
     found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
     constant = {name: found[name].detach() for name in WITHOUT_GRADIENT if name in found}
     return TokenLogprobs(**(found | constant), **aux_losses)
+
+
+def aux_losses(model: Any, output: Any) -> dict[str, torch.Tensor]:
+    """Return the auxiliary loss that a model adds to its loss, weighted and unweighted, from an output computed
+    without labels; empty without such a loss.
+    """
+    aux = getattr(output, "aux_loss", None)
+    if aux is None:
+        return {}
+    return {"aux_loss": aux * model.router_aux_loss_coef, "unweighted_aux_loss": aux}
 
 
 class MissingLogits:

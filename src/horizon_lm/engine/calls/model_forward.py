@@ -8,8 +8,7 @@ Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,47 +16,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.engine.calls.calls import (
-    Batch,
-    Call,
-    arguments_of,
-    choose_cache,
-    modal_inputs,
-    prepare,
-    put_ignored_before,
-    rank,
-    require_supported,
-)
-from horizon_lm.engine.calls.chunked_losses import LogprobRun, LossRun, TokenLogprobs, WantedLogprobs
-from horizon_lm.engine.calls.chunked_outputs import by_name, with_loss, without_labels
+from horizon_lm.engine.calls.calls import Call, arguments_of, modal_inputs, put_ignored_before
+from horizon_lm.engine.calls.chunked_forward import ChunkedForward
+from horizon_lm.engine.calls.chunked_losses import TokenLogprobs, WantedLogprobs
+from horizon_lm.engine.calls.chunked_outputs import aux_losses, by_name, without_labels
 from horizon_lm.engine.calls.joint_calls import JointCalls, require_joint
 from horizon_lm.engine.calls.merging import MergingLayers
+from horizon_lm.engine.calls.pass_runner import Compute, PassRunner
 from horizon_lm.engine.calls.replaced_forwards import ReplacedForwards, own_forward, weakly
-from horizon_lm.engine.calls.row_probe import RowProbe
-from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import ForwardRequest
-from horizon_lm.engine.passes.lockstep import run_on_in_backward, run_together
-from horizon_lm.engine.passes.micro_batches import ProbeDoneError, split_batches
 from horizon_lm.engine.passes.recompute import outside_inference_mode
 from horizon_lm.engine.passes.residency_planner import ResidencyPlanner
 from horizon_lm.engine.units.blocks import Blocks
-from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead, LossInputs
+from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead
 from horizon_lm.engine.units.embedding import StreamedEmbedding
 from horizon_lm.engine.units.gradient_check import GradientCheck
 from horizon_lm.engine.units.lm_head import LmHead
-from horizon_lm.engine.units.outer import OuterParameters
+from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.outer_dropout import OuterDropout, outer_dropouts
 from horizon_lm.engine.units.token_statistics import TokenStatistics
 from horizon_lm.engine.units.trained_tokens import trained_token_layers, trained_tokens_forward
 from horizon_lm.errors import StreamingError, SummedLossWarning
 from horizon_lm.model.adapter_kinds import num_prompt_tokens
-from horizon_lm.model.block_template import has_foreign_hooks
-from horizon_lm.model.functional import in_place, logprobs_of_logits
-from horizon_lm.model.head_path import AUXILIARY, ChunkedPath
+from horizon_lm.model.functional import logprobs_of_logits
+from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.units import ModelParts, adapter_params, replaced_params
-from horizon_lm.planning.residency import BatchSize
 
 
 class ModelForward:
@@ -77,19 +61,25 @@ class ModelForward:
     def __init__(
         self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool, takes_images: bool
     ) -> None:
-        self.engine, self.is_adapter, self._takes_images = engine, is_adapter, takes_images
+        self.engine, self.is_adapter = engine, is_adapter
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
         self.adapter_params = adapter_params(parts.model)  # identities of PEFT's parameters, in blocks and elsewhere
         self.removable_params = self.adapter_params | replaced_params(parts.model)  # which PEFT may remove
         self._signature = inspect.signature(model_class.forward)
         self.joint = JointCalls(parts.model, self.adapter_params)
-        self.blocks, self.tables = Blocks(engine), [StreamedEmbedding(engine, module) for module in parts.tables]
-        self.head, self.outer, self.dropout = LmHead(engine), OuterParameters(engine), OuterDropout(engine)
-        self._probe = RowProbe(engine, self.blocks, self.tables, weakly(self._call_model))
-        self.blocks.probe_rows = weakly(self._probe.shapes)
-        self.chunked = ChunkedLmHead(self.head, path, weakly(self._call_model)) if path is not None else None
-        self.planner, self._merging = ResidencyPlanner(engine), MergingLayers(engine)
+        call_model = weakly(self._call_model)
+        self.blocks, self._tables = Blocks(engine), [StreamedEmbedding(engine, module) for module in parts.tables]
+        self._head, self._dropout, self._merging = LmHead(engine), OuterDropout(engine), MergingLayers(engine)
+        self._runner = PassRunner(
+            engine, self.blocks, self._tables, self._head,
+            call_model=call_model, model_name=model_class.__name__, takes_images=takes_images,
+        )  # fmt: skip
+        self.blocks.probe_rows = weakly(self._runner.probe.shapes)
+        self._chunked: ChunkedForward | None = None
+        if path is not None:
+            head = ChunkedLmHead(self._head, path, call_model)
+            self._chunked = ChunkedForward(head, self._signature, self._runner.probe, call_model)
         self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
         self.expects_mean_loss = engine.mesh is not None  # as DistributedDataParallel takes it
         self.whole_logits = False  # compute all logits at once, because the caller uses them
@@ -99,9 +89,9 @@ class ModelForward:
     def reconfigure(self, options: EngineOptions) -> None:
         """Use other options from the next forward on: the micro-batch, the chunks of the head, and what stays on the device."""
         self.engine.reconfigure(options)
-        self.planner = ResidencyPlanner(self.engine)
-        if self.chunked is not None:
-            self.chunked.chunk_tokens = options.head_chunk_tokens
+        self._runner.planner = ResidencyPlanner(self.engine)
+        if self._chunked is not None:
+            self._chunked.head.chunk_tokens = options.head_chunk_tokens
 
     def check_gradients(self, num_blocks: int) -> None:
         """Compare blocks with plain autograd in the next backward pass. Gradients must be empty before it.
@@ -122,17 +112,17 @@ class ModelForward:
         forwards: dict[nn.Module, Any] = {
             module: weakly(self.blocks.forward, index) for index, module in enumerate(parts.blocks)
         }
-        forwards |= {table.module: weakly(table.forward) for table in self.tables}
+        forwards |= {table.module: weakly(table.forward) for table in self._tables}
         forwards |= {layer: trained_tokens_forward(layer) for layer in trained_token_layers(parts)}
         for module in outer_dropouts(parts.decoder, parts.blocks):
-            forwards[module] = weakly(self.dropout.forward, weakref.ref(module), own_forward(module))
+            forwards[module] = weakly(self._dropout.forward, weakref.ref(module), own_forward(module))
         forwards[parts.head] = weakly(self._head_forward)
-        if self.chunked is not None:
-            path, norm = self.chunked.path, parts.final_norm
-            forwards[path.trunk] = weakly(self.chunked.trunk_forward, own_forward(path.trunk))
+        if self._chunked is not None:
+            head, path, norm = self._chunked.head, self._chunked.head.path, parts.final_norm
+            forwards[path.trunk] = weakly(head.trunk_forward, own_forward(path.trunk))
             if path.norm_is_last:
                 assert norm is not None
-                forwards[norm] = weakly(self.chunked.norm_forward, own_forward(norm))
+                forwards[norm] = weakly(head.norm_forward, own_forward(norm))
         return forwards
 
     def _head_forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -141,9 +131,9 @@ class ModelForward:
                 f"{', '.join(options)}: adapters for each row are not supported by the head of a streamed model; compute the rows "
                 "of each adapter on their own, after model.set_adapter(name)"
             )
-        if self.chunked is not None and self.chunked.replaces_head:
-            return self.chunked.head_forward(hidden)
-        return self.head.project(hidden)
+        if self._chunked is not None and self._chunked.head.replaces_head:
+            return self._chunked.head.head_forward(hidden)
+        return self._head.project(hidden)
 
     def _call_model(self, **kwargs: Any) -> Any:
         """Call the model's original forward method."""
@@ -159,6 +149,11 @@ class ModelForward:
         """The streamed model."""
         return self._model()
 
+    @property
+    def planner(self) -> ResidencyPlanner:
+        """The planner of what stays on the device."""
+        return self._runner.planner
+
     # Forward
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,8 +167,9 @@ class ModelForward:
         has_labels = call.get("labels") is not None or call.get("shift_labels") is not None
         if self.expects_mean_loss and has_labels and torch.is_grad_enabled():
             self._check_loss_scale(call)
-        is_chunked = has_labels and self._is_chunked(call)
-        return self.joint.meet(("loss", is_chunked), call, partial(self._forward_all, is_chunked, has_labels))
+        chunked = self._chunked_for(call) if has_labels else None
+        run = partial(self._whole, has_labels) if chunked is None else partial(self._chunked_losses, chunked)
+        return self.joint.meet(("loss", chunked is not None), call, run)
 
     def _check_loss_scale(self, call: Call) -> None:
         """Warn once of a loss that is the mean over the targets of this rank alone."""
@@ -186,65 +182,62 @@ class ModelForward:
                 stacklevel=4,
             )
 
-    def _forward_all(self, is_chunked: bool, has_labels: bool, calls: list[Call]) -> list[Any]:
-        """Run one forward pass over all calls. Return the output of each."""
-        device = self.engine.device.torch_device
-        if not is_chunked:
-            outputs = self._run(calls, lambda calls, outer: self._call_all(calls), head_grads=False)
-            if self.statistics is not None and has_labels:
-                for call, output in zip(calls, outputs, strict=True):
-                    self._add_statistics(output.logits, LossInputs.of(dict(call), device))
-            return outputs
+    def _whole(self, has_labels: bool, calls: list[Call]) -> list[Any]:
+        """Run one forward pass over all calls, as the model's own code does. Return the output of each."""
+        outputs = self._run(calls, lambda calls, outer: self._runner.call_all(calls))
+        if self.statistics is not None and has_labels:
+            for call, output in zip(calls, outputs, strict=True):
+                self._add_statistics(output.logits, LossInputs.of(dict(call), self.engine.device.torch_device))
+        return outputs
+
+    def _chunked_losses(self, chunked: ChunkedForward, calls: list[Call]) -> list[Any]:
+        """Run one forward pass over all calls, whose losses are computed in chunks. Return the output of each."""
         if any(not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0) for call in calls):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
-        inputs = [LossInputs.of(call, device) for call in calls]
+        inputs = [LossInputs.of(call, self.engine.device.torch_device) for call in calls]
         as_tuple = [call.pop("return_dict", None) is False for call in calls]
         calls = [call | without_labels(each) for call, each in zip(calls, inputs, strict=True)]
         # With several losses their gradients are known only in the backward pass, and so is the sum of the head's.
         head_grads = len(calls) == 1
-        outputs = self._run(calls, lambda calls, outer: self._loss_forward(calls, outer, inputs), head_grads)
+        outputs = self._run(
+            calls, lambda calls, outer: chunked.losses(calls, outer, inputs, self.statistics), head_grads
+        )
         return [output.to_tuple() if tuples else output for output, tuples in zip(outputs, as_tuple, strict=True)]
 
     def token_logprobs(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: WantedLogprobs) -> TokenLogprobs:
         """Compute log-probabilities of labels instead of a loss, for arguments of the model's forward method."""
-        call, (temperature, names) = arguments_of(self._signature, args, kwargs), wanted
+        call = arguments_of(self._signature, args, kwargs)
         if call.get("labels") is None and call.get("shift_labels") is None:
             raise ValueError("give labels or shift_labels")
         put_ignored_before(call, num_prompt_tokens(self.model))
-        is_chunked = self._is_chunked(call)
-        kind = ("logprobs", is_chunked, temperature, *names)
+        chunked = self._chunked_for(call)
+        kind = ("logprobs", chunked is not None, wanted.temperature, *wanted.names)
         with outside_inference_mode():
-            found: TokenLogprobs = self.joint.meet(
-                kind, call, partial(self._logprobs_all, is_chunked, temperature, names)
-            )
+            found: TokenLogprobs = self.joint.meet(kind, call, partial(self._logprobs, chunked, wanted))
         return found
 
-    def _logprobs_all(
-        self, is_chunked: bool, temperature: float, names: Sequence[str], calls: list[Call]
+    def _logprobs(
+        self, chunked: ChunkedForward | None, wanted: WantedLogprobs, calls: list[Call]
     ) -> list[TokenLogprobs]:
         """Compute the log-probabilities of all calls in one forward pass."""
         inputs = [LossInputs.of(call, self.engine.device.torch_device) for call in calls]
-        if is_chunked:
+        if chunked is not None:
+            return self._run(
+                calls, lambda calls, outer: chunked.logprobs(calls, outer, inputs, self.statistics, wanted)
+            )
+        outputs = self._run(calls, lambda calls, outer: self._runner.call_all(calls))
+        return [self._logprobs_of(output, each, wanted) for output, each in zip(outputs, inputs, strict=True)]
 
-            def compute(calls: list[Call], outer: dict[str, torch.Tensor]) -> Any:
-                return self._token_forward(calls, outer, inputs, temperature, names)
-
-            return self._run(calls, compute, head_grads=False)
-        outputs = self._run(calls, lambda calls, outer: self._call_all(calls), head_grads=False)
-        return [
-            self._logprobs_of(output, each, temperature, names) for output, each in zip(outputs, inputs, strict=True)
-        ]
-
-    def _logprobs_of(self, output: Any, inputs: LossInputs, temperature: float, names: Sequence[str]) -> TokenLogprobs:
+    def _logprobs_of(self, output: Any, inputs: LossInputs, wanted: WantedLogprobs) -> TokenLogprobs:
         """Return the log-probabilities of a batch whose logits were computed as a whole."""
         logits = output.logits  # (B, T, V)
         if self.statistics is not None:
             self._add_statistics(logits, inputs)
         labels = inputs.labels.reshape(-1)[inputs.trained]
-        values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, temperature, names)
+        values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, wanted.temperature, wanted.names)
         zeros = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
         by_token = [zeros.index_put((inputs.trained,), value) for value in values]  # (B * T,) each
-        return by_name(names, by_token, inputs.labels.shape, self._aux_losses(output))
+        return by_name(wanted.names, by_token, inputs.labels.shape, aux_losses(self.model, output))
 
     def _add_statistics(self, logits: torch.Tensor, inputs: LossInputs) -> None:
         """Collect the statistics of a batch whose logits (B, T, V) were computed as a whole."""
@@ -252,43 +245,18 @@ class ModelForward:
         self.statistics.begin(inputs.labels, self.engine.options.compile)
         self.statistics.add_batch(inputs.trained, logits)
 
-    def _is_chunked(self, call: Call) -> bool:
-        """Return whether the loss is computed in chunks.
+    def _chunked_for(self, call: Call) -> ChunkedForward | None:
+        """Return the chunked forward pass for a call with labels; None if all logits are computed at once.
 
-        Chunks are not used if the model's loss function was replaced, for images (whose tokens are inserted inside the
-        model), or if modules that chunks call with other inputs have hooks.
+        Chunks are not used for images, whose tokens are inserted inside the model, or if they would not compute what the
+        model does (`ChunkedForward.fits`).
         """
-        if (
-            self.whole_logits
-            or self.chunked is None
-            or self.chunked.path.loss_function is not self.model.loss_function
-            or modal_inputs(call)
-        ):
-            return False
-        parts = self.engine.parts
-        return not any(map(has_foreign_hooks, (self.chunked.path.trunk, parts.decoder, parts.head)))
+        chunked = None if self.whole_logits else self._chunked
+        return chunked if chunked is not None and not modal_inputs(call) and chunked.fits() else None
 
-    def _aux_losses(self, output: Any) -> dict[str, torch.Tensor]:
-        """Return the auxiliary loss that the model adds to its loss, weighted and unweighted, from an output computed
-        without labels; empty without such a loss.
-        """
-        aux = getattr(output, "aux_loss", None)
-        if aux is None:
-            return {}
-        return {"aux_loss": aux * self.model.router_aux_loss_coef, "unweighted_aux_loss": aux}
-
-    def _run(
-        self, calls: list[Call], compute: Callable[[list[Call], dict[str, torch.Tensor]], list[Any]], head_grads: bool
-    ) -> list[Any]:
-        """Run ``compute`` as one pass of the engine, after checks and, for batches larger than all before, planning.
-
-        Args:
-            calls: arguments of the model's forward method for each batch, by name.
-            compute: function of these arguments and the outer parameters on the device that returns the outputs.
-            head_grads: the head's gradients may be computed in the forward pass.
-        """
-        engine = self.engine
-        engine.require_device()
+    def _run(self, calls: list[Call], compute: Compute, head_grads: bool = False) -> list[Any]:
+        """Run ``compute`` as one pass of the engine (`PassRunner.run`), after checks of what other code may have changed."""
+        self.engine.require_device()
         self.replaced.require_unchanged()
         self._merging.unmerge_disabled()
         if torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None:
@@ -298,41 +266,7 @@ class ModelForward:
             )
         if len(calls) > 1:
             self._prepare_joint(calls)
-        batches = [prepare(engine, call) for call in calls]
-        inputs_need_grad = any(_needs_grad(batch.call.get("inputs_embeds")) for batch in batches)
-        recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
-        for batch in batches:
-            choose_cache(batch.call, recording)
-            most_rows = engine.options.device_micro_batch_size or batch.rows
-            require_supported(batch, most_rows, self._class.__name__, self._takes_images)
-        size = self._size_of(batches)
-        if recording and self.planner.is_needed(size):
-            self._plan(batches, size)
-        embed = self._announce(batches)
-        request = ForwardRequest(
-            recording=recording,
-            rows=[batch.rows for batch in batches],
-            embed=embed,
-            inputs_need_grad=inputs_need_grad,
-            head_grads=head_grads and recording and engine.between.head_grads.holder is None,
-            draws=self.model.training,
-            whole_batch=self.blocks.caching,
-        )
-        with engine.forward_pass(request):
-            outer = self.outer.load()
-            with self.outer.in_place(outer), self._stand_ins():
-                return compute([batch.call for batch in batches], outer)
-
-    def _announce(self, batches: list[Batch]) -> bool:
-        """Tell blocks and embedding what the next forward pass computes. Return whether it looks up tokens."""
-        calls = [batch.call for batch in batches]
-        for table in self.tables:
-            table.expect([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
-        # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
-        self.blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
-        self.blocks.signatures = [tuple(sorted((k, rank(v)) for k, v in call.items())) for call in calls]
-        self.blocks.segments = [batch.segments for batch in batches]
-        return calls[0].get("inputs_embeds") is None
+        return self._runner.run(calls, compute, head_grads)
 
     def _prepare_joint(self, calls: list[Call]) -> None:
         """Prepare the engine for calls in lock-step. Raise StreamingError if they cannot be computed in one pass."""
@@ -343,130 +277,3 @@ class ModelForward:
         if options.device_micro_batch_size is None:  # sums over batches are float32 with micro-batches
             most = max(len(next(v for v in call.values() if isinstance(v, torch.Tensor) and v.ndim)) for call in calls)
             self.reconfigure(replace(options, device_micro_batch_size=most))
-
-    def _size_of(self, batches: list[Batch]) -> BatchSize:
-        """Return the size of a step with these batches."""
-        most_rows = self.engine.options.device_micro_batch_size
-        return BatchSize(
-            tokens=sum(batch.rows * batch.length for batch in batches),
-            length=max(batch.length for batch in batches),
-            tokens_at_once=max(batch.tokens_at_once(most_rows) for batch in batches),
-            is_masked=any(batch.call.get("attention_mask") is not None for batch in batches),
-        )
-
-    def _stand_ins(self) -> AbstractContextManager[None]:
-        """Context manager: replace the weights of head and embedding by stand-ins.
-
-        Models read the dtype and device of these weights, which in the streamed parameters are those of host memory.
-        """
-        options, device = self.engine.options, self.engine.device.torch_device
-        head = [(module, name, None) for module, name in self.head.streamed_places()]
-        places: list[tuple[Any, str, Any]] = [*head, *((table.module, "weight", table.read) for table in self.tables)]
-        return in_place(
-            (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device, read))
-            for module, name, read in places
-        )
-
-    def _plan(self, batches: list[Batch], size: BatchSize) -> None:
-        """Plan what stays on the device, using a rehearsal of the largest batch that measures one block per structure."""
-        engine = self.engine
-        state, most_rows = engine.device.rng_state(), engine.options.device_micro_batch_size
-        largest = max(batches, key=lambda batch: batch.tokens_at_once(most_rows))
-        num_micro_batches = len(split_batches([batch.rows for batch in batches], most_rows))
-        embed = self._announce([largest])
-        with self.planner.planning(size) as plans:
-            rehearsal = self.blocks.rehearse()
-            try:
-                with (
-                    torch.no_grad(),
-                    engine.forward_pass(ForwardRequest(False, [largest.rows], embed, False, False, draws=False)),
-                    self.outer.in_place(self.outer.load()),
-                    self._stand_ins(),
-                ):  # fmt: skip
-                    self._call_all([largest.call])
-            except ProbeDoneError:  # at the last block
-                plans.append(rehearsal.plan(size.tokens, num_micro_batches))
-            finally:
-                self.blocks.rehearsal = None
-                engine.device.set_rng_state(state)
-
-    def _call_all(self, calls: list[Call]) -> list[Any]:
-        """Run the model's original forward method for each call, unit by unit, and keep the calls for a row probe."""
-        self._probe.calls = calls
-        try:
-            outputs = run_together([partial(self._call_model, **call) for call in calls])
-        finally:
-            self._probe.calls = []
-        if len(calls) > 1:
-            run_on_in_backward(outputs)
-        return outputs
-
-    def _run_trunk(self, calls: list[Call]) -> list[tuple[Any, torch.Tensor]]:
-        """Run the model without its head for each call. Return each output and the hidden states (B, T, H)."""
-        chunked = self.chunked
-        assert chunked is not None
-
-        def run(call: Call) -> tuple[Any, torch.Tensor]:
-            return self._call_model(**call), chunked.take_hidden()
-
-        self._probe.calls = calls
-        try:
-            with chunked.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):
-                return run_together([partial(run, call) for call in calls])
-        finally:
-            self._probe.calls = []
-
-    def _loss_forward(self, calls: list[Call], outer: dict[str, torch.Tensor], inputs: list[LossInputs]) -> list[Any]:
-        """Run the trunk once over whole batches, then norm, head and loss over chunks of their trained tokens."""
-        assert self.chunked is not None
-        ran = self._run_trunk(calls)
-        runs = [
-            LossRun(self.chunked, each, self._head_options(call), self.statistics)
-            for call, each in zip(calls, inputs, strict=True)
-        ]
-        losses = self.chunked.compute(runs, [hidden for _, hidden in ran], outer)
-        return [with_loss(output, loss) for (output, _), (loss,) in zip(ran, losses, strict=True)]
-
-    def _token_forward(
-        self, calls: list[Call], outer: dict[str, torch.Tensor], inputs: list[LossInputs], temperature: float,
-        names: Sequence[str],
-    ) -> list[TokenLogprobs]:  # fmt: skip
-        """Run the trunk once over whole batches, then norm, head and log-probabilities over chunks of trained tokens."""
-        assert self.chunked is not None
-        ran = self._run_trunk(calls)
-        runs = [
-            LogprobRun(self.chunked, each, self._head_options(call), temperature, names, self.statistics)
-            for call, each in zip(calls, inputs, strict=True)
-        ]
-        values = self.chunked.compute(runs, [hidden for _, hidden in ran], outer)
-        return [
-            by_name(names, of_call, each.labels.shape, self._aux_losses(output))
-            for (output, _), of_call, each in zip(ran, values, inputs, strict=True)
-        ]
-
-    def _needs_normed_hidden(self, call: Call) -> bool:
-        """Return whether the caller or a hook uses the last hidden states, so that the final norm must be computed."""
-        norm = self.engine.parts.final_norm
-        if norm is not None and has_foreign_hooks(norm):
-            return True
-        wanted = call.get("output_hidden_states")
-        config = self.model.config
-        return bool(
-            config.output_hidden_states or config.get_text_config().output_hidden_states if wanted is None else wanted
-        )
-
-    def _head_options(self, call: Call) -> dict[str, Any]:
-        """Return the arguments of a call that are also passed to the model for each chunk."""
-        known = {*self._signature.parameters, *_DECODER_ONLY, *_OF_THE_LOSS}
-        options = {k: v for k, v in call.items() if k not in known}
-        without_aux = {name: False for name in AUXILIARY if name in self._signature.parameters}
-        return options | without_aux | {"use_cache": False}
-
-
-_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which each chunk has for itself
-# Arguments of the decoder, which chunks do not call.
-_DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
-
-
-def _needs_grad(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad

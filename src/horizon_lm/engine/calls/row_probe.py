@@ -3,7 +3,8 @@
 A block's input may have its rows in any dimension, or none; the dimension that grows with the batch has them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,22 +16,27 @@ from horizon_lm.engine.units.embedding import StreamedEmbedding
 
 
 class RowProbe:
-    """A probe of the running forward pass.
-
-    Attributes:
-        calls: the arguments of the running forward pass, by batch.
-    """
+    """A probe of the running forward pass."""
 
     def __init__(
         self, engine: Engine, blocks: Blocks, tables: Sequence[StreamedEmbedding], call_model: Callable[..., Any]
     ) -> None:
         self._engine, self._blocks, self._tables, self._call_model = engine, blocks, tables, call_model
-        self.calls: list[dict[str, Any]] = []
+        self._calls: Sequence[dict[str, Any]] = []  # the arguments of the running forward pass, by batch
+
+    @contextmanager
+    def of(self, calls: Sequence[dict[str, Any]]) -> Iterator[None]:
+        """Context manager: keep the arguments of the running forward pass, by batch."""
+        self._calls = calls
+        try:
+            yield
+        finally:
+            self._calls = []
 
     def shapes(self, index: int, batch: int) -> list[torch.Size]:
         """Return the shapes of a block's inputs for a batch with one more row."""
         rows = self._engine.forward.num_rows[batch]
-        call = {k: _one_more_row(k, v, rows) for k, v in self.calls[batch].items()}
+        call = {k: _one_more_row(k, v, rows) for k, v in self._calls[batch].items()}
         shapes: list[torch.Size] = []
         state = self._engine.device.rng_state()
         self._probe((index, batch, shapes), rows + 1)

@@ -1,0 +1,110 @@
+"""A forward pass whose loss or log-probabilities are computed over chunks of tokens: trunk, then chunks.
+
+Shapes: B batch rows, T tokens of a row, H hidden size.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.calls.calls import Call
+from horizon_lm.engine.calls.chunked_losses import LogprobRun, LossRun, TokenLogprobs, WantedLogprobs
+from horizon_lm.engine.calls.chunked_outputs import aux_losses, by_name, with_loss
+from horizon_lm.engine.calls.row_probe import RowProbe
+from horizon_lm.engine.passes.lockstep import run_together
+from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead
+from horizon_lm.engine.units.chunked_runs import compute
+from horizon_lm.engine.units.loss_inputs import LossInputs
+from horizon_lm.engine.units.token_statistics import TokenStatistics
+from horizon_lm.model.block_template import has_foreign_hooks
+from horizon_lm.model.head_path import AUXILIARY
+
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which each chunk has for itself
+# Arguments of the decoder, which chunks do not call.
+_DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
+
+
+class ChunkedForward:
+    """The model without its head over whole batches, and the head over chunks of their trained tokens.
+
+    Args:
+        head: the chunked head.
+        signature: of the model's own forward method.
+        probe: the row probe of the model's passes.
+        call_model: the model's own forward method.
+    """
+
+    def __init__(
+        self, head: ChunkedLmHead, signature: inspect.Signature, probe: RowProbe, call_model: Callable[..., Any]
+    ) -> None:
+        self.head, self._parts, self._probe, self._call_model = head, head.engine.parts, probe, call_model
+        self._parameters = signature.parameters
+
+    def fits(self) -> bool:
+        """Return whether chunks compute what the model would: its loss function was not replaced, and no module that chunks
+        call with other inputs has hooks.
+        """
+        parts, path = self._parts, self.head.path
+        if path.loss_function is not parts.model.loss_function:
+            return False
+        return not any(map(has_foreign_hooks, (path.trunk, parts.decoder, parts.head)))
+
+    def losses(
+        self, calls: list[Call], outer: dict[str, torch.Tensor], inputs: list[LossInputs],
+        statistics: TokenStatistics | None,
+    ) -> list[Any]:  # fmt: skip
+        """Run the trunk once over whole batches, then norm, head and loss over chunks of their trained tokens."""
+        ran = self._run_trunk(calls)
+        runs = [
+            LossRun(self.head, each, self._head_options(call), statistics)
+            for call, each in zip(calls, inputs, strict=True)
+        ]
+        losses = compute(runs, [hidden for _, hidden in ran], outer)
+        return [with_loss(output, loss) for (output, _), (loss,) in zip(ran, losses, strict=True)]
+
+    def logprobs(
+        self, calls: list[Call], outer: dict[str, torch.Tensor], inputs: list[LossInputs],
+        statistics: TokenStatistics | None, wanted: WantedLogprobs,
+    ) -> list[TokenLogprobs]:  # fmt: skip
+        """Run the trunk once over whole batches, then norm, head and log-probabilities over chunks of trained tokens."""
+        temperature, names = wanted
+        ran = self._run_trunk(calls)
+        runs = [
+            LogprobRun(self.head, each, self._head_options(call), temperature, names, statistics)
+            for call, each in zip(calls, inputs, strict=True)
+        ]
+        values = compute(runs, [hidden for _, hidden in ran], outer)
+        return [
+            by_name(names, of_call, each.labels.shape, aux_losses(self._parts.model, output))
+            for (output, _), of_call, each in zip(ran, values, inputs, strict=True)
+        ]
+
+    def _run_trunk(self, calls: Sequence[Call]) -> list[tuple[Any, torch.Tensor]]:
+        """Run the model without its head for each call. Return each output and the hidden states (B, T, H)."""
+
+        def run(call: Call) -> tuple[Any, torch.Tensor]:
+            return self._call_model(**call), self.head.take_hidden()
+
+        with self._probe.of(calls), self.head.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):
+            return run_together([partial(run, call) for call in calls])
+
+    def _needs_normed_hidden(self, call: Call) -> bool:
+        """Return whether the caller or a hook uses the last hidden states, so that the final norm must be computed."""
+        norm = self._parts.final_norm
+        if norm is not None and has_foreign_hooks(norm):
+            return True
+        wanted = call.get("output_hidden_states")
+        config = self._parts.model.config
+        return bool(
+            config.output_hidden_states or config.get_text_config().output_hidden_states if wanted is None else wanted
+        )
+
+    def _head_options(self, call: Call) -> dict[str, Any]:
+        """Return the arguments of a call that are also passed to the model for each chunk."""
+        known = {*self._parameters, *_DECODER_ONLY, *_OF_THE_LOSS}
+        options = {k: v for k, v in call.items() if k not in known}
+        without_aux = {name: False for name in AUXILIARY if name in self._parameters}
+        return options | without_aux | {"use_cache": False}

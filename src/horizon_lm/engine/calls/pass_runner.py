@@ -1,0 +1,158 @@
+"""Run calls of a streamed model as one pass of the engine: inputs, planning, and the modules that the pass streams.
+
+Shapes: B batch rows, T tokens of a row.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.calls.calls import Batch, Call, choose_cache, prepare, rank, require_supported
+from horizon_lm.engine.calls.row_probe import RowProbe
+from horizon_lm.engine.host.parameters import StandIn
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.forward_pass import ForwardRequest
+from horizon_lm.engine.passes.lockstep import run_on_in_backward, run_together
+from horizon_lm.engine.passes.micro_batches import ProbeDoneError, split_batches
+from horizon_lm.engine.passes.residency_planner import ResidencyPlanner
+from horizon_lm.engine.units.blocks import Blocks
+from horizon_lm.engine.units.embedding import StreamedEmbedding
+from horizon_lm.engine.units.lm_head import LmHead
+from horizon_lm.engine.units.outer import OuterParameters
+from horizon_lm.model.functional import in_place
+from horizon_lm.planning.residency import BatchSize
+
+Compute = Callable[[list[Call], dict[str, torch.Tensor]], list[Any]]
+
+
+class PassRunner:
+    """The passes of a streamed model.
+
+    Args:
+        engine: the model's engine.
+        blocks, tables, head: the units that the model calls.
+        call_model: the model's own forward method.
+        model_name: the model's class, for messages.
+        takes_images: images, video and audio are accepted.
+
+    Attributes:
+        probe: finds the rows of blocks' inputs while a pass runs.
+        planner: plans what stays on the device.
+    """
+
+    def __init__(
+        self, engine: Engine, blocks: Blocks, tables: Sequence[StreamedEmbedding], head: LmHead, *,
+        call_model: Callable[..., Any], model_name: str, takes_images: bool,
+    ) -> None:  # fmt: skip
+        self._engine, self._blocks, self._tables, self._head = engine, blocks, tables, head
+        self._outer = OuterParameters(engine)
+        self._call_model, self._model_name, self._takes_images = call_model, model_name, takes_images
+        self.probe = RowProbe(engine, blocks, tables, call_model)
+        self.planner = ResidencyPlanner(engine)
+
+    def run(self, calls: list[Call], compute: Compute, head_grads: bool) -> list[Any]:
+        """Run ``compute`` as one pass of the engine, after planning for batches larger than all before.
+
+        Args:
+            calls: arguments of the model's forward method for each batch, by name.
+            compute: function of these arguments and the outer parameters on the device that returns the outputs.
+            head_grads: the head's gradients may be computed in the forward pass.
+        """
+        engine = self._engine
+        batches = [prepare(engine, call) for call in calls]
+        inputs_need_grad = any(_needs_grad(batch.call.get("inputs_embeds")) for batch in batches)
+        recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
+        for batch in batches:
+            choose_cache(batch.call, recording)
+            most_rows = engine.options.device_micro_batch_size or batch.rows
+            require_supported(batch, most_rows, self._model_name, self._takes_images)
+        size = self._size_of(batches)
+        if recording and self.planner.is_needed(size):
+            self._plan(batches, size)
+        embed = self._announce(batches)
+        request = ForwardRequest(
+            recording=recording,
+            rows=[batch.rows for batch in batches],
+            embed=embed,
+            inputs_need_grad=inputs_need_grad,
+            head_grads=head_grads and recording and engine.between.head_grads.holder is None,
+            draws=engine.parts.model.training,
+            whole_batch=self._blocks.caching,
+        )
+        with engine.forward_pass(request):
+            outer = self._outer.load()
+            with self._outer.in_place(outer), self._stand_ins():
+                return compute([batch.call for batch in batches], outer)
+
+    def call_all(self, calls: list[Call]) -> list[Any]:
+        """Run the model's original forward method for each call, unit by unit."""
+        with self.probe.of(calls):
+            outputs = run_together([partial(self._call_model, **call) for call in calls])
+        if len(calls) > 1:
+            run_on_in_backward(outputs)
+        return outputs
+
+    def _announce(self, batches: list[Batch]) -> bool:
+        """Tell blocks and embedding what the next forward pass computes. Return whether it looks up tokens."""
+        calls = [batch.call for batch in batches]
+        for table in self._tables:
+            table.expect([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
+        # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
+        self._blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
+        self._blocks.signatures = [tuple(sorted((k, rank(v)) for k, v in call.items())) for call in calls]
+        self._blocks.segments = [batch.segments for batch in batches]
+        return calls[0].get("inputs_embeds") is None
+
+    def _size_of(self, batches: list[Batch]) -> BatchSize:
+        """Return the size of a step with these batches."""
+        most_rows = self._engine.options.device_micro_batch_size
+        return BatchSize(
+            tokens=sum(batch.rows * batch.length for batch in batches),
+            length=max(batch.length for batch in batches),
+            tokens_at_once=max(batch.tokens_at_once(most_rows) for batch in batches),
+            is_masked=any(batch.call.get("attention_mask") is not None for batch in batches),
+        )
+
+    def _stand_ins(self) -> AbstractContextManager[None]:
+        """Context manager: replace the weights of head and embedding by stand-ins.
+
+        Models read the dtype and device of these weights, which in the streamed parameters are those of host memory.
+        """
+        options, device = self._engine.options, self._engine.device.torch_device
+        head = [(module, name, None) for module, name in self._head.streamed_places()]
+        places: list[tuple[Any, str, Any]] = [*head, *((table.module, "weight", table.read) for table in self._tables)]
+        return in_place(
+            (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device, read))
+            for module, name, read in places
+        )
+
+    def _plan(self, batches: list[Batch], size: BatchSize) -> None:
+        """Plan what stays on the device, using a rehearsal of the largest batch that measures one block per structure."""
+        engine = self._engine
+        state, most_rows = engine.device.rng_state(), engine.options.device_micro_batch_size
+        largest = max(batches, key=lambda batch: batch.tokens_at_once(most_rows))
+        num_micro_batches = len(split_batches([batch.rows for batch in batches], most_rows))
+        embed = self._announce([largest])
+        with self.planner.planning(size) as plans:
+            rehearsal = self._blocks.rehearse()
+            try:
+                with (
+                    torch.no_grad(),
+                    engine.forward_pass(ForwardRequest(False, [largest.rows], embed, False, False, draws=False)),
+                    self._outer.in_place(self._outer.load()),
+                    self._stand_ins(),
+                ):  # fmt: skip
+                    self.call_all([largest.call])
+            except ProbeDoneError:  # at the last block
+                plans.append(rehearsal.plan(size.tokens, num_micro_batches))
+            finally:
+                self._blocks.rehearsal = None
+                # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
+                engine.device.set_rng_state(state)
+
+
+def _needs_grad(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad

@@ -1,0 +1,201 @@
+"""Computations over the chunks of each batch of a pass, as one autograd node: losses, or log-probabilities.
+
+Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.passes.recompute import RecomputeContext, no_autocast_cache
+from horizon_lm.engine.units.chunked_lm_head import Chunk, ChunkedLmHead
+from horizon_lm.engine.units.loss_inputs import LossInputs
+from horizon_lm.engine.units.token_statistics import TokenStatistics
+from horizon_lm.errors import TokenError
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import HEAD
+
+Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states (B, T, H), and of outer parameters
+
+
+class ChunkedRun(ABC):
+    """A computation over the chunks of one batch: a loss, or log-probabilities.
+
+    Args:
+        owner: the chunked head.
+        inputs: labels and the like.
+        options: further arguments of the model's forward method.
+        statistics: collects statistics of the tokens in the forward pass; None for none.
+
+    Attributes:
+        context: autocast and the like in the forward pass.
+    """
+
+    def __init__(
+        self,
+        owner: ChunkedLmHead,
+        inputs: LossInputs,
+        options: dict[str, Any],
+        statistics: TokenStatistics | None = None,
+    ) -> None:
+        self.owner, self.engine, self.inputs, self.forward_state = owner, owner.engine, inputs, owner.engine.recording
+        self.outer_names = owner.outer_names()
+        self._options, self.statistics = options, statistics
+        if statistics is not None:
+            statistics.begin(inputs.labels, self.engine.options.compile)
+        self.context = RecomputeContext(self.engine.device.torch_device.type)
+
+    @abstractmethod
+    def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Compute all chunks from hidden states (B, T, H) and the outer parameters of `outer_names`."""
+
+    @abstractmethod
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+    ) -> Grads:
+        """Return the gradients of the arguments of `forward` from the gradients of its results.
+
+        Args:
+            grads: the gradient of each result; None for a result that no loss depends on.
+            hidden, outer: the arguments of `forward`.
+            first: no batch before this one has written the buffers of the head's gradients.
+        """
+
+    def chunks(self) -> tuple[torch.Tensor, ...]:
+        """Return the positions of each chunk's tokens in the flattened batch, each of shape (N,)."""
+        return self.inputs.trained.split(self.owner.chunk_tokens) if len(self.inputs.trained) else ()
+
+    def call_model(
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, first: bool,
+        **arguments: Any,
+    ) -> Any:  # fmt: skip
+        """Run the model's forward method on the hidden states (N, H) of a chunk.
+
+        Args:
+            hidden: the chunk's hidden states.
+            outer: the outer parameters of `outer_names`.
+            grads: the buffers to which a backward pass adds the head's gradients; None if there is no backward pass.
+            first: overwrite these buffers.
+            arguments: arguments of the forward method.
+        """
+        by_name = dict(zip(self.outer_names, outer, strict=True))
+        with self.owner.computing(Chunk(self.owner, hidden[None], by_name, grads or {}, first)):
+            return self.owner.call_model(**arguments, **self._options)
+
+    def differentiate(
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], differentiate_chunk: Callable[..., None], first: bool
+    ) -> Grads:
+        """Compute and differentiate chunk by chunk, so that only one chunk's logits and graph exist at a time.
+
+        Args:
+            hidden: hidden states (B, T, H).
+            outer: the outer parameters of `outer_names`.
+            differentiate_chunk: called with hidden states (N, H), positions (N,), outer parameters, the head's gradient
+                buffers, and whether to overwrite them; computes the chunk and calls backward.
+            first: overwrite the head's gradient buffers.
+        """
+        flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()  # (B * T, H)
+        chunks = self.chunks()
+        if first and not chunks:  # no first chunk will overwrite the buffers
+            for tensor in grads.values():
+                tensor.zero_()
+        hidden_grad = torch.zeros_like(flat)  # zero for tokens in no chunk
+        leaves = [w.detach().requires_grad_() for w in outer]
+        with torch.enable_grad(), no_autocast_cache():
+            for number, index in enumerate(chunks):
+                leaf = flat[index].requires_grad_()  # (N, H)
+                differentiate_chunk(leaf, index, leaves, grads, first and number == 0)
+                hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
+        outer_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
+        return hidden_grad.view(hidden.shape), outer_grads
+
+
+def compute(
+    runs: Sequence[ChunkedRun], hidden: Sequence[torch.Tensor], outer: dict[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Compute the chunks of all batches. Differentiable if the forward pass records.
+
+    Args:
+        runs: the computation of each batch's chunks.
+        hidden: the hidden states (B, T, H) of each batch.
+        outer: the outer parameters on the device, by full name.
+
+    Returns:
+        The results of each run.
+    """
+    for run, states in zip(runs, hidden, strict=True):
+        if states.shape[:2] != run.inputs.labels.shape:
+            raise TokenError(
+                f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed "
+                f"{tuple(states.shape[:2])} tokens"
+            )
+    engine = runs[0].engine
+    anchor = engine.anchor if engine.recording is not None else hidden[0].new_empty(0)
+    used = [outer[name] for name in runs[0].outer_names]
+    values = _ChunkedHeadFunction.apply(_ChunkedPass(runs), anchor, *used, *hidden)
+    per_run = len(values) // len(runs)
+    return [values[start : start + per_run] for start in range(0, len(values), per_run)]
+
+
+class _ChunkedPass:
+    """The chunks of all batches of a forward pass."""
+
+    def __init__(self, runs: Sequence[ChunkedRun]) -> None:
+        self.runs = runs
+        self.engine, self.head = runs[0].engine, runs[0].owner.head
+        self.forward_state: Any = runs[0].forward_state
+        self.num_outer = len(runs[0].outer_names)
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Compute all runs, given the outer parameters and then the hidden states (B, T, H) of each batch."""
+        outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
+        with self.engine.cursor.compute(Kind.FORWARD, HEAD):
+            values = [run.forward(states, outer) for run, states in zip(self.runs, hidden, strict=True)]
+            self.engine.device.poison(self.engine.memory.head_weights[0])
+        return tuple(value for each in values for value in each)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the inputs of `forward` from the gradients of its results."""
+        outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
+        per_run, written = len(grads) // len(self.runs), False
+        outer_grads: list[torch.Tensor] = []
+        hidden_grads: list[torch.Tensor | None] = []
+        with self.engine.cursor.compute(Kind.BACKWARD, HEAD):
+            for number, (run, states) in enumerate(zip(self.runs, hidden, strict=True)):
+                part = grads[number * per_run : (number + 1) * per_run]
+                if all(grad is None for grad in part):
+                    hidden_grads.append(None)
+                    continue
+                hidden_grad, more = run.backward(part, states, outer, not written)
+                hidden_grads.append(hidden_grad)
+                outer_grads = [a + b for a, b in zip(outer_grads, more, strict=True)] if outer_grads else more
+                written = written or bool(run.chunks())
+            if not self.forward_state.head_grads:  # otherwise the weights were not needed, and are not there
+                self.engine.device.poison(self.engine.memory.head_weights[0])
+            self.head.gradients_ready()
+        return [*outer_grads, *hidden_grads]
+
+
+class _ChunkedHeadFunction(torch.autograd.Function):
+    """The autograd node of all chunks of a forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, chunks: _ChunkedPass, anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.chunks = chunks
+        ctx.set_materialize_grads(False)
+        values = chunks.forward(inputs)
+        ctx.save_for_backward(*inputs)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        chunks: _ChunkedPass = ctx.chunks
+        with chunks.engine.backward_of(chunks.forward_state):
+            input_grads = chunks.backward(grads, ctx.saved_tensors)
+        return None, None, *input_grads
