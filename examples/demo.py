@@ -34,8 +34,9 @@ from horizon_lm.model import hub
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.memory import BufferSettings, ModelSizes, device_buffers
 from horizon_lm.quantities import format_bytes, format_seconds
-from horizon_lm.training.loop import RunResult, train
+from horizon_lm.training.run import RunResult
 from horizon_lm.training.setup import choose_device
+from horizon_lm.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FILE = Path("examples/sft.yaml")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from horizon_lm.integrations.trainer import trainer
     from horizon_lm.integrations.trainer_plan import plan
     from horizon_lm.optim.adamw import AdamW
-    from horizon_lm.training.loop import train
+    from horizon_lm.training.train import train
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ _HOME = {
     "stream": "horizon_lm.engine.opening.loading",
     "synchronize": "horizon_lm.engine.opening.streamed_model",
     "token_logprobs": "horizon_lm.engine.calls.chunked_losses",
-    "train": "horizon_lm.training.loop",
+    "train": "horizon_lm.training.train",
     "trainer": "horizon_lm.integrations.trainer",
 }
 __all__ = [

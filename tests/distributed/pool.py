@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 TIMEOUT = timedelta(seconds=60)
-IMPORTED_ONCE = ["horizon_lm.training.loop", "horizon_lm.integrations.trainer", "tests.distributed.training", "trl"]
+IMPORTED_ONCE = ["horizon_lm.training.train", "horizon_lm.integrations.trainer", "tests.distributed.training", "trl"]
 
 
 class Pool:

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
+from horizon_lm.checkpoints.checkpoint import save_checkpoint
 from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.manifest import read_manifest, verify
 from horizon_lm.config.load import as_config
@@ -155,9 +157,8 @@ def exporting(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
     )
     run_dir.take()
     run_dir._disk = disk
-    checkpoints = RunCheckpoints(
-        config, run_dir.path, said.append, model, optimizer, lambda part: None, {}, None, ranks
-    )
+    write = partial(save_checkpoint, model=model, optimizer=optimizer)
+    checkpoints = RunCheckpoints(config, run_dir.path, said.append, model, write, None, ranks)
     last = LastResort(
         run_dir, SecondPlace(), ranks, said.append, lambda: "SIGTERM" if rank == 1 and next(looked) > 20 else "",
         lambda: checkpoints.keep(1, {}, None) if how == "checkpoint" else None, lambda: checkpoints.last,

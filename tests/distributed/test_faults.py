@@ -22,7 +22,7 @@ from horizon_lm.checkpoints.saving import CheckpointWriter
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.optim.update_tasks import Pieces
-from horizon_lm.training.loop import _Loop
+from horizon_lm.training.loop import Loop
 
 PLACES = {
     "forward": (Blocks, "forward"), "backward": (BlockAutograd, "backward"), "update": (Pieces, "run"),
@@ -45,7 +45,7 @@ if place:
     owner, name = PLACES[place]
     setattr(owner, name, dies(getattr(owner, name)))
 
-train_step = _Loop.train_step
+train_step = Loop.train_step
 def slow(self, batch, step):
     global at_step
     at_step = step
@@ -53,7 +53,7 @@ def slow(self, batch, step):
         time.sleep(1000)
     train_step(self, batch, step)
     time.sleep(0.2)
-_Loop.train_step = slow
+Loop.train_step = slow
 from horizon_lm.cli import main
 main()
 """

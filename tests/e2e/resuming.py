@@ -14,7 +14,8 @@ import horizon_lm
 from horizon_lm.checkpoints.random_state import random_state
 from horizon_lm.errors import InterruptedRunError
 from horizon_lm.report import loss_png
-from horizon_lm.training import loop as training_loop
+from horizon_lm.training.loop import Loop
+from horizon_lm.training.run_state import FORMAT
 from tests.e2e import tiny
 
 TIMED = {
@@ -73,11 +74,11 @@ class Runs:
         self.before_step: dict[int, Callable[[], None]] = {}
         self._stop_after: int | None = None
         self._result: Any = None
-        runs, run, train_step = self, training_loop._Loop.run, training_loop._Loop.train_step
+        runs, run, train_step = self, Loop.run, Loop.train_step
 
-        def watched_run(loop: Any, point: Any) -> Any:
+        def watched_run(loop: Any) -> Any:
             runs.loops.append(loop)
-            runs._result = run(loop, point)
+            runs._result = run(loop)
             return runs._result
 
         def watched_step(loop: Any, batch: Any, step: int) -> None:
@@ -86,8 +87,8 @@ class Runs:
             if step == runs._stop_after:
                 loop.interrupts.requested = "SIGTERM"
 
-        monkeypatch.setattr(training_loop._Loop, "run", watched_run)
-        monkeypatch.setattr(training_loop._Loop, "train_step", watched_step)
+        monkeypatch.setattr(Loop, "run", watched_run)
+        monkeypatch.setattr(Loop, "train_step", watched_step)
         monkeypatch.setattr(loss_png, "write_loss_png", lambda *_: None)  # takes most of the time of a short run
 
     def interrupt(self, settings: dict[str, Any], stop_after: int, **options: Any) -> None:
@@ -138,5 +139,7 @@ def assert_resumes(
     """
     whole = tmp_path / "whole"
     expected, _ = runs.train({**settings, **SAVING, "output_dir": str(whole)}, **options, **make())
+    state = json.loads((whole / "checkpoint-1" / "training_state.json").read_text())["state"]
+    assert state.keys() == {*FORMAT, "rows_per_step"}  # which older checkpoints do not have
     for step in steps:
         assert resume(runs, settings, whole, step, tmp_path / f"from-{step}", **options, **make()) == expected, step

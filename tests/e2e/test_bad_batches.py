@@ -11,7 +11,7 @@ import torch
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.store import checkpoint_loader
 from horizon_lm.training.bad_rows import search
-from horizon_lm.training.loop import train
+from horizon_lm.training.train import train
 from tests.e2e import tiny
 
 ESCAPES = "Z\x1b]0;title\x07\x7f"  # a token whose embedding is poisoned, and what a terminal would obey
@@ -106,7 +106,7 @@ def test_a_gradient_names_its_row(tmp_path: Path, model: Path, objective: str, m
         streamed.model.layers[0].register_forward_hook(broken)
         return streamed
 
-    monkeypatch.setattr("horizon_lm.training.loop.load_model", load_with_hook)
+    monkeypatch.setattr("horizon_lm.training.setup.load_model", load_with_hook)
     rows: list[Any] = poisoned_rows(5, 1, 3)
     if objective == "dpo":
         rows = [{"prompt": r["instruction"], "chosen": r["output"], "rejected": "no"} for r in rows]

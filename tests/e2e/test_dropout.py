@@ -15,7 +15,7 @@ from horizon_lm.config import DatasetConfig
 from horizon_lm.data.loader import Sampler, collate
 from horizon_lm.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.objective.base import evaluation_mode
-from horizon_lm.training.loop import train
+from horizon_lm.training.train import train
 from tests import families
 from tests.e2e import tiny
 

@@ -22,11 +22,12 @@ from horizon_lm.objective.base import Loss
 from horizon_lm.preflight.admission import make_request
 from horizon_lm.preflight.inputs import RowShape, fetch_source, open_source
 from horizon_lm.training import callbacks as run_callbacks
-from horizon_lm.training import loop, metrics
-from horizon_lm.training.evaluation import SamplePrompts
+from horizon_lm.training import metrics
+from horizon_lm.training.evaluation import Evaluation
 from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.rows import load_data
 from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.samples import SamplePrompts
 from horizon_lm.training.setup import load_tokenizer
 from tests import families
 from tests.e2e import tiny
@@ -329,8 +330,10 @@ def test_report_to_without_its_package(base: dict[str, Any]) -> None:
 def test_missing_tracker_is_found_before_the_rows_are_read(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "load_tokenizer", lambda *_: pytest.fail("work began before the tracker was checked"))
-    monkeypatch.setattr(loop, "load_data", lambda *args: pytest.fail("work began before the tracker was checked"))
+    for name in ("setup.load_tokenizer", "train.load_data"):
+        monkeypatch.setattr(
+            f"horizon_lm.training.{name}", lambda *args: pytest.fail("work began before the tracker was checked")
+        )
     with pytest.raises(ConfigError, match="report_to: CometCallback requires"):
         horizon_lm.train({**base, "report_to": "comet_ml"}, **QUIET)
 
@@ -439,14 +442,14 @@ def test_packed_rows_without_trained_tokens_are_left_out(tmp_path: Path, base: d
 
 
 def test_non_finite_final_eval_loss_keeps_the_model(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = loop.evaluate_rows
+    evaluate_rows = Evaluation.evaluate_rows
 
-    def broken(*args: Any) -> Any:
-        if args[4] == 2:
+    def broken(self: Evaluation, step: int, between_batches: Any) -> Any:
+        if step == 2:
             raise NonFiniteError("after step 2: the eval loss is nan")
-        return evaluate(*args)
+        return evaluate_rows(self, step, between_batches)
 
-    monkeypatch.setattr(loop, "evaluate_rows", broken)
+    monkeypatch.setattr(Evaluation, "evaluate_rows", broken)
     with pytest.raises(NonFiniteError):
         horizon_lm.train({**base, "test_split_size": 2, "max_steps": 2}, **QUIET)
     assert (Path(base["output_dir"]) / "model" / "model.safetensors").is_file()

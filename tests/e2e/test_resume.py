@@ -16,8 +16,8 @@ from horizon_lm.checkpoints import checkpoint
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
 from horizon_lm.planning.catalog import own_profile_path
-from horizon_lm.training import loop as training_loop
 from horizon_lm.training import resume as resume_module
+from horizon_lm.training import train
 from tests import outlines
 from tests.dying import Death, dying
 from tests.e2e import resuming, tiny
@@ -394,11 +394,11 @@ def test_a_reference_that_is_left_out_is_missed(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another cache"))
     assert resume(runs, settings, whole, 3, tmp_path / "same") == expected
     with monkeypatch.context() as patched:
-        patched.setattr(training_loop, "read_tensors", lambda path: None)
+        patched.setattr(train, "read_tensors", lambda path: None)
         found = resume(runs, settings, whole, 3, tmp_path / "computed")
         assert found["metrics"] != expected["metrics"]
         assert found["model"] != expected["model"]
-        patched.setattr(training_loop, "read_tensors", lambda path: {})
+        patched.setattr(train, "read_tensors", lambda path: {})
         with pytest.raises(ConfigError, match="has no reference for them"):
             resume(runs, settings, whole, 3, tmp_path / "none")
 

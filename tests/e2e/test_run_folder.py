@@ -22,12 +22,12 @@ from horizon_lm.checkpoints.manifest import is_checkpoint, read_manifest, verify
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.training import callbacks as run_callbacks
-from horizon_lm.training import last_resort, loop, run_checkpoints
-from horizon_lm.training.evaluation import SamplePrompts
+from horizon_lm.training import last_resort, saver, train
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.resume import checkpoints_in
 from horizon_lm.training.run_checkpoints import RunCheckpoints
 from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.samples import SamplePrompts
 from horizon_lm.training.tracing import Tracing
 from tests.e2e import tiny
 from tests.e2e.processes import RunProcess
@@ -207,7 +207,7 @@ def test_a_callback_that_fails_where_no_checkpoint_can_be_written(
         def on_step_end(self, *arguments: Any, **options: Any) -> None:
             raise RuntimeError("of the user")
 
-    monkeypatch.setattr(run_checkpoints, "save_checkpoint", broken)
+    monkeypatch.setattr(saver, "save_checkpoint", broken)
     with pytest.raises(RuntimeError, match="of the user") as found:
         horizon_lm.train(base, callbacks=[Failing()], **QUIET)
     assert f"The trained model is in {folder_of(base) / 'model'}" in "".join(found.value.__notes__)
@@ -227,12 +227,12 @@ def test_a_limit_on_the_size_of_files(base: dict[str, Any], tmp_path: Path) -> N
     """A real process that cannot write more than 40 kB to a file waits, is not killed by SIGXFSZ, and leaves no partial file."""
     setup = f"""
 import resource
-import horizon_lm.training.loop as loop
-export = loop.LastResort.export
+from horizon_lm.training.last_resort import LastResort
+export = LastResort.export
 def limited(*arguments):
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, {resource.RLIM_INFINITY}))
     export(*arguments)
-loop.LastResort.export = limited
+LastResort.export = limited
 """
     path = tmp_path / "run.yaml"
     path.write_text("".join(f"{key}: {value}\n" for key, value in base.items()))
@@ -385,7 +385,7 @@ def test_everything_exported_is_on_disk_before_it_gets_its_name(
             super().rename(source, target)
 
     recording = Recording()
-    monkeypatch.setattr(loop, "RunDir", lambda config, resumes: RunDir(config, resumes, recording))
+    monkeypatch.setattr(train, "RunDir", lambda config, resumes: RunDir(config, resumes, recording))
     horizon_lm.train(config, **QUIET)
     assert recording.unsynced == set()
     assert str(folder_of(base)) in synced  # the name, afterwards
@@ -401,7 +401,7 @@ def test_files_of_an_earlier_run_are_kept_until_the_model_is_loaded(
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(loop, "load_model", fail)
+    monkeypatch.setattr("horizon_lm.training.setup.load_model", fail)
     with pytest.raises(MemoryError):
         horizon_lm.train({**base, "overwrite_output_dir": True, "learning_rate": 1e-3}, **QUIET)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
@@ -435,7 +435,7 @@ def broken(*arguments: Any, **options: Any) -> Any:
         (RunDir, "append_samples", "answering sample_prompts failed"),
         (RunDir, "draw_loss", "loss.png failed"),
         (RunCheckpoints, "save", "saving checkpoint-1 failed"),
-        (run_checkpoints, "save_checkpoint", "the checkpoint of step 1 was not written"),
+        (saver, "save_checkpoint", "the checkpoint of step 1 was not written"),
     ],
 )
 def test_a_failing_output_does_not_end_the_run(

@@ -82,7 +82,7 @@ def test_save_on_signal_seconds(
 ) -> None:
     """A checkpoint that would take too long is left out, and the run names the one before."""
     settings = {"save_strategy": "steps", "save_steps": 2, "save_on_signal_seconds": seconds}
-    runs.before_step[5] = lambda: runs.loops[-1].checkpoints.wait()  # which is on its way to the disk
+    runs.before_step[5] = lambda: runs.loops[-1].saver.checkpoints.wait()  # which is on its way to the disk
     message, lines = interrupted(runs, base | settings | {"output_dir": str(tmp_path / "run")})
     assert checkpoints(tmp_path / "run") == kept
     assert kept[-1] in message

@@ -40,13 +40,13 @@ ExampleTokenizer.tokenize = slow
 # Prints when the weights are loaded, which then takes forever.
 SLOW_LOADING = """
 import time
-import horizon_lm.training.loop as loop
-load = loop.load_model
+import horizon_lm.training.setup as setup
+load = setup.load_model
 def slow(*args, **kwargs):
     print("loading", flush=True)
     time.sleep(1000)
     return load(*args, **kwargs)
-loop.load_model = slow
+setup.load_model = slow
 """
 # Prints when a unit is written into a checkpoint, and goes on once a signal has arrived.
 SLOW_SAVING = """
@@ -301,7 +301,7 @@ def test_a_signal_that_python_drops_is_repeated(run_file: Path) -> None:
     dropped = """
 import os, signal, time
 import horizon_lm.training.interrupts as interrupts
-import horizon_lm.training.loop as loop
+import horizon_lm.training.setup as setup
 interrupts._REPEAT_SECONDS = 0.1
 class Dropping:
     def __del__(self):
@@ -312,7 +312,7 @@ def hang(*args):
     print("dropped", flush=True)
     while True:
         time.sleep(0.01)
-loop.load_tokenizer = hang
+setup.load_tokenizer = hang
 """
     with RunProcess(run_file, setup=dropped) as run:
         run.wait_for("dropped")

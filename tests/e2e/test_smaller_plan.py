@@ -13,8 +13,9 @@ from horizon_lm.errors import DeviceFaultError, DoesNotFitError
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.training import loop
 from horizon_lm.training.first_step import FirstStep
+from horizon_lm.training.loop import Loop
+from horizon_lm.training.train import train
 from horizon_lm.units import HEAD, block
 from tests.e2e import tiny
 from tests.short_of_memory import Computation, ShortDevice
@@ -70,7 +71,7 @@ class Runs:
         """Train into a new folder of this name, or go on with the run in it."""
         self.device, self.said = ShortDevice(failures, capacity=capacity, eagerness=1.0), []
         output = self.folder / name
-        loop.train(self.config | settings | {"output_dir": str(output)}, print_fn=self.said.append)
+        train(self.config | settings | {"output_dir": str(output)}, print_fn=self.said.append)
         assert not self.device.failures, "these computations did not run"
         return output
 
@@ -148,7 +149,7 @@ def test_settings_of_the_user_are_kept(runs: Runs) -> None:
 
 
 def test_a_later_step_is_not_repeated(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop._Loop, "finish_step", lambda self, step: runs.device.failures.append(LAST))
+    monkeypatch.setattr(Loop, "finish_step", lambda self, step: runs.device.failures.append(LAST))
     with pytest.raises(DeviceFaultError, match="after step 1"):
         runs.train("run")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from horizon_lm.objective.sft import nll
-from horizon_lm.training.loop import train
 from horizon_lm.training.spikes import Spikes
+from horizon_lm.training.train import train
 from tests.e2e import tiny
 
 

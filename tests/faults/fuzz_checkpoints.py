@@ -27,7 +27,7 @@ from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.checkpoints.unit_file import hash_file
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import HorizonError
-from horizon_lm.training import resume
+from horizon_lm.training import resume, run_state
 from tests.numerics.test_checkpoints import BUFFERED, digest, opened, step
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -55,7 +55,7 @@ class Target:
         self.digest = digest(self.model, self.optimizer)
         own = resume.settings_of(self.config)
         given = {"step": 1, "num_steps": 9, "config": own, "settled": own, "model_config": {"a": 1}, "data": _POSITION}
-        state = {name: given.get(name, kinds[0]()) for name, kinds in resume._STATE.items()}
+        state = {name: given.get(name, kinds[0]()) for name, kinds in run_state.FORMAT.items()}
         save_checkpoint(self.good, self.model, self.optimizer, state=state, arrays={"reference": torch.ones(3, 2)})
         shutil.copytree(self.good, self.folder)
 

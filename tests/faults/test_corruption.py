@@ -16,11 +16,11 @@ from horizon_lm.checkpoints.random_state import random_state
 from horizon_lm.checkpoints.unit_file import hash_file, read_entries
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
-from horizon_lm.training import resume
+from horizon_lm.training import resume, run_state
 from tests.e2e.command import run
 from tests.numerics.test_checkpoints import BUFFERED, digest, opened, step
 
-STATE: dict[str, Any] = {**{name: kinds[0]() for name, kinds in resume._STATE.items()}, "num_steps": 9}
+STATE: dict[str, Any] = {**{name: kinds[0]() for name, kinds in run_state.FORMAT.items()}, "num_steps": 9}
 OPTIONS: dict[str, Any] = {"precision": "fp32_master", "moments": "8bit", "family": BUFFERED}
 UNIT = "units/block1.safetensors"
 FILES = (

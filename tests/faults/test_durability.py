@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +34,8 @@ def record_run(disk: RecordedDisk, folder: Path) -> States:
     def add_files(part: Path) -> None:
         (part / "tokenizer.json").write_text("{}")
 
-    run = RunCheckpoints(
-        config, folder, said.append, model, optimizer, add_files, {"r": torch.ones(2)}, None, disk=disk
-    )
+    write = partial(save_checkpoint, model=model, optimizer=optimizer, arrays={"r": torch.ones(2)}, add_files=add_files)
+    run = RunCheckpoints(config, folder, said.append, model, write, None, disk=disk)
     states = {}
     for number in (1, 2):
         step(model, optimizer, number)

@@ -11,7 +11,7 @@ pytest.importorskip("datasets", reason="needs the whole installation")
 from horizon_lm.config import DatasetConfig, SftConfig
 from horizon_lm.data.loader import Sampler, collate
 from horizon_lm.data.preprocess import PreprocessConfig, prepare
-from horizon_lm.training.loop import train
+from horizon_lm.training.train import train
 from tests.e2e import tiny
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from horizon_lm.data.loader import Sampler
 from horizon_lm.training import rows as run_rows
-from horizon_lm.training.loop import train
+from horizon_lm.training.train import train
 from tests.e2e import tiny
 
 STEPS = 20

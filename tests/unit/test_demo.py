@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from horizon_lm.training.loop import RunResult
+from horizon_lm.training.run import RunResult
 
 ROOT = Path(__file__).parents[2]
 RESULT = RunResult(Path("runs/demo"), Path("runs/demo/model"), 60, 4.6, 0.9, 0)

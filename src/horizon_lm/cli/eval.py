@@ -78,7 +78,7 @@ def evaluate_model(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import make_table
 
-    from horizon_lm.training.evaluation import prompt_inputs
+    from horizon_lm.training.samples import prompt_inputs
 
     if apply_chat_template:
         prompt_inputs(tokenizer, "?")  # lm-eval would end with whatever the template raises

@@ -33,7 +33,7 @@ def generate(
 
     from horizon_lm.cli.common import open_model
     from horizon_lm.quantities import parse_bytes
-    from horizon_lm.training.evaluation import prompt_inputs
+    from horizon_lm.training.samples import prompt_inputs
 
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens: {max_new_tokens}: must be at least 1")
@@ -56,7 +56,7 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
     from transformers import TextStreamer
 
     from horizon_lm.model.generation import generation_settings
-    from horizon_lm.training.evaluation import padding_id
+    from horizon_lm.training.samples import padding_id
     from horizon_lm.visible import visible
 
     class VisibleStreamer(TextStreamer):  # type: ignore[misc]

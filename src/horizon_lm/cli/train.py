@@ -33,6 +33,6 @@ def train(
             config = read_run_config(*split_arguments(run or []))
     else:
         config = read_run_config(*split_arguments(run or []))
-    from horizon_lm.training.loop import train as run_training
+    from horizon_lm.training.train import train as run_training
 
     run_training(config)

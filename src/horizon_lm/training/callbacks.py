@@ -13,6 +13,7 @@ from horizon_lm.training.callback_state import (
     restore_trainer_state,
     tracker_environment,
 )
+from horizon_lm.training.intervals import Intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Callbacks:
         self._steps_per_epoch, self._wandb_project = 1, config.wandb_project
         self._trackers, self._callbacks = _report_to_callbacks(config.report_to), list(callbacks)
         self._handler: Any = None
+        self._resumed: Mapping[str, Any] = {}
         if not (self._trackers or self._callbacks):
             return
         from transformers import TrainingArguments
@@ -55,15 +57,14 @@ class Callbacks:
             raise ConfigError(f"callbacks: transformers' TrainingArguments reject these settings: {error}") from error
 
     def begin(
-        self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, num_steps: int, steps_per_epoch: int,
-        report: Callable[[str], None], resumed: Mapping[str, Any] | None = None, step: int = 0,
+        self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, intervals: Intervals,
+        report: Callable[[str], None], step: int = 0,
     ) -> None:  # fmt: skip
         """Signal the start of training.
 
         Args:
-            model, tokenizer, optimizer, scheduler, num_steps, steps_per_epoch: those of the run.
+            model, tokenizer, optimizer, scheduler, intervals: those of the run.
             report: called with a line about a tracker that fails.
-            resumed: what `state_dict` had returned when the run was interrupted; None for a new run.
             step: the number of steps that are done.
         """
         if not (self._trackers or self._callbacks):
@@ -72,8 +73,8 @@ class Callbacks:
 
         from horizon_lm.training.callback_handler import Handler
 
-        self._steps_per_epoch = steps_per_epoch
-        self._state, self._control = TrainerState(max_steps=num_steps, log_history=[]), TrainerControl()
+        resumed, self._steps_per_epoch = self._resumed, intervals.steps_per_epoch
+        self._state, self._control = TrainerState(max_steps=intervals.num_steps, log_history=[]), TrainerControl()
         self._handler = Handler(self._trackers, self._callbacks, model, tokenizer, optimizer, scheduler, report)
         self._call("on_init_end")
         if resumed:
@@ -94,6 +95,10 @@ class Callbacks:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the callbacks and trackers as plain data."""
         return {} if self._handler is None else callback_state(self._state, self._control, self._handler.callbacks)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` had returned when the run was interrupted, once training begins."""
+        self._resumed = state
 
     def before_step(self, step: int) -> None:
         """Signal the start of a step, counted from 1."""

@@ -1,133 +1,85 @@
-"""Forward passes between steps: evaluation of the eval sets, and answers to the sample prompts."""
+"""Evaluation of the eval sets, before, between and after the steps of a run."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
-from horizon_lm.config import RunConfig
 from horizon_lm.data.loader import batch_from
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.errors import ConfigError, NonFiniteError, first_line
-from horizon_lm.model.generation import generation_settings
+from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import Loss, Objective, evaluation_mode
+from horizon_lm.training.best_model import BestModel
 from horizon_lm.training.ranks import Ranks
+from horizon_lm.training.run import Run, Training
+from horizon_lm.training.run_state import Value
+from horizon_lm.training.saver import Saver
 
 
-class SamplePrompts:
-    """The sample prompts of a run as tokens, rendered with the chat template if the tokenizer has one.
-
-    Raises:
-        ConfigError: the chat template rejects a prompt, or a prompt has no tokens.
-    """
-
-    def __init__(self, config: RunConfig, tokenizer: Any) -> None:
-        self._prompts, self._tokenizer = config.sample_prompts or [], tokenizer
-        self._max_new_tokens = config.sample_max_new_tokens
-        try:
-            self._inputs = [prompt_inputs(tokenizer, prompt, config.sample_system_prompt) for prompt in self._prompts]
-        except ConfigError as error:
-            raise ConfigError(f"sample_prompts: {error}") from error
-        for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
-            if not inputs["input_ids"].shape[1]:
-                raise ConfigError(f"sample_prompts: {prompt!r} has no tokens; remove it, or write a longer prompt")
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens in the longest prompt; 0 without prompts."""
-        return max((inputs["input_ids"].shape[1] for inputs in self._inputs), default=0)
-
-    def answer(self, model: Any, step: int) -> dict[str, Any]:
-        """Answer all prompts by greedy decoding and return them as a line of ``samples.jsonl``."""
-        samples = []
-        with evaluation_mode(model):
-            for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
-                length = inputs["input_ids"].shape[1]
-                with generation_settings(model, self._max_new_tokens, padding_id(self._tokenizer)):
-                    output = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-                answer = self._tokenizer.decode(output[0, length:], skip_special_tokens=True)
-                samples.append({"prompt": prompt, "answer": answer})
-        return {"step": step, "samples": samples}
-
-
-def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any:
-    """Return the model inputs of a prompt, rendered with the chat template if the tokenizer has one.
+class Evaluation:
+    """The evaluations of a run: before its first step, between steps, and after the last one.
 
     Args:
-        tokenizer: the model's tokenizer.
-        prompt: the user's message.
-        system: the system prompt, or None.
+        run, training: the parts of the run.
+        saver: saves the best model.
 
-    Raises:
-        ConfigError: the chat template rejects the messages, drops the system prompt, or is missing although there is
-            one.
+    Attributes:
+        best: the best evaluation so far.
     """
-    if tokenizer.chat_template is None:
-        if system is not None:
-            raise ConfigError("a system prompt needs a chat template, which the tokenizer does not have")
-        return tokenizer(prompt, return_tensors="pt")
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    except Exception as error:  # a template is a program and may raise any exception
-        raise ConfigError(f"the chat template rejects the prompt: {first_line(error)}") from error
-    if system is not None and system.strip() not in text:
-        raise ConfigError("the chat template drops the system prompt; remove it, or put it into the prompt")
-    return inputs
 
+    def __init__(self, run: Run, training: Training, saver: Saver) -> None:
+        self._config, self._num_steps = run.settings.config, run.intervals.num_steps
+        self._ranks, self._reporter, self._eval_sets = run.session.ranks, run.session.reporter, run.data.eval_sets
+        self._training, self._saver = training, saver
+        self.best = training.state.keep("best", BestModel(self._config))
+        self._last = training.state.keep("last_eval", Value[Sequence[Any]]((-1, None)))  # step and loss
 
-def padding_id(tokenizer: Any) -> int | None:
-    """Return the padding token of a tokenizer, otherwise its end-of-sequence token."""
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    def run(self, step: int, between_batches: Callable[[], None]) -> float | None:
+        """Evaluate unless this step was already evaluated. Return the eval loss, or None without an eval set.
 
+        Args:
+            step: steps trained so far.
+            between_batches: called after each batch but the last.
 
-def evaluate_rows(
-    model: Any,
-    objectives: Mapping[str, Objective],
-    eval_sets: Mapping[str, TokenTable],
-    batch_size: int,
-    step: int,
-    advance: Callable[[int, int], None] = lambda done, total: None,
-    ranks: Ranks | None = None,
-) -> dict[str, Any] | None:
-    """Evaluate all eval sets and return their mean losses as a line of metrics, or None without eval sets.
+        Raises:
+            NonFiniteError: a loss is NaN or infinite.
+        """
+        if self._last.value[0] != step:
+            with self._training.metrics.exclude_from_timing():
+                line = self.evaluate_rows(step, between_batches) if self._eval_sets else None
+            self._last.value = step, None if line is None else line["eval_loss"]
+            if line is not None:
+                self._reporter.write(line)
+                if self.best.update(line) and self._config.load_best_model_at_end and step < self._num_steps:
+                    self._saver.save(step, best=True)
+        return cast(float | None, self._last.value[1])
 
-    Args:
-        model: the streamed model.
-        objectives: the objective of each eval set, by name.
-        eval_sets: the rows of each eval set, by name.
-        batch_size: rows of one forward pass.
-        step: steps trained so far.
-        advance: called with the number of finished rows and the number of all rows.
-        ranks: the ranks that share the rows; None for one.
+    def evaluate_rows(self, step: int, between_batches: Callable[[], None]) -> dict[str, Any]:
+        """Evaluate all eval sets and return their mean losses as a line of metrics.
 
-    Returns:
-        ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets
-        also the same for each set, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and
-        ``eval_tokens``. Token metrics are means of the means of batches, as in TRL.
-
-    Raises:
-        NonFiniteError: a loss is NaN or infinite.
-    """
-    if not eval_sets:
-        return None
-    totals, done, num_rows = {name: _Total() for name in eval_sets}, 0, sum(map(len, eval_sets.values()))
-    for name, rows in eval_sets.items():
-        for batch_rows in _evaluate_set(totals[name], model, objectives[name], rows, batch_size, ranks or Ranks()):
-            done += batch_rows
-            advance(done, num_rows)
-        if ranks is not None and ranks.mesh is not None:
-            totals[name].join(ranks.mesh.exchange("an evaluation", totals[name].plain()))
-    line: dict[str, Any] = {"step": step, **_means([*totals.values()], "eval_")}
-    if len(totals) > 1:
-        for name, total in totals.items():
-            line |= _means([total], f"eval_{name}_")
-    if not math.isfinite(line["eval_loss"]):
-        raise NonFiniteError(f"after step {step}: the eval loss is {line['eval_loss']}")
-    return line
+        Returns:
+            ``eval_loss`` over all rows and the objective's other metrics, prefixed with ``eval_``; with several eval sets
+            also the same for each set, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and
+            ``eval_tokens``. Token metrics are means of the means of batches, as in TRL.
+        """
+        totals, done = {name: _Total() for name in self._eval_sets}, 0
+        num_rows = sum(map(len, self._eval_sets.values()))
+        with self._reporter.progress("eval set") as advance:
+            for name, rows in self._eval_sets.items():
+                objective, size = self._training.objectives.eval_sets[name], self._config.per_device_eval_batch_size
+                for batch_rows in _evaluate_set(totals[name], self._training.model, objective, rows, size, self._ranks):
+                    done += batch_rows
+                    advance(done, num_rows)
+                    if done < num_rows:
+                        between_batches()
+                if self._ranks.mesh is not None:
+                    totals[name].join(self._ranks.mesh.exchange("an evaluation", totals[name].plain()))
+        line: dict[str, Any] = {"step": step, **_means([*totals.values()], "eval_")}
+        if len(totals) > 1:
+            for name, total in totals.items():
+                line |= _means([total], f"eval_{name}_")
+        if not math.isfinite(line["eval_loss"]):
+            raise NonFiniteError(f"after step {step}: the eval loss is {line['eval_loss']}")
+        return line
 
 
 class _Total:

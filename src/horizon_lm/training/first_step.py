@@ -31,9 +31,10 @@ class FirstStep:
     admission: Admission
     reporter: Reporter
     is_alone: bool = True
+    is_over: bool = False
 
     def run(self, train_step: Callable[[], None], step: int, plan: Plan) -> Plan:
-        """Run a step. If the device has too little memory, run it once more with a smaller plan.
+        """Run a step. If it is the first and the device has too little memory, run it once more with a smaller plan.
 
         The second attempt starts from the weights before the step, so its result is that of a run with the smaller plan.
 
@@ -48,7 +49,11 @@ class FirstStep:
         Raises:
             DoesNotFitError: the step does not fit with a smaller plan either, has already updated weights, or other ranks share it.
         """
+        if self.is_over:
+            train_step()
+            return plan
         shortage = self._run(train_step)
+        self.is_over = True
         if shortage is None:
             return plan
         problem = f"step {step} needed more device memory than planned ({shortage})"

@@ -110,11 +110,8 @@ class LastResort:
 
     def _report_failure(self, failure: Exception) -> None:
         self._reported = time.monotonic()
-        place = (
-            ""
-            if self._second.folder is None
-            else f" After {format_seconds(_PATIENCE_SECONDS)} it goes to {self._second.folder}."
-        )
+        second = self._second.folder
+        place = "" if second is None else f" After {format_seconds(_PATIENCE_SECONDS)} it goes to {second}."
         self._report(
             f"{self._run_dir.problem(failure)} The trained model is kept in memory, and written as soon as that is possible: make the "
             f"folder writable, or make room.{place}"
@@ -123,13 +120,8 @@ class LastResort:
     def _given_up(self, failure: Exception, signal: str, checkpoint: Path | None) -> Exception:
         """Return the error that ends the run, of the same kind on all ranks."""
         problem, last = self._run_dir.problem(failure), self._last_checkpoint()
-        lost = (
-            ""
-            if checkpoint
-            else "The weights of the last steps are lost. "
-            if last
-            else "The trained weights are lost. "
-        )
+        weights = "weights of the last steps" if last else "trained weights"
+        lost = "" if checkpoint else f"The {weights} are lost. "
         ended = f"interrupted by {signal} while the trained model could not be written. " if signal else ""
         own = [type(problem).__name__, f"{ended}{problem} {lost}{self._run_dir.kept_artifacts(last)}", last is not None]
         kind, text, can_go_on = self._ranks.of_first("the end of the export", own)

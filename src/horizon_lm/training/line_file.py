@@ -1,7 +1,7 @@
 """A file of lines that loses none when the disk is full for a while."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,3 +75,26 @@ class LineFile:
             number += 1
         if self.path.exists():
             self.path.rename(earlier)
+
+
+class LineFiles:
+    """Files of lines, whose ends are in the checkpoints of a run. A resumed run removes the lines after them.
+
+    Args:
+        files: the files.
+        report: prints a line about a file that has changed meanwhile.
+    """
+
+    def __init__(self, files: Sequence[LineFile], report: Callable[[str], None]) -> None:
+        self._files, self._report = files, report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the end of each file, by its name."""
+        return {file.path.name: file.position() for file in self._files}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remove the lines after the ends that `state_dict` has returned."""
+        for file in self._files:
+            if not file.cut_to(state[file.path.name]):
+                self._report(f"resume: {file.path} has changed since, so its lines are set aside")
+                file.set_aside()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Self
 
+import horizon_lm
 from horizon_lm.data.batch import Batch
 from horizon_lm.energy import UNKNOWN, Energy, EnergyMeter
 from horizon_lm.errors import first_line
@@ -181,17 +182,18 @@ class Metrics:
               cache. ``of_planned_device``, ``of_planned_host``: these over the planned bytes.
             - ``seconds``: since the start of the run. ``eta_seconds``: expected until its end.
         """
-        import horizon_lm
-
         plan, totals, recent, now = self.plan, self.totals, self._recent, time.perf_counter()
         seconds = now - self._window_started - self._excluded_seconds
+        speed = recent.window_total / seconds
+        self._recent = _Recent(recent.learning_rate, recent.rows)
+        self._window_started, self._excluded_seconds = now, 0.0
         totals.tokens_trained += recent.window_trained
         totals.tokens_total += recent.window_total
         device_bytes, host_bytes = horizon_lm.stats(model)["device_bytes_peak"], resident_bytes()
         loss = sum(recent.losses) / len(recent.losses) if recent.losses else None
         if loss is not None:
             totals.first_loss, totals.last_loss = loss if totals.first_loss is None else totals.first_loss, loss
-        line = {
+        return {
             "step": step,
             "epoch": round(step / self._steps_per_epoch, 4),
             "loss": loss,
@@ -206,11 +208,9 @@ class Metrics:
             "tokens_total": totals.tokens_total,
             "num_tokens": totals.tokens_total,
             "trained_tokens_per_second": round(recent.window_trained / seconds, 3),
-            "tokens_per_second": round(recent.window_total / seconds, 3),
+            "tokens_per_second": round(speed, 3),
             "model_tflops": round(self._flops_per_token * recent.window_total / seconds / 1e12, 4),
-            "of_planned_speed": _ratio(
-                recent.window_total / seconds, plan.time.tokens_per_second if plan.time else None
-            ),
+            "of_planned_speed": _ratio(speed, plan.time.tokens_per_second if plan.time else None),
             "host_joules_per_token": _ratio(recent.joules[0], recent.window_total, 6),
             "device_joules_per_token": _ratio(recent.joules[1], recent.window_total, 6),
             "device_bytes_peak": device_bytes,
@@ -220,9 +220,6 @@ class Metrics:
             "seconds": round(now - self.started, 3),
             "eta_seconds": round(seconds / recent.window_steps * (self._num_steps - step), 1),
         }
-        self._window_started, self._excluded_seconds = now, 0.0
-        self._recent = _Recent(recent.learning_rate, recent.rows)
-        return line
 
 
 def growth_warning(name: str, before: float | None, after: float | None) -> str:
@@ -305,6 +302,7 @@ class Reporter:
         self._print: Printer | None = None
         self._file: LineFile | None = None
         self._num_steps = 0
+        self._logged: Callable[[Mapping[str, Any]], None] = lambda line: None
         self._failed: set[str] = set()  # outputs whose failure was reported
 
     def __enter__(self) -> Self:
@@ -348,9 +346,9 @@ class Reporter:
                 self._failed.add(output)
                 self.print(f"warning: {output} failed ({first_line(error)}); the run goes on without it")
 
-    def begin(self, file: LineFile, num_steps: int) -> None:
-        """Write metrics into a file from now on, and start the progress bar."""
-        self._file, self._num_steps = file, num_steps
+    def begin(self, file: LineFile, num_steps: int, logged: Callable[[Mapping[str, Any]], None]) -> None:
+        """Write metrics into a file from now on, passing each line on to ``logged``, and start the progress bar."""
+        self._file, self._num_steps, self._logged = file, num_steps, logged
         if self._bar is not None:
             with self.attempt("the progress bar"):
                 self._task = self._bar.add_task("training", total=num_steps, loss="")
@@ -363,12 +361,13 @@ class Reporter:
                 self._bar.update(self._task, advance=1, loss=f"loss {loss:.4f}")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics to disk and show it. If the disk is full, the line is kept until it is not."""
+        """Write a line of metrics to disk, show it and pass it on. If the disk is full, the line is kept until it is not."""
         assert self._file is not None
         with self.attempt(str(self._file.path)):
             self._file.append(json.dumps(line))
         with self.attempt("the line of metrics"):
             self.show(line)
+        self._logged(line)
 
     def show(self, line: dict[str, Any]) -> None:
         """Print a line of metrics or samples without writing it to ``metrics.jsonl``."""

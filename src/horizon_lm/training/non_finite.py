@@ -2,51 +2,36 @@
 
 import math
 import warnings
-from dataclasses import dataclass, field
 from typing import Any
 
-from horizon_lm.config import RunConfig
 from horizon_lm.data.batch import Batch
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
-from horizon_lm.objective.base import Loss, Objective
+from horizon_lm.objective.base import Loss
 from horizon_lm.training.bad_batches import save_bad_batch
 from horizon_lm.training.bad_rows import BadRows, find_bad_rows
-from horizon_lm.training.metrics import Reporter
-from horizon_lm.training.ranks import Ranks
-from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.run import Run, Training
 from horizon_lm.units import Unit
 
 _MOST_SEARCHES = 10  # in a run that skips such steps: a search takes as long as a few steps
 
 
-@dataclass
 class NonFinite:
     """The check of each step of a run.
 
     Args:
-        model: the streamed model.
-        objective: the objective of its training.
-        tokenizer: decodes the rows of a saved batch.
-        config: settings of the run.
-        run_dir: the folder of the run.
-        reporter: prints a line for each skipped step.
-        ranks: the ranks of the run.
+        run, training: the parts of the run.
     """
 
-    model: Any
-    objective: Objective
-    tokenizer: Any
-    config: RunConfig
-    run_dir: RunDir
-    reporter: Reporter
-    ranks: Ranks = field(default_factory=Ranks)
-    _loss: float = 0.0
-    _num_searches: int = 0
+    def __init__(self, run: Run, training: Training) -> None:
+        self._config, self._tokenizer, self._ranks = run.settings.config, run.tokenizer, run.session.ranks
+        self._run_dir, self._reporter = run.session.run_dir, run.session.reporter
+        self._model, self._objective = training.model, training.objectives.training
+        self._loss, self._num_searches = 0.0, 0
 
     def finite_loss(self, loss: Loss, step: int, batch: Batch) -> float:
         """Return the loss as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
-        self._loss = self.ranks.sum("the loss of a step", float(loss.value.item()))
-        if not math.isfinite(self._loss) and self.config.non_finite == "raise":
+        self._loss = self._ranks.sum("the loss of a step", float(loss.value.item()))
+        if not math.isfinite(self._loss) and self._config.non_finite == "raise":
             raise NonFiniteError(self._message(*self._explain(None, step, batch), step, batch))
         return self._loss
 
@@ -63,13 +48,13 @@ class NonFinite:
             problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
             if optimizer.partial_update:
                 raise NonFiniteError(f"{error} {cause} Rows of this step: {shown_places(batch)}") from error
-            if self.config.non_finite == "skip":
-                limit = self.config.max_consecutive_skips
+            if self._config.non_finite == "skip":
+                limit = self._config.max_consecutive_skips
                 problem += f", and {limit} steps before it were skipped (max_consecutive_skips)"
             raise NonFiniteError(self._message(problem, cause, step, batch)) from error
         if optimizer.num_skipped > skipped:
             problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
-            self.reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {shown_places(batch)}")
+            self._reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {shown_places(batch)}")
 
     def _explain(self, unit: Unit | None, step: int, batch: Batch) -> tuple[str, str]:
         """Return what is not finite, and sentences about its rows and the file in which they were saved."""
@@ -82,7 +67,7 @@ class NonFinite:
         sentences = [] if bad is None else [bad.describe(batch.places)]
         try:
             file = save_bad_batch(
-                self.run_dir.path / "bad-batches", step, batch, self.tokenizer, problem, unit, bad
+                self._run_dir.path / "bad-batches", step, batch, self._tokenizer, problem, unit, bad
             )  # fmt: skip
             sentences.append("" if file is None else f"The batch is in {file}.")
         except OSError as error:
@@ -92,10 +77,10 @@ class NonFinite:
     def _search(self, batch: Batch, with_gradient: bool) -> BadRows | None:
         """Return the rows that cause it; None if they are unknown."""
         self._num_searches += 1
-        if self._num_searches > _MOST_SEARCHES or self.ranks.mesh is not None:
+        if self._num_searches > _MOST_SEARCHES or self._ranks.mesh is not None:
             return None  # ranks would have to search equally long
         try:
-            return find_bad_rows(self.model, self.objective, batch, with_gradient=with_gradient)
+            return find_bad_rows(self._model, self._objective, batch, with_gradient=with_gradient)
         except Exception:  # the step is rejected anyway, and its error must not be replaced by one of the search
             return None
 
@@ -104,7 +89,7 @@ class NonFinite:
         remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
         return (
             f"step {step}: {problem}. {cause}{' ' if cause else ''}The weights are {weights}, no model was exported, and the "
-            f"metrics so far are in {self.run_dir.metrics_file}. Remedy: {remedy}, or check the rows of this step: "
+            f"metrics so far are in {self._run_dir.metrics_file}. Remedy: {remedy}, or check the rows of this step: "
             f"{shown_places(batch)}"
         )
 

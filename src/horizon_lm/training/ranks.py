@@ -36,7 +36,8 @@ from horizon_lm.errors import (
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.training.callbacks import Control
 from horizon_lm.training.metrics import StepResult
-from horizon_lm.training.resume import ResumePoint, find_resume_point, reopen, settings_of
+from horizon_lm.training.resume import find_resume_point, open_point, settings_of
+from horizon_lm.training.run_state import ResumePoint
 
 _LONGEST_WAIT = timedelta(days=7)
 
@@ -142,7 +143,7 @@ class Ranks:
         if folder is None:
             return None, lines
         verify_copies(self.mesh, Path(folder), is_verified=True)
-        return point or reopen(Path(folder)), lines
+        return point or open_point(Path(folder), verifies=False), lines
 
     @contextmanager
     def first_of_each_machine_first(self) -> Iterator[None]:

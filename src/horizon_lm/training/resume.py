@@ -4,50 +4,23 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import read_state
-from horizon_lm.checkpoints.manifest import Manifest, installed_packages, is_checkpoint, read_manifest, verify
-from horizon_lm.checkpoints.saving import STATE
+from horizon_lm.checkpoints.manifest import installed_packages, is_checkpoint, read_manifest, verify
 from horizon_lm.config.rules import OnResume
 from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.loader import Sampler
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.errors import ConfigError, HorizonError, first_line
+from horizon_lm.errors import ConfigError
 from horizon_lm.training.run_lock import RunLock
+from horizon_lm.training.run_state import FORMAT, ResumePoint, reading
 
 _OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens", "moments")  # chosen by the plan, unless they are set
-_STATE: dict[str, tuple[type, ...]] = {
-    "step": (int,), "num_steps": (int,), "finished": (bool,), "config": (dict,), "settled": (dict,), "model_config": (dict,),
-    "data": (dict,), "scheduler": (dict,), "metrics": (dict,), "files": (dict,), "callbacks": (dict,),
-    "loss_before": (float, type(None)), "last_eval": (list,), "best": (dict,), "spikes": (dict,),
-}  # fmt: skip
 _VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
 _REMEDY = "restore them, choose another output_dir, or set resume_with_changes: true to go on with the changes"
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """The checkpoint that a run goes on from.
-
-    Attributes:
-        folder: its folder.
-        manifest: its manifest.
-        state: the state of the run, as the loop saved it.
-    """
-
-    folder: Path
-    manifest: Manifest
-    state: Mapping[str, Any]
-
-    @property
-    def step(self) -> int:
-        """The number of steps that are done."""
-        return int(self.state["step"])
 
 
 def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
@@ -65,7 +38,7 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
         folder = Path(str(wanted)).expanduser()
         if not is_checkpoint(folder) and (found := checkpoints_in(folder)):
             folder = found[-1]
-        point = _open(folder)
+        point = open_point(folder)
         return point, [f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
     found = checkpoints_in(output)
     if wanted == "auto" and (config.overwrite_output_dir or (output / "model").exists()):
@@ -79,18 +52,13 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
     problems: list[str] = []
     for folder in reversed(found):
         try:
-            point = _open(folder)
+            point = open_point(folder)
             return point, [*problems, f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
         except ConfigError as error:
             problems.append(f"resume: warning: {error}")
     raise ConfigError(
         "\n".join([*problems, "no checkpoint can be used; remove them, or set resume_from_checkpoint: false"])
     )
-
-
-def reopen(folder: Path) -> ResumePoint:
-    """Open a checkpoint that another rank has verified."""
-    return _open(folder, verifies=False)
 
 
 def rows_per_step(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
@@ -108,27 +76,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
     )
 
 
-def _open(folder: Path, verifies: bool = True) -> ResumePoint:
+def open_point(folder: Path, verifies: bool = True) -> ResumePoint:
+    """Open a checkpoint of a run, unverified if another rank has verified it. Raise ConfigError if it is damaged or none."""
     manifest = read_manifest(folder)
     if verifies:
         verify(folder, manifest)
     state = read_state(folder)["state"]
     if not isinstance(state, dict) or any(
-        not isinstance(state.get(name, ...), kinds) for name, kinds in _STATE.items()
+        not isinstance(state.get(name, ...), kinds) for name, kinds in FORMAT.items()
     ):
         raise ConfigError(f"{folder} was not written by `horizon-lm train`; load it with horizon_lm.load_checkpoint")
     return ResumePoint(folder, manifest, state)
-
-
-@contextmanager
-def reading(point: ResumePoint) -> Iterator[None]:
-    """Context manager: raise ConfigError if the state of a run lacks something, or a value has another type."""
-    try:
-        yield
-    except HorizonError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{point.folder / STATE} is damaged ({type(error).__name__}: {first_line(error)})") from error
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

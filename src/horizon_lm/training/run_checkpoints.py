@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from horizon_lm.checkpoints.checkpoint import restore, save_checkpoint
+from horizon_lm.checkpoints.checkpoint import restore
 from horizon_lm.checkpoints.copies import verify_copies
+from horizon_lm.checkpoints.manifest import is_checkpoint
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
 from horizon_lm.disk import Disk, part_of
@@ -17,7 +17,8 @@ from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.ranks import Ranks
-from horizon_lm.training.resume import ResumePoint, checkpoints_in
+from horizon_lm.training.resume import checkpoints_in
+from horizon_lm.training.run_state import ResumePoint, reading
 
 
 class RunCheckpoints:
@@ -27,9 +28,8 @@ class RunCheckpoints:
         config: settings of the run.
         folder: the run's folder.
         print_fn: prints a line of progress.
-        model, optimizer: what is saved.
-        add_files: a function that writes the tokenizer and the like into a checkpoint.
-        arrays: tensors to save with each checkpoint, such as the reference of DPO.
+        model: the model.
+        write: `save_checkpoint` with all that is saved but the state of the run.
         point: the checkpoint that the run goes on from; None for a new run.
         ranks: the ranks that write each checkpoint together. The first one decides, prints and deletes.
         disk: file operations, for tests.
@@ -41,23 +41,22 @@ class RunCheckpoints:
         folder: Path,
         print_fn: Callable[[str], None],
         model: Any,
-        optimizer: Any,
-        add_files: Callable[[Path], None],
-        arrays: Mapping[str, torch.Tensor],
+        write: Callable[..., Saving],
         point: ResumePoint | None,
         ranks: Ranks | None = None,
         disk: Disk | None = None,
     ) -> None:
         self._ranks = ranks or Ranks()
-        self._folder, self._print, self._model, self._optimizer = folder, print_fn, model, optimizer
-        self._add_files, self._arrays, self._disk = add_files, arrays, disk or Disk()
+        self._folder, self._print, self._disk = folder, print_fn, disk or Disk()
+        self._model, self._write = model, partial(write, disk=self._disk)
         self._limit, self._rate_limit = config.save_total_limit, RateLimit(config.save_bandwidth)
         self._replaced: list[Path] = []  # of a run that is overwritten; deleted once this one has a checkpoint
         self._kept = self._take_over(point, config.overwrite_output_dir)
         self._running: tuple[int, Saving] | None = None
         self._bytes_per_second: float | None = None  # of the last checkpoint
         self.elsewhere: Path | None = None  # the newest checkpoint outside of the run's folder
-        self.best: Path | None = None  # kept whatever the limit is
+        # Kept whatever the limit is.
+        self.best = self._best_of(point) if point is not None and config.load_best_model_at_end else None
         self.blocked_seconds = 0.0  # in which the steps waited for checkpoints
 
     @property
@@ -92,6 +91,15 @@ class RunCheckpoints:
         self._print(f"{path} is of another run, or damaged, and is now {aside.name}")
         return aside
 
+    def _best_of(self, point: ResumePoint) -> Path | None:
+        """Return the best checkpoint of a run that goes on; None if there is none yet, or not any more."""
+        with reading(point):
+            step = point.state["best"]["step"]
+        best = point.folder.with_name(f"checkpoint-{step}")
+        if step and not is_checkpoint(best):
+            self._print(f"resume: warning: {best}, the best one so far, is missing")
+        return best if step and is_checkpoint(best) else None
+
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
         """Begin to write the checkpoint of a step, after the one before is on disk. A failure is reported by `report`."""
         began = time.perf_counter()
@@ -100,11 +108,8 @@ class RunCheckpoints:
             target = self._next(step, best)
             if target is None:
                 return
-            saving = save_checkpoint(
-                target, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files,
-                published=lambda: self._published(target, best), wait=False, disk=self._disk, rate_limit=self._rate_limit,
-            )  # fmt: skip
-            self._running = step, saving
+            published, limit = lambda: self._published(target, best), self._rate_limit
+            self._running = step, self._write(target, state=state, published=published, wait=False, rate_limit=limit)
         except Exception as error:  # of the disk, or of a tokenizer's writer
             self._report_failure(step, error)
         self.blocked_seconds += time.perf_counter() - began
@@ -123,9 +128,7 @@ class RunCheckpoints:
         if found is not None or elsewhere is None or self._ranks.mesh is not None:
             return None if found is None else Path(found)
         try:
-            save_checkpoint(
-                elsewhere, self._model, self._optimizer, state=state, arrays=self._arrays, add_files=self._add_files, disk=self._disk
-            )  # fmt: skip
+            self._write(elsewhere, state=state)
         except Exception as error:
             self._print(f"warning: {elsewhere} was not written either ({first_line(error)})")
             return None

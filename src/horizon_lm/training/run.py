@@ -1,0 +1,121 @@
+"""The parts of a run: what surrounds it, its settings and rows, the model that it trains, and its result."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config import RunConfig
+from horizon_lm.planning.plan import Plan
+from horizon_lm.preflight.admission import Admission, apply_plan
+from horizon_lm.training.callbacks import Callbacks
+from horizon_lm.training.interrupts import Interrupts
+from horizon_lm.training.intervals import Intervals
+from horizon_lm.training.metrics import Metrics, Reporter
+from horizon_lm.training.ranks import Ranks
+from horizon_lm.training.resume import data_position, model_settings, settings_of
+from horizon_lm.training.rows import RunData
+from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.run_state import ResumePoint, RunState
+from horizon_lm.training.samples import SamplePrompts
+from horizon_lm.training.second_place import SecondPlace
+from horizon_lm.training.setup import Objectives
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What is open as long as a run lasts: its processes, its folder, and its ways to talk with the world."""
+
+    ranks: Ranks
+    run_dir: RunDir
+    callbacks: Callbacks
+    interrupts: Interrupts
+    reporter: Reporter
+
+
+@dataclass(slots=True)
+class Settings:
+    """The settings of a run.
+
+    Attributes:
+        given: as the user has set them.
+        point: the checkpoint that the run goes on from; None for a new run.
+        config: with the choices of the checkpoint and of the plan.
+        plan: the plan, which a first step that does not fit replaces.
+    """
+
+    given: RunConfig
+    point: ResumePoint | None
+    config: RunConfig
+    plan: Plan
+
+    def use(self, plan: Plan) -> None:
+        """Take over the choices of another plan."""
+        self.config, self.plan = apply_plan(self.config, plan), plan
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that was admitted: all but its model.
+
+    Attributes:
+        session, settings: see there.
+        tokenizer, data, prompts: the tokenizer of the model, the rows, and the prompts to answer.
+        intervals: the steps after which the run does something besides training.
+        admission: has made the plan, and finds a smaller one.
+        second: the place for the model if its folder cannot be written to.
+    """
+
+    session: Session
+    settings: Settings
+    tokenizer: Any
+    data: RunData
+    prompts: SamplePrompts
+    intervals: Intervals
+    admission: Admission
+    second: SecondPlace
+
+    def identity(self, model: Any, step: int) -> dict[str, Any]:
+        """Return what a checkpoint is compared with when the run is resumed after a step, as plain data."""
+        sampler = self.data.loader.sampler
+        return {
+            "step": step,
+            "rows_per_step": sampler.rows_per_step,
+            "num_steps": self.intervals.num_steps,
+            "config": settings_of(self.settings.given),
+            "settled": settings_of(self.settings.config),
+            "model_config": model_settings(model),
+            "data": data_position(self.data.training.packed, sampler, step),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The model of a run and what trains it. ``state`` is that of all parts of the run."""
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    objectives: Objectives
+    metrics: Metrics
+    state: RunState
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The results of a run.
+
+    Attributes:
+        output_dir: the folder of the run.
+        model_dir: the folder of the trained model.
+        num_steps: optimizer steps.
+        eval_loss_before: eval loss before the first step; None without an eval set.
+        eval_loss_after: eval loss after the last step; None without an eval set.
+        num_skipped: steps skipped because their gradient was not finite.
+    """
+
+    output_dir: Path
+    model_dir: Path
+    num_steps: int
+    eval_loss_before: float | None
+    eval_loss_after: float | None
+    num_skipped: int

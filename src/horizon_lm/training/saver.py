@@ -1,0 +1,130 @@
+"""What a run saves: checkpoints between steps, on a signal and after a fault, and the trained model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from horizon_lm.checkpoints.checkpoint import save_checkpoint
+from horizon_lm.device.faults import is_device_fault
+from horizon_lm.engine.streamed import engine_of
+from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
+from horizon_lm.quantities import format_seconds
+from horizon_lm.training.last_resort import LastResort
+from horizon_lm.training.run import Run, Training
+from horizon_lm.training.run_checkpoints import RunCheckpoints, write_side_files
+
+
+class Saver:
+    """Saves a run after a step.
+
+    Args:
+        run, training: the parts of the run.
+    """
+
+    def __init__(self, run: Run, training: Training) -> None:
+        self._run, self._training, self._config = run, training, run.settings.config
+        session = run.session
+        self._ranks, self._run_dir, self._reporter = session.ranks, session.run_dir, session.reporter
+        write = partial(
+            save_checkpoint, model=training.model, optimizer=training.optimizer, arrays=training.objectives.reference,
+            add_files=lambda part: write_side_files(part, run.tokenizer, session.run_dir.settings),
+        )  # fmt: skip
+        print_fn, point = session.reporter.print, run.settings.point
+        self.checkpoints = RunCheckpoints(
+            self._config, self._run_dir.path, print_fn, training.model, write, point, self._ranks
+        )
+
+    def save(self, step: int, best: bool = False) -> None:
+        """Begin to write a checkpoint, or export the model with ``save_only_model``."""
+        with self._training.metrics.exclude_from_timing(), self._reporter.attempt(f"saving checkpoint-{step}"):
+            if self._config.save_only_model:
+                if line := self._run_dir.save(self._training.model, self._run.tokenizer, step, self._ranks):
+                    self._reporter.print(line)
+            else:
+                self.checkpoints.save(step, self._state(step), best)
+
+    def keep(self, step: int) -> Path | None:
+        """Write a checkpoint in the run's folder or the second place. Return its folder; None if it cannot be written."""
+        return self.checkpoints.keep(step, self._state(step), self._run.second.path(f"checkpoint-{step}"))
+
+    def save_before_deadline(self, step: int) -> None:
+        """Write a checkpoint after a signal, unless it would take longer than ``save_on_signal_seconds``."""
+        limit = self._config.save_on_signal_seconds
+        expected = self._ranks.of_first("the expected time of a checkpoint", self.checkpoints.seconds())
+        if limit is not None and expected is not None and expected > limit:
+            self._reporter.print(
+                f"no checkpoint of step {step}: it would take about {format_seconds(expected)}, and save_on_signal_seconds is "
+                f"{limit:g}"
+            )
+            self.checkpoints.wait(limit)  # one that is being written already may still be in time
+            return
+        if limit is None and not self._config.save_only_model:
+            self.keep(step)
+            return
+        self.save(step)
+        self.checkpoints.wait(limit)
+
+    @contextmanager
+    def saving_on_fault(self, done: int) -> Iterator[None]:
+        """Context manager: if a step fails, save the state after the steps that are done, without a device that has failed.
+
+        Raises:
+            DeviceFaultError: the device has failed. Other errors are raised with a note about what is kept.
+        """
+        optimizer = self._training.optimizer
+        before = optimizer.num_steps, optimizer.num_skipped
+        try:
+            yield
+        except Exception as error:
+            lost = is_device_fault(error)
+            with self._reporter.attempt("saving after the fault"):
+                if lost:
+                    engine_of(self._training.model).settle_without_device()
+                # A step whose update has begun is neither done nor undone for the loop.
+                is_whole = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
+                if done and is_whole and self._ranks.mesh is None:  # other ranks may be gone, or elsewhere
+                    if self._config.save_only_model:
+                        self.save(done)
+                    else:
+                        self.keep(done)
+            if lost:
+                problem = f"the device failed after step {done} ({type(error).__name__}: {first_line(error)})"
+                raise DeviceFaultError(f"{problem}. {self.kept_artifacts()}") from error
+            if not isinstance(error, InterruptedRunError):
+                error.add_note(self.kept_artifacts())
+            raise
+
+    def kept_artifacts(self) -> str:
+        """Return a sentence about what is kept when the run ends early."""
+        return self._run_dir.kept_artifacts(self.checkpoints.last)
+
+    def load_best(self, step: int, is_last: bool) -> None:
+        """Load the weights of the best evaluation after the last step, unless they are the last ones."""
+        self.checkpoints.wait()
+        best = None if is_last or self.checkpoints.best is None else str(self.checkpoints.best)
+        folder = self._ranks.of_first("the best model", best)
+        if folder is None:
+            return
+        if (last := self.keep(step)) is None:
+            self._reporter.print(
+                f"warning: the last model cannot be kept beside the best one, so it is exported; for the best one, run "
+                f"horizon-lm export {folder} OUT"
+            )
+            return
+        self._reporter.print(f"loading the best model, {folder}")
+        try:
+            self.checkpoints.load(Path(folder), last)
+        except (ConfigError, OSError) as error:
+            self._reporter.print(f"warning: {first_line(error)}; the last model is exported instead")
+
+    def export(self, step: int) -> None:
+        """Export the trained model. Its weights are never given up."""
+        interrupts = self._run.session.interrupts
+        LastResort(
+            self._run_dir, self._run.second, self._ranks, self._reporter.print, lambda: interrupts.requested,
+            lambda: self.keep(step), lambda: self.checkpoints.last,
+        ).export(self._training.model, self._run.tokenizer)  # fmt: skip
+
+    def _state(self, step: int) -> dict[str, object]:
+        return self._run.identity(self._training.model, step) | self._training.state.state_dict()

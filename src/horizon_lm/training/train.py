@@ -1,0 +1,162 @@
+"""A training run, from its settings to an exported model: prepare it, build its parts, and run its loop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.checkpoints.checkpoint import ARRAYS, read_tensors, restore
+from horizon_lm.config import RunConfig
+from horizon_lm.config.load import as_config
+from horizon_lm.data.batch import Batch
+from horizon_lm.data.checks import reject_errors
+from horizon_lm.distributed.mesh import current_shard
+from horizon_lm.distributed.rendezvous import failing_together
+from horizon_lm.planning.render import summary_lines
+from horizon_lm.preflight.admission import Admission, apply_plan
+from horizon_lm.preflight.this_machine import agree_on_machine
+from horizon_lm.training import resume, setup
+from horizon_lm.training.callbacks import Callbacks
+from horizon_lm.training.interrupts import Interrupts
+from horizon_lm.training.intervals import Intervals
+from horizon_lm.training.loop import Loop
+from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
+from horizon_lm.training.ranks import Ranks
+from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.training.run import Run, RunResult, Session, Settings, Training
+from horizon_lm.training.run_dir import RunDir
+from horizon_lm.training.run_state import ResumePoint, RunState
+from horizon_lm.training.samples import SamplePrompts
+from horizon_lm.training.second_place import SecondPlace
+
+
+def train(
+    run: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    objective: Callable[[Any, Batch], Any] | None = None,
+    callbacks: Sequence[Any] = (),
+    print_fn: Callable[[str], None] | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Train a model and export it to ``<output_dir>/model``.
+
+    Args:
+        run: the settings, or the path of a YAML file with them.
+        objective: a custom loss; the ``objective`` of the run then only determines how rows are read. A function of the
+            streamed model and a `horizon_lm.data.batch.Batch` that returns a scalar tensor, or a tuple of a scalar
+            tensor and a dict of metrics.
+        callbacks: transformers callbacks, instances or classes, called as a Trainer would call them.
+        print_fn: called with each line of progress; None prints to standard output.
+        settings: overrides of ``run``, such as ``max_steps=20``.
+
+    Raises:
+        ConfigError, DataError, DoesNotFitError: before the first step.
+        NonFiniteError: a loss or gradient is NaN or infinite; its step is not applied. If it is the last evaluation, the
+            model has been exported.
+        InterruptedRunError: SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGXCPU arrived; the current step was finished.
+        Exception: the first error of a callback, after the weights were exported.
+    """
+    with failing_together():
+        given = as_config(run, settings)
+        setup.require_callable(objective)
+        given = given.model_copy(update={"device": setup.choose_device(given.device)})
+    with Ranks.start(given) as ranks:
+        point, lines = ranks.find_resume_point(given)
+        config = ranks.own_settings(given)
+        if point is not None:
+            config, changes = resume.apply_settings(config, point, ranks.size)
+            lines += changes
+        run_dir = RunDir(config, resumes=point is not None)
+        handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
+        print_fn = print_fn if ranks.is_first else lambda line: None
+        with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
+            reporter.print(*lines)
+            parts = prepare(Session(ranks, run_dir, handler, interrupts, reporter), given, point, config)
+            training = build(parts, objective)
+            result = Loop(parts, training).run()
+            if config.push_to_hub:
+                reporter.print(run_dir.push(config))
+            losses = training.metrics.totals
+            warning = growth_warning("training", losses.first_loss, losses.last_loss)
+            warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
+            reporter.print(
+                run_dir.final_message(result.num_steps, parts.intervals.num_steps, result.num_skipped, warning)
+            )
+    return result
+
+
+def prepare(session: Session, given: RunConfig, point: ResumePoint | None, config: RunConfig) -> Run:
+    """Read the rows of a run and plan it, before its model is loaded. Lock its folder once the plan fits.
+
+    Args:
+        session: the surroundings of the run.
+        given: the settings as the user has set them.
+        point: the checkpoint to go on from; None for a new run.
+        config: the settings with the choices of the checkpoint.
+
+    Raises:
+        ConfigError, DataError, DoesNotFitError: the run cannot be trained.
+    """
+    ranks, reporter = session.ranks, session.reporter
+    admission = Admission(config, current_shard(ranks.mesh), ranks.size, partial(agree_on_machine, ranks.mesh))
+    admission.reject_if_impossible()
+    source = admission.fetch_model()
+    tokenizer = setup.load_tokenizer(config, source)
+    reporter.print(*setup.check_weights(config, source))
+    data = _read_rows(session, given, point, config, tokenizer)
+    sampler = data.loader.sampler
+    num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
+    setup.require_sane_schedule(config, num_steps)
+    intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
+    prompts = SamplePrompts(config, tokenizer)
+    plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest)
+    reporter.print(*summary_lines(plan))
+    settings = Settings(given, point, apply_plan(config, plan), plan)
+    if point is not None:
+        reporter.print(*resume.choice_warnings(point, given, settings.config))
+    exported = next(item.num_bytes for item in plan.disk.items if item.name == "exported model")
+    second = SecondPlace.find(config, exported) if ranks.is_first else SecondPlace()
+    session.run_dir.take()
+    reporter.print(f"run folder: {session.run_dir.path}")
+    return Run(session, settings, tokenizer, data, prompts, intervals, admission, second)
+
+
+def _read_rows(
+    session: Session, given: RunConfig, point: ResumePoint | None, config: RunConfig, tokenizer: Any
+) -> RunData:
+    """Read the rows of this rank, and report and reject mistakes in them."""
+    ranks = session.ranks
+    with ranks.first_of_each_machine_first():
+        data = load_data(config, tokenizer, resume.rows_per_step(point, given, ranks.size), ranks.rank, ranks.size)
+    ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
+    for prepared in data.parts:
+        session.reporter.print(*prepared.lines())
+        reject_errors(prepared.findings)
+    if point is not None:
+        position = resume.data_position(data.training.packed, data.loader.sampler, point.step)
+        session.reporter.print(*resume.require_same_rows(point, position, config))
+    return data
+
+
+def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
+    """Load the model of a run, and build what trains it, with the state of its checkpoint if it goes on from one."""
+    reporter, point, data = run.session.reporter, run.settings.point, run.data
+    config, plan, num_steps = run.settings.config, run.settings.plan, run.intervals.num_steps
+    model = setup.load_model(config, run.admission.fetch_model(), point is None, run.session.ranks.mesh)
+    setup.reserve_buffers(model, plan)
+    data.loader.pads_to_step = setup.has_dropout(model)
+    if point is not None:
+        reporter.print(*resume.require_same_model(point, resume.model_settings(model), config))
+    optimizer, scheduler = setup.build_optimizer(model, config, num_steps)
+    metrics = Metrics(num_steps, run.intervals.steps_per_epoch, plan, setup.open_meter(model))
+    reference = None
+    if point is not None:
+        restore(point.folder, point.manifest, model, optimizer)
+        reference = read_tensors(point.folder / ARRAYS)
+    state = RunState(point)
+    state.keep("scheduler", scheduler)
+    state.keep("metrics", metrics)
+    run.session.run_dir.begin(config, plan)
+    objectives = setup.make_objectives(config, model, data, reporter, objective, reference)
+    setup.check_gradients(model, objectives, data.loader.batch(0), config, reporter)
+    return Training(model, optimizer, scheduler, objectives, metrics, state)
