@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
+    Gemma3Config,
     GemmaConfig,
     GPTJConfig,
     LlamaConfig,
@@ -197,8 +198,23 @@ def test_the_config_of_the_caller_is_not_changed(tmp_path: Path) -> None:
     assert (model.config.dtype, config.dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_opening_draws_no_random_numbers(tmp_path: Path) -> None:
-    save(tmp_path, DEEPSEEK, torch.bfloat16)
+GEMMA3 = Gemma3Config(  # whose class draws a parameter with torch.randn
+    text_config={
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16,
+    },
+    vision_config={
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8,
+    },
+    mm_tokens_per_image=4, image_token_index=60, boi_token_index=61, eoi_token_index=62,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK, GEMMA3], ids=lambda config: config.model_type)
+def test_opening_draws_no_random_numbers(config: Any, tmp_path: Path) -> None:
+    """Adapters that are added next begin with the values that they have in plain transformers."""
+    save(tmp_path, config, torch.bfloat16)
     torch.manual_seed(0)
     expected = torch.get_rng_state()
     horizon_lm.from_pretrained(tmp_path)

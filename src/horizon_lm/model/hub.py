@@ -378,8 +378,9 @@ def build_skeleton(config: Any, model_class: Any = None, **options: Any) -> nn.M
     """
     from transformers.initialization import no_init_weights
 
-    # Random initialization on the meta device has no effect, but takes most of the time of building a model.
-    with no_init_weights(), parameters_on_meta():
+    # Random initialization on the meta device has no effect, but takes most of the time of building a model. Some classes draw
+    # parameters by themselves; in transformers they do so on the meta device, which leaves the caller's random state alone.
+    with no_init_weights(), parameters_on_meta(), torch.random.fork_rng(devices=()):
         model = auto_class(model_class).from_config(config, **{"trust_remote_code": False, **options})
     lost = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     assert not lost, f"{type(model).__name__}: the buffer {lost[0]} was made by torch.empty"
