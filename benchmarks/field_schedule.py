@@ -158,7 +158,7 @@ class FieldStep:
         Args:
             packing: bytes per second of one thread that packs; None if all cores pack.
         """
-        ours = Step(self.outline, StepSettings(self.settings.rows, precision="bf16", chunked_head=False)).cost(hardware)
+        ours = Step(self.outline, StepSettings(self.settings.rows, precision="bf16", head="whole")).cost(hardware)
         sizes = self.outline.sizes
         num_parameters = {ALL: sizes.num_parameters, EMBED: sum(sizes.table), HEAD: sum(sizes.head)}
         num_parameters |= {block(index): sum(sizes.blocks[index]) for index in range(self.outline.num_blocks)}

@@ -58,7 +58,7 @@ class StreamingOptions:
         """Return the options contained in the settings of a run, by name."""
         return {name: getattr(settings, name) for name in StreamingOptions.names()}
 
-    def residency(self, num_blocks: int, auto_on_device: bool) -> tuple[int, int, int]:
+    def requested_residency(self, num_blocks: int, auto_on_device: bool) -> tuple[int, int, int]:
         """Return the requested numbers of last blocks whose checkpoints, weights and graphs stay on the device.
 
         Args:

@@ -40,7 +40,7 @@ def total(of: Step, hardware: Hardware, *kinds: Kind) -> float:
 @pytest.mark.parametrize("micro_batch", [None, 1, 3])
 def test_work_is_minimal(chunked: bool, head_factor: int, micro_batch: int | None) -> None:
     one = machine(matmul={"bfloat16": 1.0, "float32": 1.0}, attention={"bfloat16": float("inf"), "float32": 1.0})
-    of = step(4 * 4096, 4, chunked_head=chunked, micro_batch=micro_batch)
+    of = step(4 * 4096, 4, head="chunked" if chunked else "whole", device_micro_batch_size=micro_batch)
     tokens = 4 * 4096
     expected = 8 * 4 * BLOCK * tokens + head_factor * TABLE * tokens
     assert total(of, one, Kind.FORWARD, Kind.BACKWARD) == pytest.approx(expected)

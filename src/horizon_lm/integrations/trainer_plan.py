@@ -75,7 +75,7 @@ class TrainerPlan:
     def apply(self, plan: Plan) -> None:
         """Let the model compute fewer rows at once than the Trainer's batch has, if that is what fits."""
         horizon = forward_of(self._model)
-        options, chosen = horizon.engine.options, plan.step.settings.micro_batch
+        options, chosen = horizon.engine.options, plan.step.settings.device_micro_batch_size
         if options.device_micro_batch_size is None and chosen is not None and chosen < self._batch:
             horizon.reconfigure(replace(options, device_micro_batch_size=chosen))
 

@@ -6,7 +6,8 @@ micro-batch, so they depend on its size.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.planning.device_memory import device_use, step_working, weights_of_blocks
@@ -58,14 +59,12 @@ def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
 def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, room: int | None) -> StepSettings:
     spare = None if room is None else max(0, room)
     chunk = request.head_chunk_tokens or head_chunk_tokens(spare, outline.sizes.vocabulary)
-    return StepSettings(
-        rows=request.rows,
-        micro_batch=micro_batch,
-        chunked_head=request.head == "chunked",
-        head_chunk_tokens=chunk,
-        residency=_smallest_residency(outline, request, room),
-        **request.given,
-    )
+    chosen: dict[str, Any] = {
+        "device_micro_batch_size": micro_batch,
+        "head_chunk_tokens": chunk,
+        "residency": _smallest_residency(outline, request, room),
+    }
+    return StepSettings(**{each.name: getattr(request, each.name) for each in fields(request)} | chosen)
 
 
 # Micro-batch
@@ -128,7 +127,7 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
 
 def _smallest_residency(outline: ModelOutline, request: Request, room: int | None) -> Residency:
     """Return the residency that the request asks for, and no more than that if device memory is limited."""
-    return Residency(*request.residency(outline.num_blocks, auto_on_device=room is None))
+    return Residency(*request.requested_residency(outline.num_blocks, auto_on_device=room is None))
 
 
 def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[Residency, str]:

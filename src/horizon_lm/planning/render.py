@@ -257,7 +257,7 @@ def _run(plan: Plan, device: str) -> dict[str, Any]:
         "precision": request.precision,
         "device": device,
         "settings": {
-            "device_micro_batch_size": settings.micro_batch,
+            "device_micro_batch_size": settings.device_micro_batch_size,
             "slices": settings.slices,
             "head_chunk_tokens": settings.head_chunk_tokens if settings.chunked_head else None,
             "activation_checkpoints": settings.residency.boundaries,

@@ -1,8 +1,7 @@
 """The input of a plan: the settings of the run, the machine, and the bytes available in each place."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
@@ -77,41 +76,6 @@ class ForwardBatch:
     kept_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedSettings:
-    """Step settings fixed by the run; the planner may not change them.
-
-    Attributes:
-        precision, moments, update_in_backward: as in a run's settings. A plan's request has the moments that were chosen.
-        grad_bytes: bytes of an element of the gradient store.
-        compiled: blocks are compiled.
-        forwards: batches without gradients.
-        distinct_tokens: number of distinct tokens in all examples; None if unknown.
-        shard: the range of each slab that this rank owns.
-        num_ranks: number of ranks that train together.
-    """
-
-    precision: str = "fp32_master"
-    moments: str = "float32"
-    grad_bytes: int = 2
-    update_in_backward: bool = False
-    compiled: bool = False
-    forwards: tuple[ForwardBatch, ...] = ()
-    distinct_tokens: int | None = None
-    shard: Shard = WHOLE
-    num_ranks: int = 1
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of copies of the model."""
-        return self.num_ranks // self.shard.count
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fixed settings, by name."""
-        return {each.name: getattr(self, each.name) for each in fields(FixedSettings)}
-
-
 @dataclass(frozen=True, slots=True)
 class Saves:
     """The checkpoints of a run.
@@ -130,10 +94,17 @@ class Saves:
 
 
 @dataclass(frozen=True)
-class Request(StreamingOptions, FixedSettings):
+class Request(StreamingOptions):
     """Settings of a run, with the names used there; None leaves the choice to the planner.
 
     Attributes:
+        moments, update_in_backward: as in a run's settings. A plan's request has the moments that were chosen.
+        grad_bytes: bytes of an element of the gradient store.
+        compiled: blocks are compiled.
+        forwards: batches without gradients.
+        distinct_tokens: number of distinct tokens in all examples; None if unknown.
+        shard: the range of each slab that this rank owns.
+        num_ranks: number of ranks that train together.
         sequences: sequences of an example: two in a preference pair.
         tokens_per_step: tokens of a typical step, without padding; None for a step without padding.
         num_steps: optimizer steps of the run; None if unknown.
@@ -154,6 +125,19 @@ class Request(StreamingOptions, FixedSettings):
     saves: Saves = Saves()
     download_bytes: int = 0
     skips_steps: bool = False
+    moments: str = "float32"
+    grad_bytes: int = 2
+    update_in_backward: bool = False
+    compiled: bool = False
+    forwards: tuple[ForwardBatch, ...] = ()
+    distinct_tokens: int | None = None
+    shard: Shard = WHOLE
+    num_ranks: int = 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of copies of the model."""
+        return self.num_ranks // self.shard.count
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,7 @@ from horizon_lm.planning.memory import (
     ModelSizes,
 )
 from horizon_lm.planning.outline import ModelOutline, Work
-from horizon_lm.planning.request import FixedSettings
+from horizon_lm.planning.request import Request
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Pass, Stream
@@ -27,28 +27,28 @@ FUSED = 0.4
 _WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # bytes read and written by an update, per parameter
 
 
-@dataclass(frozen=True, slots=True)
-class StepSettings(FixedSettings):
-    """All settings of a step: those fixed by the run and those that were chosen.
+@dataclass(frozen=True)
+class StepSettings(Request):
+    """A request whose open settings are chosen.
 
     Attributes:
-        rows: sequences of the step, B.
-        micro_batch: sequences of a device micro-batch; None for all sequences.
-        chunked_head: the loss is computed over chunks of tokens.
-        head_chunk_tokens: tokens of a chunk.
+        device_micro_batch_size: sequences of a device micro-batch; None for all sequences.
+        head_chunk_tokens: tokens of a chunk of logits.
         residency: data that stays on the device.
     """
 
-    rows: int
-    micro_batch: int | None = None
-    chunked_head: bool = True
-    head_chunk_tokens: int = 64
-    residency: Residency = field(default_factory=lambda: Residency(0))
+    head_chunk_tokens: int = field(default=64, kw_only=True)
+    residency: Residency = field(default=Residency(0), kw_only=True)
+
+    @property
+    def chunked_head(self) -> bool:
+        """True if the loss is computed over chunks of tokens."""
+        return self.head == "chunked"
 
     @property
     def slices(self) -> list[int]:
         """Sizes of the device micro-batches."""
-        size = min(self.micro_batch or self.rows, self.rows)
+        size = min(self.device_micro_batch_size or self.rows, self.rows)
         return [min(size, self.rows - start) for start in range(0, self.rows, size)]
 
 
@@ -99,7 +99,7 @@ class Step:
             tokens=self.tokens,
             compute_bytes=self.outline.compute_bytes,
             grad_bytes=settings.grad_bytes,
-            micro_batches=settings.micro_batch is not None,
+            micro_batches=settings.device_micro_batch_size is not None,
             chunked_head=settings.chunked_head,
             offloaded=self.waiting,
             resident=settings.residency.weights,
@@ -134,7 +134,9 @@ class Step:
             tied=self.outline.trained.tied,
             offloaded=self.offloaded,
             resident=settings.residency.weights,
-            accumulate=settings.micro_batch is not None and settings.grad_bytes < 4 and settings.shard.is_whole,
+            accumulate=settings.device_micro_batch_size is not None
+            and settings.grad_bytes < 4
+            and settings.shard.is_whole,
             update_in_backward=settings.update_in_backward,
             adapters=self.outline.has_adapters,
             sharded=settings.num_ranks > 1,
@@ -268,7 +270,7 @@ class StepCost:
         settings = self._settings
         if unit == HEAD:
             return 4 if settings.chunked_head else self._outline.compute_bytes
-        sums = settings.micro_batch is not None and not settings.shard.is_whole and unit != EMBED
+        sums = settings.device_micro_batch_size is not None and not settings.shard.is_whole and unit != EMBED
         return 4 if sums else settings.grad_bytes
 
     def _decoding_seconds(self, num_bytes: int, numel: int) -> float:
@@ -390,7 +392,7 @@ def rates(
     hardware: Hardware,
     computing_threads: int | None = None,
     interconnect: Interconnect | None = None,
-    settings: FixedSettings | None = None,
+    settings: Request | None = None,
 ) -> Rates:
     """Return the rates of a machine for `schedule.simulate`.
 

@@ -175,7 +175,11 @@ def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     batch.
     """
     settings = plan.step.settings
-    rows = None if plan.step.outline.whole_batch_only and not run.device_micro_batch_size else settings.micro_batch
+    rows = (
+        None
+        if plan.step.outline.whole_batch_only and not run.device_micro_batch_size
+        else settings.device_micro_batch_size
+    )
     always: dict[str, Any] = {
         "head": plan.request.head, "head_chunk_tokens": plan.request.head_chunk_tokens, "device_micro_batch_size": rows,
         "moments": plan.request.moments,

@@ -96,7 +96,7 @@ class FirstStep:
         forward.reconfigure(
             replace(
                 forward.engine.options,
-                device_micro_batch_size=settings.micro_batch,
+                device_micro_batch_size=settings.device_micro_batch_size,
                 head_chunk_tokens=settings.head_chunk_tokens,
                 residency=settings.residency,
             )

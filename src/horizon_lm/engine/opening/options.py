@@ -120,16 +120,20 @@ class StreamArguments(StreamingOptions):
         dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
         path = self._chunked_path(parts)
         trunk = parts.trunks()[-1] if path is None else path.trunk
+        chosen: dict[str, Any] = {
+            "head": "whole" if path is None else "chunked",
+            "head_chunk_tokens": self.head_chunk_tokens
+            or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
+            "compile": self._on_accelerator if self.compile == "auto" else bool(self.compile),
+        }
         options = EngineOptions(
-            dtype,
-            self._residency(parts.num_blocks, device),
-            self.device_micro_batch_size,
-            "whole" if path is None else "chunked",
-            self.head_chunk_tokens or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
-            None if device.spare_bytes() is None else head_peak(parts, trunk, dtype, chunked=path is not None),
-            self.mlp_chunk_tokens,
-            self._on_accelerator if self.compile == "auto" else bool(self.compile),
-            self.check_recompute,
+            **StreamingOptions.of(self) | chosen,
+            compute_dtype=dtype,
+            residency=self._residency(parts.num_blocks, device),
+            head_peak=None
+            if device.spare_bytes() is None
+            else head_peak(parts, trunk, dtype, chunked=path is not None),
+            check_recompute=self.check_recompute,
         )
         model = attach(parts, store, device, options, path, examined.takes_images, before, self.device_mesh)
         if self.check_gradients:
@@ -157,7 +161,7 @@ class StreamArguments(StreamingOptions):
         chosen = self.resident_blocks is not None or self.resident_graphs is not None
         if self.activation_checkpoints == "auto" and not chosen and device.spare_bytes() is not None:
             return None
-        return Residency(*self.residency(num_blocks, auto_on_device=True))
+        return Residency(*self.requested_residency(num_blocks, auto_on_device=True))
 
 
 def device_of(device: str | Device) -> torch.device | None:

@@ -15,6 +15,7 @@ from horizon_lm.planning.outline import Linear
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import Op
 from horizon_lm.store.store import Store
+from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
@@ -75,30 +76,26 @@ class GrowingBuffers:
             self._slots = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """The settings of the engine. Except for the dtype, none of them changes a result beyond the order of summation.
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(StreamingOptions):
+    """The options of a streamed model, of which those that are left open are chosen. Except for the dtype, none of them
+    changes a result beyond the order of summation.
 
     Attributes:
-        compute_dtype: dtype of weights on the device and of hidden states.
-        device_micro_batch_size: rows per micro-batch; None for the whole batch.
-        head: ``whole`` (Hugging Face's own loss over all logits) or ``chunked`` (logits never exist as a whole).
-        head_chunk_tokens: tokens per chunk of logits in mode ``chunked``.
-        head_peak: peak bytes of norm, head and loss, as a function of tokens; None if memory is not planned.
-        residency: what stays on the device between passes; None to plan it for the first batch.
-        mlp_chunk_tokens: tokens per chunk of a feed-forward layer; None for all tokens.
+        head_chunk_tokens: tokens per chunk of logits with ``head="chunked"``.
         compile: compile blocks, once per block structure.
+        compute_dtype: dtype of weights on the device and of hidden states.
+        residency: what stays on the device between passes; None to plan it for the first batch. It takes the place of
+            ``activation_checkpoints``, ``resident_blocks`` and ``resident_graphs``.
+        head_peak: peak bytes of norm, head and loss, as a function of tokens; None if memory is not planned.
         check_recompute: compare every recomputed output with that of the forward pass; slow, for tests.
     """
 
+    head_chunk_tokens: int = 64
+    compile: bool = False
     compute_dtype: torch.dtype
     residency: Residency | None
-    device_micro_batch_size: int | None = None
-    head: str = "chunked"
-    head_chunk_tokens: int = 64
     head_peak: Linear[int] | None = None
-    mlp_chunk_tokens: int | None = None
-    compile: bool = False
     check_recompute: bool = False
 
 
