@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
-from horizon_lm.model.units import freeze
+from horizon_lm.model.freezing import freeze
 from tests import families
 from tests.numerics.test_adapters import adapted
 

@@ -11,8 +11,9 @@ import torch
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.freezing import freeze
 from horizon_lm.model.source import ModelSource
-from horizon_lm.model.units import find_parts, freeze
+from horizon_lm.model.units import find_parts
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.memory import host_bytes

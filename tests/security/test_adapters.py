@@ -13,8 +13,9 @@ import horizon_lm
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
 from horizon_lm.model.adapter_config import require_quick_names
+from horizon_lm.model.freezing import _compile
 from horizon_lm.model.quantization import expected_codecs, four_bits
-from horizon_lm.model.units import _compile, find_parts
+from horizon_lm.model.units import find_parts
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.security.costs import cost_of

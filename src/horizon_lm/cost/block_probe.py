@@ -14,7 +14,7 @@ from horizon_lm.cost.meta_recorder import recording
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import OuterTrial
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.outline import Footprint, Work
 
 

@@ -14,11 +14,14 @@ from horizon_lm.cost.examination import examine
 from horizon_lm.cost.head_probe import head_peak, head_work
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model import attention
+from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
+from horizon_lm.model.freezing import freeze
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
-from horizon_lm.model.units import ModelParts, adapted_model, find_parts, freeze
+from horizon_lm.model.units import find_parts
 from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 from horizon_lm.units import block
 
@@ -58,7 +61,7 @@ def outline_model(
         masked: rows are padded, so attention needs a mask.
         on_accelerator: choose attention as for a GPU.
         mlp_chunk_tokens: as in `horizon_lm.stream`.
-        trainable: patterns of the names of trainable weights, as in `model.units.freeze`.
+        trainable: patterns of the names of trainable weights, as in `model.freezing.freeze`.
         adapters: adapters that are trained on the frozen model; None for none.
         quantized: the model's quantized weights; None for none.
         packed: rows are packed, so the model must keep them apart.

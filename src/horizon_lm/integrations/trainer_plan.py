@@ -12,10 +12,11 @@ from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.integrations.trainer_rows import length_limit
+from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import PresentAdapters
 from horizon_lm.model.opening import opened_dtype
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
-from horizon_lm.model.units import ModelParts, adapted_model
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.request import Machine, Saves
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of

@@ -13,7 +13,7 @@ from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model import hub
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, require_quick_names
 from horizon_lm.model.adapter_kinds import require_kind_that_streams
-from horizon_lm.model.units import adapted_model
+from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.paths import require_inside
 
 

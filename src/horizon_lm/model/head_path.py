@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.model.outer_trial import Decoded, forwards, outer_leaves, try_outer
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 
 _ROWS, _LENGTH, _CHUNK = 2, 5, 3
 _TOLERANCE = 1e-5

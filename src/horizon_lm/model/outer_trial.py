@@ -13,7 +13,7 @@ from torch import nn
 
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.functional import in_place
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.units import OUTER
 
 _ROWS, _LENGTH = 2, 5

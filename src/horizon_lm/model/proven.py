@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 
 IMAGES, MICRO_BATCHES, VARLEN = "images", "micro_batches", "varlen"
 

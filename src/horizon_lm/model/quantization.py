@@ -16,8 +16,8 @@ from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
-from horizon_lm.model.units import ModelParts
 from horizon_lm.units import block
 
 _REMEDY = "use a bf16 copy of the model, or one in nf4, mxfp4 or block fp8"

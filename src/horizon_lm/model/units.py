@@ -1,172 +1,19 @@
-"""Find the units of a Hugging Face decoder, and freeze weights that are not trained."""
+"""Find the units of a Hugging Face decoder, and reject models that cannot be streamed exactly."""
 
-import difflib
 import inspect
-import re
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.slab import PackedSlab
-from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.planning.memory import ModelSizes, PackedSizes
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.adapter_layers import adapter_params, is_adapter_layer
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
-
-
-@dataclass(slots=True)
-class ParamRef:
-    """A parameter with all of its places in the module tree."""
-
-    name: str
-    param: nn.Parameter
-    places: list[tuple[nn.Module, str]]
-
-
-@dataclass(slots=True)
-class ModelParts:
-    """The parts of a causal language model, or of a decoder with a `score` (sequence classification, reward models).
-
-    Attributes:
-        decoder: module that contains the list of blocks.
-        blocks: list of decoder blocks.
-        block_prefix: name of the list of blocks in the model.
-        embed, head: input embedding and output projection; the head of a classifier is its `score`. PEFT may have wrapped them.
-        tables: modules with an embedding table, of which the first is in unit ``embed``. There are several if PEFT trains a copy
-            of the embedding: the others, which are not trained, are in ``idle`` or, if tied, in ``head``.
-        final_norm: norm between the last block and the head; None if it has no usual name, or is wrapped by PEFT.
-        units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only. Adapters inside blocks
-            belong to ``outer``, which stays on the device during a step.
-        adapters: full names of the adapters' parameters inside each block.
-        is_adapted: the model has PEFT's adapters, in blocks or elsewhere.
-        tied: the head uses the embedding table.
-        classifies: the head gives scores of labels, not logits of tokens.
-        written: weights that a block's forward pass may write in training, by block.
-        codecs: the codecs of quantized weights, by full name; all of blocks.
-        in_float32: full names of the weights that transformers keeps in float32 though it opens the model in bfloat16.
-    """
-
-    _model: Any
-    decoder: nn.Module
-    blocks: nn.ModuleList
-    block_prefix: str
-    embed: nn.Module
-    tables: list[nn.Module]
-    head: nn.Module
-    final_norm: nn.Module | None
-    units: dict[Unit, list[ParamRef]]
-    tied: bool
-    classifies: bool = False
-    adapters: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    is_adapted: bool = False
-    written: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    codecs: Mapping[str, Codec] = field(default_factory=dict)
-    in_float32: frozenset[str] = frozenset()
-
-    @property
-    def model(self) -> Any:
-        model = self._model() if isinstance(self._model, weakref.ref) else self._model
-        assert model is not None, "the model of these parts is gone"
-        return model
-
-    def trunks(self) -> list[nn.Module]:
-        """Return the modules around the blocks, outermost first; the model calls one of them for hidden states."""
-        names = self.block_prefix.split(".")[:-1]
-        return [self.model.get_submodule(".".join(names[:depth])) for depth in range(1, len(names) + 1)]
-
-    def refer_weakly(self) -> None:
-        """Refer to the model weakly, because the model now owns these parts."""
-        self._model = weakref.ref(self.model)
-
-    def refs(self) -> list[ParamRef]:
-        """Return all parameters, unit by unit."""
-        return [ref for refs in self.units.values() for ref in refs]
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def head_width(self) -> int:
-        """Width of the head's input, which differs from H if a projection follows the blocks."""
-        refs = self.units[EMBED] if self.tied else self.units[HEAD]
-        return int(refs[0].param.shape[1])
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs of the head: V, or the number of labels of a classifier."""
-        return int(self.units[HEAD][0].param.shape[0]) if self.classifies else self.sizes().vocabulary
-
-    def shapes(self) -> dict[Unit, dict[str, torch.Size]]:
-        """Return the shapes of all parameters, by unit and full name."""
-        return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in self.units.items()}
-
-    @property
-    def adapter_names(self) -> frozenset[str]:
-        """Full names of the adapters' parameters inside all blocks."""
-        return frozenset(name for names in self.adapters.values() for name in names)
-
-    def first_differentiated(self) -> int:
-        """Return the first block with a gradient, or the number of blocks if no block has one."""
-        norm = {id(p) for p in self.final_norm.parameters()} if self.final_norm else set()
-        adapters = {name: u for u, names in self.adapters.items() for name in names}
-        before_blocks = (
-            ref
-            for unit in (EMBED, OUTER)
-            for ref in self.units[unit]
-            if id(ref.param) not in norm and ref.name not in adapters
-        )
-        if any(ref.param.requires_grad for ref in before_blocks):
-            return 0
-        trained = [u for u in range(self.num_blocks) if any(ref.param.requires_grad for ref in self.units[block(u)])]
-        trained += [adapters[r.name] for r in self.units[OUTER] if r.name in adapters and r.param.requires_grad]
-        return min(trained, default=self.num_blocks)
-
-    def frozen_base(self) -> frozenset[Unit]:
-        """Return the units without trainable weights if only adapters are trained in blocks; empty for other models."""
-        blocks = {block(u) for u in range(self.num_blocks)}
-        frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
-        return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
-
-    def sizes(self, trained_only: bool = False) -> ModelSizes:
-        """Return the numbers of elements of the model's parameters, or only of trainable ones: 0 for the others of their units."""
-
-        def of(refs: Sequence[ParamRef]) -> list[int]:
-            counts = [ref.param.numel() if ref.param.requires_grad or not trained_only else 0 for ref in refs]
-            return counts if any(counts) else []
-
-        numel = {unit: of(refs) for unit, refs in self.units.items()}
-        vocabulary, hidden = self.units[EMBED][0].param.shape
-        return ModelSizes(
-            blocks=[numel[block(u)] for u in range(self.num_blocks)],
-            table=numel[EMBED],
-            own_head=[] if self.tied else numel[HEAD],
-            outer=numel[OUTER],
-            vocabulary=vocabulary,
-            hidden=hidden,
-            tied=self.tied,
-            idle=numel.get(IDLE, []),
-            packed=[] if trained_only else self._packed(),
-        )
-
-    def _packed(self) -> list[PackedSizes]:
-        """Return the sizes of the quantized weights of each block; none if no block has any."""
-        if not self.codecs:
-            return []
-        found = []
-        for u in range(self.num_blocks):
-            shapes = {ref.name: ref.param.shape for ref in self.units[block(u)] if ref.name in self.codecs}
-            slab = PackedSlab(shapes, self.codecs)
-            num_bytes = sum(entry.num_bytes for entry in slab.entries.values())
-            found.append(PackedSizes([shape.numel() for shape in shapes.values()], num_bytes, slab.num_bytes))
-        return found
 
 
 def find_parts(model: Any) -> ModelParts:
@@ -200,19 +47,19 @@ def find_parts(model: Any) -> ModelParts:
             f"{name}: PEFT trains a copy of the head, or adapters of it, and ties it to the embedding; leave ensure_weight_tying out"
         )
     return ModelParts(
-        model,
-        decoder,
-        blocks,
-        prefix,
-        embed,
-        tables,
-        head,
-        final_norm,
-        units,
-        tied,
-        classifies,
-        adapters,
-        bool(adapted),
+        _model=model,
+        decoder=decoder,
+        blocks=blocks,
+        block_prefix=prefix,
+        embed=embed,
+        tables=tables,
+        head=head,
+        final_norm=final_norm,
+        units=units,
+        tied=tied,
+        classifies=classifies,
+        adapters=adapters,
+        is_adapted=bool(adapted),
     )
 
 
@@ -334,39 +181,6 @@ def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: 
         )
 
 
-def adapter_params(model: Any) -> set[int]:
-    """Return the identities of the parameters of PEFT's adapters, active or not.
-
-    A layer with adapters has the names of its attributes that belong to them in ``adapter_layer_names``, and of others, few
-    of which are parameters, in ``other_param_names``.
-    """
-    parts = (
-        getattr(layer, name, None)
-        for layer in model.modules()
-        if is_adapter_layer(layer)
-        for name in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ()))
-    )
-    modules = (part for part in parts if isinstance(part, nn.Module))
-    return {id(param) for module in modules for param in module.parameters()}
-
-
-def replaced_params(model: Any) -> set[int]:
-    """Return the identities of the base's parameters of which PEFT trains copies, with `modules_to_save` and in norms. They
-    are gone when PEFT unloads the adapters, because the copies take their place.
-    """
-    pairs = (("modules_to_save", "original_module"), ("ln_tuning_layers", "base_layer"))
-    replaced = []
-    for module in model.modules():
-        children = dict(module.named_children())
-        replaced += [children[of] for copies, of in pairs if {copies, of} <= children.keys()]
-    return {id(param) for module in replaced for param in module.parameters()}
-
-
-def is_adapter_layer(module: nn.Module) -> bool:
-    """Return whether a module is one of PEFT's layers with adapters, by its class: it may be half made, or a wrapper."""
-    return bool(getattr(type(module), "adapter_layer_names", ()))
-
-
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the list of decoder blocks and its name, found by the classes of its entries, otherwise by its length."""
     name = type(model).__name__
@@ -417,56 +231,7 @@ def _reads(block: nn.Module, name: str) -> bool:
     return any(name in function.__code__.co_names for function in functions)
 
 
-def adapted_model(model: Any) -> Any:
-    """Return the model inside a PEFT model, if all parameters are in it; any other model as it is."""
-    if not hasattr(model, "get_base_model"):
-        return model
-    inside = model.get_base_model()
-    own = {id(param) for param in inside.parameters()}
-    return inside if all(id(param) in own for param in model.parameters()) else model
-
-
-def is_adapter_model(model: Any) -> bool:
-    """Return whether a model is a PEFT model, or has adapters that transformers saves in PEFT's format."""
-    return type(model).__module__.partition(".")[0] == "peft" or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
 def _is_norm(module: nn.Module) -> bool:
     """Return whether a module has parameters, and none in modules inside it."""
     own = list(module.parameters(recurse=False))
     return bool(own) and len(own) == len(list(module.parameters()))
-
-
-def freeze(model: Any, trainable: str | None) -> None:
-    """Freeze every weight whose name matches no pattern.
-
-    Args:
-        model: transformers model, possibly on the meta device.
-        trainable: patterns separated by ``|``. A pattern matches whole parts of a name, and ``*`` matches anything:
-            ``layers.20.*`` matches ``model.layers.20.mlp.up_proj.weight``, ``layers.2.*`` does not. None trains all weights.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
-    """
-    if trainable is None:
-        return
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
-    chosen: set[int] = set()
-    for pattern in (part.strip() for part in trainable.split("|") if part.strip()):
-        fits = _compile(pattern)
-        found = {id(param) for name, param in model.named_parameters(remove_duplicate=False) if fits.search(name)}
-        if not found:
-            parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
-            close = difflib.get_close_matches(re.split(r"[.*]", pattern)[0] or pattern, parts, n=3)
-            hint = f"; did you mean {' or '.join(close)}?" if close else f"; names are like {names[0]}"
-            raise ConfigError(f"trainable: {pattern!r} fits no weight of the model{hint}")
-        chosen |= found
-    for param in model.parameters():
-        param.requires_grad_(id(param) in chosen)
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    first, *middle = map(re.escape, pattern.split("*"))
-    # The first place of each part is final, or a pattern with many stars would take for ever.
-    inner = first + "".join(f"(?>.*?{part})" for part in middle[:-1]) + "".join(f".*{part}" for part in middle[-1:])
-    return re.compile(rf"(?:^|\.){inner}(?:\.|$)")

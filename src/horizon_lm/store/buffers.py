@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 
 
 def persistent_buffers(parts: ModelParts, store: Any) -> dict[str, torch.Tensor]:

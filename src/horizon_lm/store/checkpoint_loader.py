@@ -11,7 +11,7 @@ from torch import nn
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
 from horizon_lm.model.hub import require_finite
-from horizon_lm.model.units import ModelParts, ParamRef
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.store.buffers import fill_buffer
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion

@@ -18,8 +18,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from horizon_lm.disk import Disk, new_file, part_of, sync_tree, write_file
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.opening import kept_in_float32
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.tying import true_config
-from horizon_lm.model.units import ModelParts
 from horizon_lm.quantities import parse_bytes
 from horizon_lm.store.buffers import unrounded_buffers
 from horizon_lm.store.checkpoint_reader import Header

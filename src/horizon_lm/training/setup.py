@@ -143,7 +143,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
     """
     import transformers
 
-    from horizon_lm.model.units import freeze
+    from horizon_lm.model.freezing import freeze
 
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():

@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from horizon_lm.engine.host.parameters import StreamedParameter
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.host_access import HostAccess
+from horizon_lm.model.adapter_layers import is_adapter_layer
 from horizon_lm.model.functional import in_place
-from horizon_lm.model.units import is_adapter_layer
 
 _METHODS = ("merge", "unmerge")
 

@@ -9,7 +9,7 @@ from torch import nn
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.block_template import Structure
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 
 
 class ReplacedForwards:

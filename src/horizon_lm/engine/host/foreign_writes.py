@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from horizon_lm.engine.host.parameters import StreamedParameter
 from horizon_lm.errors import ForeignWriteWarning, StreamingError
-from horizon_lm.model.units import ParamRef
+from horizon_lm.model.parts import ParamRef
 from horizon_lm.store.store import Store
 
 

@@ -15,7 +15,7 @@ from horizon_lm.device.transfers import Land, Move, SquaredNorm
 from horizon_lm.engine.host.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.errors import StreamingError
-from horizon_lm.model.units import ModelParts, ParamRef
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.store.store import Store
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 

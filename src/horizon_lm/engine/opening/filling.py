@@ -19,9 +19,10 @@ from horizon_lm.engine.opening.same_weights import require_alike
 from horizon_lm.engine.opening.streamed_model import StreamedModel
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
+from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.opening import opened_dtype
-from horizon_lm.model.units import ModelParts, ParamRef, adapted_model
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.store.store import Store
 
 

@@ -21,7 +21,8 @@ from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import trains_other_adapters
 from horizon_lm.errors import StreamingError
-from horizon_lm.model.units import ModelParts, ParamRef, adapter_params
+from horizon_lm.model.adapter_layers import adapter_params
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.slabs import used_bytes
 from horizon_lm.store.precision import Precision
 from horizon_lm.store.store import Store

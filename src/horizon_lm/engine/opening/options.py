@@ -26,7 +26,8 @@ from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, 
 from horizon_lm.model import capture
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
-from horizon_lm.model.units import ModelParts, find_parts
+from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.units import find_parts
 from horizon_lm.planning.residency import Residency, head_chunk_tokens
 from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.store.store import Store

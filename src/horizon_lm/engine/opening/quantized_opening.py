@@ -10,8 +10,8 @@ import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.errors import CheckpointWarning, ConfigError
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.quantization import expected_codecs, four_bits, require_dequantizable
-from horizon_lm.model.units import ModelParts
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, codecs_of

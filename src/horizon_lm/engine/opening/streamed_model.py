@@ -23,8 +23,9 @@ from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
+from horizon_lm.model.adapter_layers import is_adapter_model
 from horizon_lm.model.head_path import ChunkedPath
-from horizon_lm.model.units import ModelParts, is_adapter_model
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.store.checkpoint_writer import checkpoint_tensors, save_pretrained
 from horizon_lm.store.store import Store
 

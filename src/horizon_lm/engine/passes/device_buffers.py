@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from horizon_lm.device.base import Device
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.outline import Linear
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import Op

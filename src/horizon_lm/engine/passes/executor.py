@@ -24,7 +24,7 @@ from horizon_lm.engine.passes.host_access import HostAccess
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.running import Running
 from horizon_lm.errors import StreamingError
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.residency import ExpectedBatch, Residency
 from horizon_lm.schedule.ops import Pass
 from horizon_lm.store.store import Store

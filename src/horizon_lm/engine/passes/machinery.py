@@ -15,7 +15,7 @@ from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
 from horizon_lm.engine.passes.forward_state import BoundaryPool
 from horizon_lm.engine.passes.saves import Saves
 from horizon_lm.errors import StreamingError
-from horizon_lm.model.units import ModelParts, ParamRef
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.planning.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
 from horizon_lm.store.store import Store

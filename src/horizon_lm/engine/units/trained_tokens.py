@@ -13,7 +13,7 @@ from torch import nn
 
 from horizon_lm.device.base import send
 from horizon_lm.model.functional import look_up
-from horizon_lm.model.units import ModelParts
+from horizon_lm.model.parts import ModelParts
 
 
 def trained_token_layers(parts: ModelParts) -> list[nn.Module]:

@@ -1,0 +1,42 @@
+"""Freeze the weights that a run does not train, by patterns of their names."""
+
+import difflib
+import re
+from typing import Any
+
+from horizon_lm.errors import ConfigError
+
+
+def freeze(model: Any, trainable: str | None) -> None:
+    """Freeze every weight whose name matches no pattern.
+
+    Args:
+        model: transformers model, possibly on the meta device.
+        trainable: patterns separated by ``|``. A pattern matches whole parts of a name, and ``*`` matches anything:
+            ``layers.20.*`` matches ``model.layers.20.mlp.up_proj.weight``, ``layers.2.*`` does not. None trains all weights.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    if trainable is None:
+        return
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
+    chosen: set[int] = set()
+    for pattern in (part.strip() for part in trainable.split("|") if part.strip()):
+        fits = _compile(pattern)
+        found = {id(param) for name, param in model.named_parameters(remove_duplicate=False) if fits.search(name)}
+        if not found:
+            parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+            close = difflib.get_close_matches(re.split(r"[.*]", pattern)[0] or pattern, parts, n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else f"; names are like {names[0]}"
+            raise ConfigError(f"trainable: {pattern!r} fits no weight of the model{hint}")
+        chosen |= found
+    for param in model.parameters():
+        param.requires_grad_(id(param) in chosen)
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    first, *middle = map(re.escape, pattern.split("*"))
+    # The first place of each part is final, or a pattern with many stars would take for ever.
+    inner = first + "".join(f"(?>.*?{part})" for part in middle[:-1]) + "".join(f".*{part}" for part in middle[-1:])
+    return re.compile(rf"(?:^|\.){inner}(?:\.|$)")

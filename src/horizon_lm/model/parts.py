@@ -1,0 +1,162 @@
+"""The parts of a model: its units with their parameters, and what streaming must know of each."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.slab import PackedSlab
+from horizon_lm.planning.memory import ModelSizes, PackedSizes
+from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
+
+
+@dataclass(slots=True)
+class ParamRef:
+    """A parameter with all of its places in the module tree."""
+
+    name: str
+    param: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+
+
+@dataclass(slots=True)
+class ModelParts:
+    """The parts of a causal language model, or of a decoder with a `score` (sequence classification, reward models).
+
+    Attributes:
+        decoder: module that contains the list of blocks.
+        blocks: list of decoder blocks.
+        block_prefix: name of the list of blocks in the model.
+        embed, head: input embedding and output projection; the head of a classifier is its `score`. PEFT may have wrapped them.
+        tables: modules with an embedding table, of which the first is in unit ``embed``. There are several if PEFT trains a copy
+            of the embedding: the others, which are not trained, are in ``idle`` or, if tied, in ``head``.
+        final_norm: norm between the last block and the head; None if it has no usual name, or is wrapped by PEFT.
+        units: parameters by unit, in the order of the model; a tied table belongs to ``embed`` only. Adapters inside blocks
+            belong to ``outer``, which stays on the device during a step.
+        adapters: full names of the adapters' parameters inside each block.
+        is_adapted: the model has PEFT's adapters, in blocks or elsewhere.
+        tied: the head uses the embedding table.
+        classifies: the head gives scores of labels, not logits of tokens.
+        written: weights that a block's forward pass may write in training, by block.
+        codecs: the codecs of quantized weights, by full name; all of blocks.
+        in_float32: full names of the weights that transformers keeps in float32 though it opens the model in bfloat16.
+    """
+
+    _model: Any
+    decoder: nn.Module
+    blocks: nn.ModuleList
+    block_prefix: str
+    embed: nn.Module
+    tables: list[nn.Module]
+    head: nn.Module
+    final_norm: nn.Module | None
+    units: dict[Unit, list[ParamRef]]
+    tied: bool
+    classifies: bool = False
+    adapters: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    is_adapted: bool = False
+    written: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
+    in_float32: frozenset[str] = frozenset()
+
+    @property
+    def model(self) -> Any:
+        model = self._model() if isinstance(self._model, weakref.ref) else self._model
+        assert model is not None, "the model of these parts is gone"
+        return model
+
+    def trunks(self) -> list[nn.Module]:
+        """Return the modules around the blocks, outermost first; the model calls one of them for hidden states."""
+        names = self.block_prefix.split(".")[:-1]
+        return [self.model.get_submodule(".".join(names[:depth])) for depth in range(1, len(names) + 1)]
+
+    def refer_weakly(self) -> None:
+        """Refer to the model weakly, because the model now owns these parts."""
+        self._model = weakref.ref(self.model)
+
+    def refs(self) -> list[ParamRef]:
+        """Return all parameters, unit by unit."""
+        return [ref for refs in self.units.values() for ref in refs]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def head_width(self) -> int:
+        """Width of the head's input, which differs from H if a projection follows the blocks."""
+        refs = self.units[EMBED] if self.tied else self.units[HEAD]
+        return int(refs[0].param.shape[1])
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the head: V, or the number of labels of a classifier."""
+        return int(self.units[HEAD][0].param.shape[0]) if self.classifies else self.sizes().vocabulary
+
+    def shapes(self) -> dict[Unit, dict[str, torch.Size]]:
+        """Return the shapes of all parameters, by unit and full name."""
+        return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in self.units.items()}
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        """Full names of the adapters' parameters inside all blocks."""
+        return frozenset(name for names in self.adapters.values() for name in names)
+
+    def first_differentiated(self) -> int:
+        """Return the first block with a gradient, or the number of blocks if no block has one."""
+        norm = {id(p) for p in self.final_norm.parameters()} if self.final_norm else set()
+        adapters = {name: u for u, names in self.adapters.items() for name in names}
+        before_blocks = (
+            ref
+            for unit in (EMBED, OUTER)
+            for ref in self.units[unit]
+            if id(ref.param) not in norm and ref.name not in adapters
+        )
+        if any(ref.param.requires_grad for ref in before_blocks):
+            return 0
+        trained = [u for u in range(self.num_blocks) if any(ref.param.requires_grad for ref in self.units[block(u)])]
+        trained += [adapters[r.name] for r in self.units[OUTER] if r.name in adapters and r.param.requires_grad]
+        return min(trained, default=self.num_blocks)
+
+    def frozen_base(self) -> frozenset[Unit]:
+        """Return the units without trainable weights if only adapters are trained in blocks; empty for other models."""
+        blocks = {block(u) for u in range(self.num_blocks)}
+        frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
+        return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
+
+    def sizes(self, trained_only: bool = False) -> ModelSizes:
+        """Return the numbers of elements of the model's parameters, or only of trainable ones: 0 for the others of their units."""
+
+        def of(refs: Sequence[ParamRef]) -> list[int]:
+            counts = [ref.param.numel() if ref.param.requires_grad or not trained_only else 0 for ref in refs]
+            return counts if any(counts) else []
+
+        numel = {unit: of(refs) for unit, refs in self.units.items()}
+        vocabulary, hidden = self.units[EMBED][0].param.shape
+        return ModelSizes(
+            blocks=[numel[block(u)] for u in range(self.num_blocks)],
+            table=numel[EMBED],
+            own_head=[] if self.tied else numel[HEAD],
+            outer=numel[OUTER],
+            vocabulary=vocabulary,
+            hidden=hidden,
+            tied=self.tied,
+            idle=numel.get(IDLE, []),
+            packed=[] if trained_only else self._packed(),
+        )
+
+    def _packed(self) -> list[PackedSizes]:
+        """Return the sizes of the quantized weights of each block; none if no block has any."""
+        if not self.codecs:
+            return []
+        found = []
+        for u in range(self.num_blocks):
+            shapes = {ref.name: ref.param.shape for ref in self.units[block(u)] if ref.name in self.codecs}
+            slab = PackedSlab(shapes, self.codecs)
+            num_bytes = sum(entry.num_bytes for entry in slab.entries.values())
+            found.append(PackedSizes([shape.numel() for shape in shapes.values()], num_bytes, slab.num_bytes))
+        return found
