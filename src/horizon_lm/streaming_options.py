@@ -5,6 +5,9 @@ from typing import Any
 
 from horizon_lm.errors import ConfigError
 
+WHOLE_BATCHES = "leave device_micro_batch_size unset"
+"""The remedy where a batch cannot be cut into micro-batches."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingOptions:
@@ -47,6 +50,15 @@ class StreamingOptions:
                 f"resident_graphs is {self.resident_graphs}, but resident_blocks is {self.resident_blocks}; a graph needs "
                 "its block's weights"
             )
+
+    @property
+    def in_micro_batches(self) -> bool:
+        """True if batches are cut into micro-batches, whose gradients are summed."""
+        return self.device_micro_batch_size is not None
+
+    def rows_at_once(self, rows: int) -> int:
+        """Return the rows of a micro-batch of a batch with this many rows."""
+        return min(self.device_micro_batch_size or rows, rows)
 
     @classmethod
     def names(cls) -> list[str]:

@@ -10,6 +10,7 @@ from horizon_lm.model import attention
 from horizon_lm.model.outer_trial import OuterTrial, require_each_block_once, try_outer
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.proven import IMAGES, MICRO_BATCHES, VARLEN, find_proof, require_proven
+from horizon_lm.streaming_options import WHOLE_BATCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def examine(
     if in_micro_batches and trial is not None and not trial.rows_first:
         raise ModelNotSupportedError(
             f"{type(parts.model).__name__}: rows are not the first dimension of its hidden states, so they cannot be cut into "
-            "micro-batches; leave device_micro_batch_size unset"
+            f"micro-batches; {WHOLE_BATCHES}"
         )
     attention.register()
     proof = find_proof(parts)

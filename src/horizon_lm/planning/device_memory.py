@@ -105,7 +105,7 @@ def _forward(step: Step, batch: ForwardBatch) -> int:
     share = batch.length / outline.length  # relative to an outlined sequence
     # Eager attention materializes the scores, (T, T) per head.
     in_rows = share * max(1.0, share) if outline.attention == "eager" else share
-    at_once = min(batch.rows, settings.device_micro_batch_size or batch.rows)
+    at_once = settings.rows_at_once(batch.rows)
     tokens = batch.rows * batch.length
     hidden = tokens * outline.sizes.hidden * outline.compute_bytes
     in_block = max(kind.forward_peak.at(max(1.0, at_once * in_rows)) for kind in outline.kinds)

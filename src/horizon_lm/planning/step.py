@@ -32,7 +32,6 @@ class StepSettings(Request):
     """A request whose open settings are chosen.
 
     Attributes:
-        device_micro_batch_size: sequences of a device micro-batch; None for all sequences.
         head_chunk_tokens: tokens of a chunk of logits.
         residency: data that stays on the device.
     """
@@ -48,7 +47,7 @@ class StepSettings(Request):
     @property
     def slices(self) -> list[int]:
         """Sizes of the device micro-batches."""
-        size = min(self.device_micro_batch_size or self.rows, self.rows)
+        size = self.rows_at_once(self.rows)
         return [min(size, self.rows - start) for start in range(0, self.rows, size)]
 
 
@@ -99,7 +98,7 @@ class Step:
             tokens=self.tokens,
             compute_bytes=self.outline.compute_bytes,
             grad_bytes=settings.grad_bytes,
-            micro_batches=settings.device_micro_batch_size is not None,
+            micro_batches=settings.in_micro_batches,
             chunked_head=settings.chunked_head,
             offloaded=self.waiting,
             resident=settings.residency.weights,
@@ -134,9 +133,7 @@ class Step:
             tied=self.outline.trained.tied,
             offloaded=self.offloaded,
             resident=settings.residency.weights,
-            accumulate=settings.device_micro_batch_size is not None
-            and settings.grad_bytes < 4
-            and settings.shard.is_whole,
+            accumulate=settings.in_micro_batches and settings.grad_bytes < 4 and settings.shard.is_whole,
             update_in_backward=settings.update_in_backward,
             adapters=self.outline.has_adapters,
             sharded=settings.num_ranks > 1,
@@ -270,7 +267,7 @@ class StepCost:
         settings = self._settings
         if unit == HEAD:
             return 4 if settings.chunked_head else self._outline.compute_bytes
-        sums = settings.device_micro_batch_size is not None and not settings.shard.is_whole and unit != EMBED
+        sums = settings.in_micro_batches and not settings.shard.is_whole and unit != EMBED
         return 4 if sums else settings.grad_bytes
 
     def _decoding_seconds(self, num_bytes: int, numel: int) -> float:

@@ -70,7 +70,7 @@ def plan_run(
         machine = replace(machine, collective_bytes=_collective_bytes(shard.count, num_ranks, machine.interconnect))
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
-    if outline.whole_batch_only and request.device_micro_batch_size is None:
+    if outline.whole_batch_only and not request.in_micro_batches:
         request = replace(request, device_micro_batch_size=request.rows)
     priced = priced and (num_ranks == 1 or machine.interconnect is not None)
     plan = make_plan(outline, request, machine, priced, usual)

@@ -76,7 +76,7 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
             model.zero_grad()
 
     rows, is_complete = search(len(batch.places), is_bad, _MOST_PASSES)
-    per_pass = engine_of(model).options.device_micro_batch_size or len(batch.input_ids)
+    per_pass = engine_of(model).options.rows_at_once(len(batch.input_ids))
     held_by = sorted({each // per_pass for each in _sequences(batch, rows)})
     unit = _first_bad_unit(model, objective, select_rows(batch, rows[:1])) if rows and not with_gradient else None
     return BadRows(rows, held_by, -(-len(batch.input_ids) // per_pass), is_complete, unit)

@@ -18,6 +18,7 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_kinds import is_differentiable_cache
+from horizon_lm.streaming_options import WHOLE_BATCHES
 
 Call = dict[str, Any]  # the arguments of a call of the model, by name
 
@@ -100,8 +101,7 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
         )
     if modal and most_rows < batch.rows:
         raise StreamingError(
-            f"{modal[0]} cannot be cut into micro-batches yet; leave device_micro_batch_size unset for images, video and "
-            "audio"
+            f"{modal[0]} cannot be cut into micro-batches yet; {WHOLE_BATCHES} for images, video and audio"
         )
 
 

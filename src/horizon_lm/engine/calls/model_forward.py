@@ -275,6 +275,6 @@ class ModelForward:
         if self.statistics is not None:
             raise StreamingError("statistics of tokens are collected for one batch at a time")
         options = self.engine.options
-        if options.device_micro_batch_size is None:  # sums over batches are float32 with micro-batches
+        if not options.in_micro_batches:  # sums over batches are float32 with micro-batches
             most = max(len(next(v for v in call.values() if isinstance(v, torch.Tensor) and v.ndim)) for call in calls)
             self.reconfigure(replace(options, device_micro_batch_size=most))

@@ -67,7 +67,7 @@ class PassRunner:
         recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
         for batch in batches:
             choose_cache(batch.call, recording)
-            most_rows = engine.options.device_micro_batch_size or batch.rows
+            most_rows = engine.options.rows_at_once(batch.rows)
             require_supported(batch, most_rows, self._model_name, self._takes_images)
         size = self._size_of(batches)
         if recording and self.planner.is_needed(size):

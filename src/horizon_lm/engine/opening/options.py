@@ -76,7 +76,7 @@ class StreamArguments(StreamingOptions):
             )
         examined = examine(
             parts, attn_implementation=self.attn_implementation, on_accelerator=self._on_accelerator,
-            in_micro_batches=self.device_micro_batch_size is not None, allow_unproven_model=self.allow_unproven_model,
+            in_micro_batches=self.in_micro_batches, allow_unproven_model=self.allow_unproven_model,
         )  # fmt: skip
         if examined.unproven:
             warnings.warn(f"allow_unproven_model: {examined.unproven}", UnprovenModelWarning, stacklevel=5)

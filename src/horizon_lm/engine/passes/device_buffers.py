@@ -122,7 +122,7 @@ class DeviceBuffers:
         largest = max(store.units[block(u)].slot_numel for u in range(parts.num_blocks))
         head = store.units[EMBED if parts.tied else HEAD].slot_numel
         outer = store.units[OUTER].slot_numel
-        sums = options.device_micro_batch_size is not None and grad_dtype != torch.float32
+        sums = options.in_micro_batches and grad_dtype != torch.float32
         self.accumulates = sums and store.shard.is_whole
         # Several ranks add their sums before they are rounded.
         grad_dtype = torch.float32 if sums and not self.accumulates else grad_dtype

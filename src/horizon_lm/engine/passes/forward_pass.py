@@ -31,7 +31,7 @@ class ForwardRequest:
         inputs_need_grad: the input of the first block needs a gradient.
         head_grads: the head's gradients may be computed in the forward pass.
         draws: the pass may advance the global random generators.
-        whole_batch: blocks compute all rows together, regardless of `EngineOptions.device_micro_batch_size`.
+        whole_batch: blocks compute all rows together, regardless of the options.
     """
 
     recording: bool

@@ -17,6 +17,7 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock
+from horizon_lm.streaming_options import WHOLE_BATCHES
 
 Rows = tuple[int, int]  # the rows [start, stop) of a batch
 
@@ -153,7 +154,7 @@ def compare_rows(
         if changed and (len(changed) > 1 or (a[changed[0]], b[changed[0]]) != (num_rows, num_rows + 1)):
             raise ModelNotSupportedError(
                 f"the block input {path[0]} has shape {tuple(a)} for {num_rows} rows and {tuple(b)} for {num_rows + 1}, so it "
-                "cannot be cut into micro-batches; leave device_micro_batch_size unset"
+                f"cannot be cut into micro-batches; {WHOLE_BATCHES}"
             )
         dims[path] = changed[0] if changed else None
     return dims
@@ -234,7 +235,7 @@ class RowOutputs:
         if part.ndim == 0 or part.shape[0] % num_rows:
             raise ModelNotSupportedError(
                 f"a block's output of shape {tuple(part.shape)} does not follow the rows of the batch, so it cannot be "
-                "put together from micro-batches; leave device_micro_batch_size unset"
+                f"put together from micro-batches; {WHOLE_BATCHES}"
             )
         return part.new_empty((part.shape[0] // num_rows * self._num_rows, *part.shape[1:]))
 

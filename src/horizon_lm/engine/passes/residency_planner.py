@@ -49,7 +49,7 @@ def plan_device(
         tokens=most_tokens,
         compute_bytes=options.compute_dtype.itemsize,
         grad_bytes=engine.store.precision.grad_dtype.itemsize,
-        micro_batches=options.device_micro_batch_size is not None,
+        micro_batches=options.in_micro_batches,
         chunked_head=options.head == "chunked",
         offloaded=num_blocks - first,
         table_rows=engine.expected.table_rows(most_tokens * num_ranks, sizes.vocabulary),
