@@ -69,42 +69,13 @@ def save_checkpoint(
         OSError: with ``wait``, if the checkpoint cannot be written, for example because the disk is full.
     """
     engine, disk, folder = engine_of(model, "a checkpoint"), disk or Disk(), Path(folder)
-    if optimizer is not None:
-        _require_own(optimizer, engine)
-    engine.check_alive()
-    optimizer_in_backward = engine.updates.optimizer_in_backward
-    if engine.cursor.active or (optimizer_in_backward is not None and optimizer_in_backward.pending):
-        raise StreamingError("save_checkpoint was called inside a step; call it after optimizer.step()")
+    _require_between_steps(engine, optimizer)
     engine.saves.wait()
     restore_folder(disk, folder)
     engine.foreign_writes.follow()
-    store, moments = engine.store, optimizer.moments.kind if optimizer else None
-    scalars = optimizer.scalars() if optimizer else None
-    content = json.loads(
-        json.dumps(
-            {"optimizer": scalars, "random": random_state(devices=not engine.device_lost), "state": dict(state or {})}
-        )
-    )
-    # Copies: these change with the next step.
-    tensors = {
-        BUFFERS: {name: each.detach().cpu().clone() for name, each in unrounded_buffers(engine.parts, store).items()},
-        ARRAYS: {name: array.detach().cpu().clone() for name, array in (arrays or {}).items()},
-    }
-
-    def fill(part: Path) -> None:
-        write_json(disk, part / STATE, content)
-        for name, each in tensors.items():
-            if each:
-                with disk.create(part / name) as output:
-                    output.write(safetensors.torch.save(each))
-
-    def describe(files: Any, entries: Any) -> Manifest:
-        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in store.source_dtypes.items()}
-        step = scalars["step"] if scalars else 0
-        return Manifest(step, store.precision.name, moments, dtypes, files, entries, base)
-
-    base, files = hash_base(store, engine.mesh), _unit_files(engine, optimizer)
-    num_ranks = store.shard.count
+    fill = _copied_state(engine, optimizer, state or {}, arrays or {}, disk)
+    describe = _manifest_of(engine, optimizer)
+    files, num_ranks = _unit_files(engine, optimizer), engine.store.shard.count
     rank = 0 if engine.mesh is None else engine.mesh.rank
     if rank >= num_ranks:  # of another copy of the model, which the first one saves
         files = {}
@@ -114,17 +85,69 @@ def save_checkpoint(
     _prepare(writer, engine, lambda part: _write_side_files(engine, part, add_files, disk))
     if not files:
         return writer.end()
-    if engine.device_lost:  # nothing changes any more, so no update has to wait
-        writer.write_units()
-    else:
-        engine.saves.running = writer
-        engine.check_alive()
-        tasks = engine.saves.run(writer.moves(), engine.layout)
-        writer.saving.issue = lambda: writer.attempt(engine.saves.issue)
-        writer.saving.wait_for_moves = lambda: writer.attempt(lambda: engine.device.wait(tasks))
+    _start(writer, engine)
     if wait:
         writer.saving.wait()
     return writer.saving
+
+
+def _require_between_steps(engine: Engine, optimizer: AdamW | None) -> None:
+    if optimizer is not None:
+        _require_own(optimizer, engine)
+    engine.check_alive()
+    optimizer_in_backward = engine.updates.optimizer_in_backward
+    if engine.cursor.active or (optimizer_in_backward is not None and optimizer_in_backward.pending):
+        raise StreamingError("save_checkpoint was called inside a step; call it after optimizer.step()")
+
+
+def _copied_state(
+    engine: Engine, optimizer: AdamW | None, state: Mapping[str, Any], arrays: Mapping[str, torch.Tensor], disk: Disk
+) -> Callable[[Path], None]:
+    """Copy what changes with the next step and is in no unit. Return a function that writes the copies into a folder."""
+    content = {
+        "optimizer": optimizer.scalars() if optimizer else None,
+        "random": random_state(devices=not engine.device_lost),
+        "state": dict(state),
+    }
+    copied = json.loads(json.dumps(content))
+    buffers = unrounded_buffers(engine.parts, engine.store)
+    tensors = {
+        BUFFERS: {name: each.detach().cpu().clone() for name, each in buffers.items()},
+        ARRAYS: {name: array.detach().cpu().clone() for name, array in arrays.items()},
+    }
+
+    def fill(part: Path) -> None:
+        write_json(disk, part / STATE, copied)
+        for name, each in tensors.items():
+            if each:
+                with disk.create(part / name) as output:
+                    output.write(safetensors.torch.save(each))
+
+    return fill
+
+
+def _manifest_of(engine: Engine, optimizer: AdamW | None) -> Callable[[Any, Any], Manifest]:
+    """Return a function that describes a checkpoint of this moment, once its files are written."""
+    store, base = engine.store, hash_base(engine.store, engine.mesh)
+    moments, step = (optimizer.moments.kind, optimizer.scalars()["step"]) if optimizer else (None, 0)
+
+    def describe(files: Any, entries: Any) -> Manifest:
+        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in store.source_dtypes.items()}
+        return Manifest(step, store.precision.name, moments, dtypes, files, entries, base)
+
+    return describe
+
+
+def _start(writer: CheckpointWriter, engine: Engine) -> None:
+    """Begin to write the units' files; updates of units that are not written yet wait for them."""
+    if engine.device_lost:  # nothing changes any more, so no update has to wait
+        writer.write_units()
+        return
+    engine.saves.running = writer
+    engine.check_alive()
+    tasks = engine.saves.run(writer.moves(), engine.layout)
+    writer.saving.issue = lambda: writer.attempt(engine.saves.issue)
+    writer.saving.wait_for_moves = lambda: writer.attempt(lambda: engine.device.wait(tasks))
 
 
 def _prepare(writer: CheckpointWriter, engine: Engine, add_files: Callable[[Path], None]) -> None:
