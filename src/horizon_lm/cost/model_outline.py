@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -38,20 +39,11 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def outline_model(
-    source: ModelSource,
-    *,
-    length: int,
-    dtype: torch.dtype,
-    masked: bool = True,
-    on_accelerator: bool = False,
-    mlp_chunk_tokens: int | None = None,
-    trainable: str | None = None,
-    adapters: Adapters | None = None,
-    quantized: QuantizedWeights | None = None,
-    packed: bool = False,
-    allow_unproven_model: bool = False,
+    source: ModelSource, *, length: int, dtype: torch.dtype, masked: bool = True, on_accelerator: bool = False,
+    mlp_chunk_tokens: int | None = None, trainable: str | None = None, adapters: Adapters | None = None,
+    quantized: QuantizedWeights | None = None, packed: bool = False, allow_unproven_model: bool = False,
     head_values: Sequence[str] = (),
-) -> ModelOutline:
+) -> ModelOutline:  # fmt: skip
     """Return the outline of a model.
 
     Args:
@@ -72,33 +64,16 @@ def outline_model(
         ConfigError: a setting does not suit the model.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    model = copy.deepcopy(source.skeleton()).train()
-    freeze(model, trainable)
-    codecs: dict[int, Codec] = {}
-    if quantized is not None:
-        base = find_parts(model)
-        found_codecs = quantized.codecs(base)
-        codecs = {id(ref.param): found_codecs[ref.name] for ref in base.refs() if ref.name in found_codecs}
-    if adapters is not None:
-        model = adapted_model(adapters.add_to(model, draw=False))
-    parts = find_parts(model)
-    parts.codecs = {ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs}
+    parts = _trained_parts(source, trainable, adapters, quantized)
     examined = examine(
-        parts,
-        attn_implementation=source.attn_implementation,
-        on_accelerator=on_accelerator,
+        parts, attn_implementation=source.attn_implementation, on_accelerator=on_accelerator,
         allow_unproven_model=allow_unproven_model,
-    )
+    )  # fmt: skip
     if packed:
         require_packable(parts, examined.attention)
     found = find_chunked_path(parts)
     path = found if isinstance(found, ChunkedPath) else None
-    try:
-        computation = _computation(parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values, path)
-    except HorizonError:
-        raise
-    except Exception as error:  # the model's own code may raise any exception on the meta device
-        computation = _unknown(parts, error)
+    measure = partial(_costs, parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values, path)
     return ModelOutline(
         name=source.place,
         sizes=parts.sizes(),
@@ -114,11 +89,40 @@ def outline_model(
         whole_head_only="" if path is not None else str(found),
         whole_batch_only=examined.whole_batch_only,
         unproven=examined.unproven,
-        **computation,
+        **_measured_or_unknown(parts, measure),
     )
 
 
-def _computation(
+def _trained_parts(
+    source: ModelSource, trainable: str | None, adapters: Adapters | None, quantized: QuantizedWeights | None
+) -> ModelParts:
+    """Return the parts of a model as it is trained: with frozen weights, adapters, and the codecs of quantized weights."""
+    model = copy.deepcopy(source.skeleton()).train()
+    freeze(model, trainable)
+    codecs: dict[int, Codec] = {}
+    if quantized is not None:
+        # Codecs have the names of the model without adapters, which rename the weights around them.
+        base = find_parts(model)
+        found = quantized.codecs(base)
+        codecs = {id(ref.param): found[ref.name] for ref in base.refs() if ref.name in found}
+    if adapters is not None:
+        model = adapted_model(adapters.add_to(model, draw=False))
+    parts = find_parts(model)
+    parts.codecs = {ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs}
+    return parts
+
+
+def _measured_or_unknown(parts: ModelParts, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the costs of blocks and head, as fields of an outline, or why they are unknown."""
+    try:
+        return measure()
+    except HorizonError:
+        raise
+    except Exception as error:  # the model's own code may raise any exception on the meta device
+        return _unknown(parts, error)
+
+
+def _costs(
     parts: ModelParts,
     length: int,
     dtype: torch.dtype,

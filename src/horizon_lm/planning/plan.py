@@ -106,14 +106,14 @@ def make_plan(
     on_device = [*_device_items(step, use), *_reserved_items(machine)]
     host = _host_items(step, use, request, machine)
     typical = step if usual is None else replace(step, outline=usual)
-    hardware, time, save = machine.hardware, None, None
+    hardware = machine.hardware
     if hardware is not None and machine.page_lock_error:
         hardware = staged(hardware)
+    time, save = None, None
     if priced and hardware is not None and not outline.unknown:
-        time = step_time(typical, hardware, machine.computing_threads, request.tokens_per_step, machine.interconnect)
-        if request.saves.num and not request.saves.only_model and hardware.disk_write:
-            save = save_time(typical, hardware, machine.computing_threads, machine.interconnect)
-    download = Item("download", request.download_bytes, "the checkpoint to start from")
+        time, save = _times(typical, hardware, request, machine)
+    num_bytes = request.download_bytes
+    download = [Item("download", num_bytes, "the checkpoint to start from")] if num_bytes else []
     return Plan(
         request,
         machine,
@@ -121,8 +121,7 @@ def make_plan(
         [
             *_adapter_reasons(outline),
             *choice.reasons,
-            *([f"allow_unproven_model: {outline.unproven}"] if outline.unproven else ()),
-            *([f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else ()),
+            *_model_reasons(outline),
             *_staging_reasons(host, machine),
             *machine.notes,
             *_expert_reasons(outline, hardware),
@@ -132,16 +131,9 @@ def make_plan(
         host=Budget("host", [item for item in host if item.num_bytes], machine.host_limits),
         device=Budget("device", [] if machine.on_host else on_device, [] if machine.on_host else machine.device_limits),
         disk=Budget(
-            "disk",
-            [
-                *_disk_items(step, request),
-                *([] if machine.download_limits or not download.num_bytes else [download]),
-            ],
-            machine.disk_limits,
+            "disk", [*_disk_items(step, request), *([] if machine.download_limits else download)], machine.disk_limits
         ),
-        download=Budget(
-            "download", [download] if machine.download_limits and download.num_bytes else [], machine.download_limits
-        ),
+        download=Budget("download", download if machine.download_limits else [], machine.download_limits),
         buffers=Budget(
             "buffers",
             [Item(*_named(kind, num_bytes)) for kind, num_bytes in use.buffers.items()],
@@ -151,6 +143,14 @@ def make_plan(
         save=save,
         problems=_file_problems(step, request, machine),
     )
+
+
+def _times(typical: Step, hardware: Hardware, request: Request, machine: Machine) -> tuple[StepTime, SaveTime | None]:
+    """Return the time of a step with sequences of typical length, and of a checkpoint if there are any."""
+    threads, interconnect = machine.computing_threads, machine.interconnect
+    time = step_time(typical, hardware, threads, request.tokens_per_step, interconnect)
+    is_saved = request.saves.num and not request.saves.only_model and hardware.disk_write
+    return time, save_time(typical, hardware, threads, interconnect) if is_saved else None
 
 
 def _with_chosen_moments(
@@ -170,6 +170,12 @@ def _with_chosen_moments(
         f"moments: bfloat16, because updates are not fully overlapped: a step is {saved:.0%} shorter than with float32"
     )
     return replace(lighter, reasons=[reason, *lighter.reasons])
+
+
+def _model_reasons(outline: ModelOutline) -> list[str]:
+    unproven = [f"allow_unproven_model: {outline.unproven}"] if outline.unproven else []
+    whole_head = [f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else []
+    return unproven + whole_head
 
 
 def _adapter_reasons(outline: ModelOutline) -> list[str]:
