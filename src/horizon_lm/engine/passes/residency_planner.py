@@ -41,23 +41,11 @@ def plan_device(
     options, sizes = engine.options, engine.parts.sizes()
     trained = engine.parts.sizes(trained_only=True)
     assert options.head_peak is not None
-    boundary = tokens * hidden.shape[-1] * hidden.element_size()
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
-    num_ranks = 1 if engine.mesh is None else engine.mesh.size
-    most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
-    settings = BufferSettings(
-        tokens=most_tokens,
-        compute_bytes=options.compute_dtype.itemsize,
-        grad_bytes=engine.store.precision.grad_dtype.itemsize,
-        micro_batches=options.in_micro_batches,
-        chunked_head=options.head == "chunked",
-        offloaded=num_blocks - first,
-        table_rows=engine.expected.table_rows(most_tokens * num_ranks, sizes.vocabulary),
-        shard=engine.store.shard,
-    )
+    settings = _buffer_settings(engine, tokens, offloaded=num_blocks - first)
     needed = working(
         [footprints] * num_micro_batches,
-        boundary=boundary,
+        boundary=tokens * hidden.shape[-1] * hidden.element_size(),
         tokens=tokens,
         head_peak=options.head_peak,
         head_chunk_tokens=options.head_chunk_tokens if options.head == "chunked" else None,
@@ -76,18 +64,35 @@ def plan_device(
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
     weights = [numel * options.compute_dtype.itemsize for numel in block_slots(sizes, settings.shard)]
     residency = options.residency
-    if residency is not None:
+    if residency is None:
+        residency = choose_residency(left, weights, needed)
+    else:
         resident = sum(weights[num_blocks - residency.weights :])
         # The user's choice is kept if it fits exactly, without the margin; otherwise it is reduced to the plan.
         if needed.step_peak(residency.boundaries, residency.graphs) + resident > spare - taken:
             residency = Residency(*map(min, astuple(residency), astuple(choose_residency(left, weights, needed))))
-    else:
-        residency = choose_residency(left, weights, needed)
     final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
     peak = sum(device_buffers(sizes, final, trained).values()) + needed.step_peak(
         residency.boundaries, residency.graphs
     )
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
+
+
+def _buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
+    """Return what decides the size of the engine's buffers for a step with these tokens and offloaded boundaries."""
+    options, sizes = engine.options, engine.parts.sizes()
+    num_ranks = 1 if engine.mesh is None else engine.mesh.size
+    most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
+    return BufferSettings(
+        tokens=most_tokens,
+        compute_bytes=options.compute_dtype.itemsize,
+        grad_bytes=engine.store.precision.grad_dtype.itemsize,
+        micro_batches=options.in_micro_batches,
+        chunked_head=options.head == "chunked",
+        offloaded=offloaded,
+        table_rows=engine.expected.table_rows(most_tokens * num_ranks, sizes.vocabulary),
+        shard=engine.store.shard,
+    )
 
 
 def find_footprint(
@@ -179,8 +184,8 @@ class Rehearsal:
         self._engine, self._blocks, self._row_dims, self._outputs = engine, blocks, row_dims, outputs
         self._structures = [structure_key(each.module) for each in blocks]
         self._segments = segments
-        self._measured: dict[Any, RowOutputs] = {}  # footprints, by structure
-        self._footprints: dict[Any, Footprint] = {}  # outputs, by structure
+        self._measured: dict[Any, RowOutputs] = {}  # structures of outputs, by structure of the block
+        self._footprints: dict[Any, Footprint] = {}  # by structure of the block
         self._hidden: torch.Tensor | None = None  # input of the first block for the whole batch, (B, T, H)
 
     def forward(self, index: int, call: BlockCall) -> Any:
