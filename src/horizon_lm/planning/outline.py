@@ -59,8 +59,8 @@ class Linear(Generic[T]):
     two: T
 
     def at(self, rows: float) -> T:
-        return self.one + (self.two - self.one) * (rows - 1)  # type: ignore[return-value, operator]
         """Return the quantity for this number of rows or tokens."""
+        return self.one + (self.two - self.one) * (rows - 1)  # type: ignore[return-value, operator]
 
 
 @dataclass(frozen=True, slots=True)

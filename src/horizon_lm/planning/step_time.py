@@ -72,7 +72,7 @@ def step_time(
     Args:
         step: the step.
         hardware: the machine.
-        computing_threads: as in `plan.step.rates`.
+        computing_threads: as in `planning.step.rates`.
         tokens: tokens of the step without padding, of one rank; None for a step without padding.
         interconnect: the links between several ranks, of which ``hardware`` is one's share; None for one rank.
     """
@@ -123,7 +123,7 @@ def save_time(
     Args:
         step: the step.
         hardware: the machine, with the rate of its disk.
-        computing_threads, interconnect: as in `plan.step.rates`.
+        computing_threads, interconnect: as in `planning.step.rates`.
     """
     passes, cost = step.passes(), step.cost(hardware, interconnect)
     speed = rates(hardware, computing_threads, interconnect, step.settings)

@@ -98,15 +98,14 @@ class Cursor:
         """Return whether the running pass has issued an update."""
         return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)
 
-    def finish(self) -> bool:
-        """End the pass. Return False if computations were left out; in that case the device has been drained."""
+    def finish(self) -> None:
+        """End the pass, and drain the device if computations were left out."""
         self._issue_copies()
         left = self._tasks[self._position :]
         if left:
             self._device.cancel(left)
             self._device.synchronize()
         self._end()
-        return not left
 
     def abandon(self) -> None:
         """Cancel the remaining work of the running pass, except updates that have been issued, which must be

@@ -34,10 +34,8 @@ class GradSink:
         """Return leaves like `leaves`, for a graph that must not be differentiated: a gradient that reaches one is an
         error.
         """
-        leaves = {
-            name: view.detach().requires_grad_(self._prefix + name in self._trained | self._adapters)
-            for name, view in views.items()
-        }
+        trained = self._trained | self._adapters
+        leaves = {name: view.detach().requires_grad_((self._prefix + name) in trained) for name, view in views.items()}
         set_traps(leaves.values())
         return leaves
 
