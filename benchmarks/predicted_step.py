@@ -28,16 +28,15 @@ from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import RowShape, open_source
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.schedule.ops import UPDATES
-from horizon_lm.schedule.trace import Span, Trace, busy_seconds, overlap_seconds
+from horizon_lm.schedule.trace import Span, Trace, busy_seconds
 
 SHAPES = ((4, 256), (8, 128), (2, 512))
 
 
 def exposed_updates(spans: Sequence[Span]) -> float:
     """Return the seconds in which only updates run."""
-    updates = [span for span in spans if span.op.kind in UPDATES]
     others = [span for span in spans if span.op.kind not in UPDATES]
-    return busy_seconds(updates) - overlap_seconds(updates, others)
+    return busy_seconds(spans) - busy_seconds(others)
 
 
 class Run:

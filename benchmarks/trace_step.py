@@ -18,7 +18,7 @@ from peers_cpu import processor, versions
 import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.schedule.trace import Span, Trace, busy_seconds, overlap_seconds, select
+from horizon_lm.schedule.trace import Span, Trace, busy_seconds, select
 
 ROWS, LENGTH = 4, 256
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.STAGE)
@@ -46,6 +46,11 @@ def run(folder: str, device: str, steps: int, options: dict[str, Any]) -> Trace:
     return trace
 
 
+def _overlap_seconds(spans: list[Span], others: list[Span]) -> float:
+    """Return the time in which at least one of ``spans`` and at least one of ``others`` were running."""
+    return busy_seconds(spans) + busy_seconds(others) - busy_seconds([*spans, *others])
+
+
 def describe(name: str, trace: Trace, steps: int) -> str:
     """Return a row of the table: seconds per step, of updates, and of the overlap with forward and backward."""
     spans = trace.spans
@@ -53,10 +58,10 @@ def describe(name: str, trace: Trace, steps: int) -> str:
     forward, backward = (_of_pass(others, *kinds) for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.STREAM_OUT)))
     length = max(s.end for s in spans) - min(s.start for s in spans)
     busy = busy_seconds(updates)
-    exposed = busy - overlap_seconds(updates, others)
+    exposed = busy - _overlap_seconds(updates, others)
     return (
-        f"| {name} | {length / steps:.2f} | {busy / steps:.3f} | {overlap_seconds(updates, forward) / busy:.0%} "
-        f"| {overlap_seconds(updates, backward) / busy:.0%} | {exposed / steps:.3f} ({exposed / length:.1%}) |"
+        f"| {name} | {length / steps:.2f} | {busy / steps:.3f} | {_overlap_seconds(updates, forward) / busy:.0%} "
+        f"| {_overlap_seconds(updates, backward) / busy:.0%} | {exposed / steps:.3f} ({exposed / length:.1%}) |"
     )
 
 

@@ -31,8 +31,8 @@ from horizon_lm.optim import update_tasks
 from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import LastUse, Pass, ScheduleError, Stream, Wait
-from horizon_lm.schedule.verify import each_wait, without_wait
 from tests import families
+from tests.schedule_proofs import each_wait, without_wait
 from tests.storages import StorageMeter
 from tests.thinning import thinned
 from tests.threaded import ThreadedDevice

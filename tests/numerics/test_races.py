@@ -14,9 +14,9 @@ import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Pass, ScheduleError, Stream, Wait
-from horizon_lm.schedule.verify import Passes, check, each_wait, sequences, without_wait
 from horizon_lm.units import OUTER
 from tests import families
+from tests.schedule_proofs import Passes, check, each_wait, sequences, without_wait
 from tests.thinning import thinned
 from tests.unit.test_schedule import passes
 

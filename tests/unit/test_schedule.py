@@ -8,9 +8,9 @@ import pytest
 
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, Op, Pass, Stream
-from horizon_lm.schedule.verify import Passes, check, each_wait, sequences, superfluous_waits, without_wait
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
 from horizon_lm.units import EMBED, HEAD, OUTER, block
+from tests.schedule_proofs import Passes, check, each_wait, sequences, superfluous_waits, without_wait
 from tests.thinning import thinned
 
 

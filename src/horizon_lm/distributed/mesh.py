@@ -51,7 +51,7 @@ class Mesh:
             raise ConfigError(
                 f"a mesh of {replicate} x {shard} needs {replicate * shard} processes, but there are {self.size}"
             )
-        self.replicas, self.progress, self.place = replicate, 0, "the start"
+        self.progress, self.place = 0, "the start"
         self.shard = Shard(self.rank % shard, shard)
         # Every process must create all groups, also those that it is not in.
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))

@@ -174,14 +174,6 @@ def sum_buffers(size: int, of_machine: int, at_once: int = COLLECTIVE_BYTES) -> 
     return {"received": at_once, "total": 2 * at_once // of_machine}  # in float32, of gradients in 2 bytes or 4
 
 
-def smallest_device_capacity(sizes: ModelSizes, settings: BufferSettings) -> int:
-    """Return the smallest ``device_memory`` that suffices for a step with these settings, for any tokens.
-
-    Activations of one block and of one chunk of logits are not included: the framework's allocator holds them.
-    """
-    return sum(device_buffers(sizes, settings).values())
-
-
 WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # bytes of the streamed half
 LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of each of the two moments

@@ -62,11 +62,6 @@ class Timeline:
         """All spans, ordered by their ends as in a `Trace`."""
         return sorted((span for schedule in self.passes for span in schedule), key=lambda span: span.end)
 
-    @property
-    def makespan(self) -> float:
-        """Seconds until the end of the last operation."""
-        return max((span.end for schedule in self.passes for span in schedule), default=0.0)
-
 
 def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
     """Return the timeline of passes that are all issued at the start, one after the other.

@@ -121,15 +121,6 @@ def busy_seconds(spans: Sequence[Span]) -> float:
     return _length(_union(spans))
 
 
-def overlap_seconds(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Return the time in which at least one of ``spans`` and at least one of ``others`` were running."""
-    return sum(
-        max(0.0, min(end, other_end) - max(start, other_start))
-        for start, end in _union(spans)
-        for other_start, other_end in _union(others)
-    )
-
-
 def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
     """Return the time between the first and the last computation in which nothing was computed, by cause.
 
