@@ -1,14 +1,30 @@
 """Interrupt a command once. Further signals are ignored while it ends."""
 
+import os
 import signal
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 """Signals that ask a run to end: of a terminal, of the system, of a batch system before its limit, of a limit on CPU time."""
 
+_command = 0  # the process of the command, whose children have its handlers
+
+
+def interrupt_on_stop_signals() -> None:
+    """Let a command end on each of these signals as on SIGINT. Signals that are ignored stay ignored."""
+    global _command
+    _command = os.getpid()
+    for each in STOP_SIGNALS:
+        if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(each, interrupt_once)
+
 
 def interrupt_once(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, and ignore all further signals that ask for an end: the handler of SIGINT in a command."""
+    """Raise KeyboardInterrupt, and ignore all further signals that ask for an end. A forked child just ends."""
+    if os.getpid() != _command:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return
     ignore_stop_signals()
     raise KeyboardInterrupt
 

@@ -48,6 +48,15 @@ def slow(*args, **kwargs):
     return load(*args, **kwargs)
 setup.load_model = slow
 """
+# Prints before the run has its folder, and goes on forever.
+SLOW_START = """
+import time
+import horizon_lm.training.ranks as ranks
+def slow(config):
+    print("starting", flush=True)
+    time.sleep(1000)
+ranks.Ranks.start = slow
+"""
 # Prints when a unit is written into a checkpoint, and goes on once a signal has arrived.
 SLOW_SAVING = """
 import time
@@ -318,6 +327,15 @@ setup.load_tokenizer = hang
         run.wait_for("dropped")
         assert run.end() == 75
     assert "error: interrupted by SIGTERM. Nothing was trained yet." in run.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_before_the_run_has_a_folder(run_file: Path, number: signal.Signals) -> None:
+    with RunProcess(run_file, setup=SLOW_START) as run:
+        run.wait_for("starting")
+        run.send(number)
+        assert run.end() == 75
+    assert run.stderr.strip() == "error: interrupted; files written before are intact"
 
 
 def test_workers_do_not_outlive_a_killed_run(run_file: Path) -> None:

@@ -15,13 +15,16 @@ MODULE = re.compile(r"\b(?:[a-z]+/)+[a-z_]+\.py\b")
 WIDTH = 100  # columns that the site shows of a block of code in a window of 1300 pixels
 
 
-def training_step() -> str:
-    (step,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    return str(step)
+@pytest.mark.parametrize("page", sorted(PAGE.parent.glob("*.md")), ids=lambda page: page.stem)
+def test_listings_are_not_cut_off(page: Path) -> None:
+    listings = re.findall(r"```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert all(len(line) <= WIDTH for listing in listings for line in listing.splitlines())
 
 
-def test_the_training_step_is_not_cut_off() -> None:
-    assert max(map(len, training_step().splitlines())) <= WIDTH
+def test_every_decision_is_in_the_navigation() -> None:
+    root = PAGE.parents[1]
+    files = {path.relative_to(root).as_posix() for path in (root / "docs" / "decisions").glob("*.md")}
+    assert files <= set(re.findall(r"docs/decisions/[\w.-]+\.md", (root / "mkdocs.yml").read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULE.findall(PAGE.read_text(encoding="utf-8")))))

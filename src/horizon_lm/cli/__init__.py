@@ -5,7 +5,6 @@ seconds.
 import atexit
 import gc
 import os
-import signal
 import warnings
 from importlib import import_module
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from horizon_lm.cli.common import exits, print_version, require_texts, require_threads, without_garbage_collection
 from horizon_lm.errors import EXIT_CODES
-from horizon_lm.signals import interrupt_once
+from horizon_lm.signals import interrupt_on_stop_signals
 from horizon_lm.visible import visible
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # libraries read it when they are imported
@@ -106,6 +105,5 @@ def main() -> None:
     warnings.formatwarning = lambda *args, **kwargs: visible(format_warning(*args, **kwargs))
     # On exit the interpreter would collect the garbage of all libraries, which takes a second and frees nothing useful.
     atexit.register(gc.freeze)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
-        signal.signal(signal.SIGINT, interrupt_once)
+    interrupt_on_stop_signals()
     app()
