@@ -59,6 +59,7 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: di
         signature: of the model's own forward method.
         args, kwargs: the arguments without the model.
     """
+    # None stands for the model.
     bound = signature.bind(None, *args, **kwargs).arguments
     bound.pop(next(iter(signature.parameters)))
     extra = {p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD}

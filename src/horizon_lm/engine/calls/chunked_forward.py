@@ -86,6 +86,7 @@ class ChunkedForward:
         """Run the model without its head for each call. Return each output and the hidden states (B, T, H)."""
 
         def run(call: Call) -> tuple[Any, torch.Tensor]:
+            # Both in the same thread: of calls in lock-step, each finds its own hidden states by its place.
             return self._call_model(**call), self.head.take_hidden()
 
         with self._probe.of(calls), self.head.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):

@@ -16,6 +16,7 @@ def by_name(
 ) -> TokenLogprobs:
     """Return flat values (B * T,) in the shape (B, T) of the labels, or None for values that were not computed."""
     found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
+    # All values come from one autograd node, which marks every floating-point output as differentiable.
     constant = {name: found[name].detach() for name in WITHOUT_GRADIENT if name in found}
     return TokenLogprobs(**(found | constant), **aux_losses)
 

@@ -36,6 +36,7 @@ class JointCalls:
         Raises:
             StreamingError: adapters were switched in a function of a lock-step, where the others would see it.
         """
+        # Calls meet if one pass can compute them: with the same model, with or without gradients, and of one kind.
         point = (id(self), torch.is_grad_enabled(), kind)
         if place() == 0 or not self._has_adapters:
             return meet(point, call, compute)

@@ -24,6 +24,7 @@ from horizon_lm.model.functional import in_place
 _METHODS = ("merge", "unmerge")
 
 
+# Once per process: the hook is global in torch.
 @lru_cache(maxsize=1)
 def _watch_new_layers() -> None:
     """Replace the methods of layers that PEFT makes around weights of a streamed model from now on."""
@@ -84,6 +85,7 @@ def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Call
         method = getattr(type(own), name)
         if owner is None:
             return method(own, *args, **kwargs)
+        # New parameters of PEFT: `_horizon` attaches the model with them first, which makes another engine.
         if not all(isinstance(param, StreamedParameter) for param in own.parameters()):
             owner = owner.parts.model._horizon.engine
         with _plain_parameters(own, owner):

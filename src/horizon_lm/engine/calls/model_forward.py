@@ -138,6 +138,7 @@ class ModelForward:
 
     def _call_model(self, **kwargs: Any) -> Any:
         """Call the model's original forward method."""
+        # By the class that the model had, because the forward of its present class leads here.
         return self._class.forward(self.model, **kwargs)
 
     @property

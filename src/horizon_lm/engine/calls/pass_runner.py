@@ -70,14 +70,17 @@ class PassRunner:
             most_rows = engine.options.rows_at_once(batch.rows)
             require_supported(batch, most_rows, self._model_name, self._takes_images)
         size = self._size_of(batches)
+        # Before the pass, not within it: what is planned for a batch already holds in its own step.
         if recording and self.planner.is_needed(size):
             self._plan(batches, size)
+        # After planning, whose rehearsal announces a batch of its own.
         embed = self._announce(batches)
         request = ForwardRequest(
             recording=recording,
             rows=[batch.rows for batch in batches],
             embed=embed,
             inputs_need_grad=inputs_need_grad,
+            # The head has one buffer for gradients, which a pass that awaits its backward pass may be using.
             head_grads=head_grads and recording and engine.between.head_grads.holder is None,
             draws=engine.parts.model.training,
             whole_batch=self._blocks.caching,
@@ -136,6 +139,7 @@ class PassRunner:
         largest = max(batches, key=lambda batch: batch.tokens_at_once(most_rows))
         num_micro_batches = len(split_batches([batch.rows for batch in batches], most_rows))
         embed = self._announce([largest])
+        # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         with self.planner.planning(size) as plans:
             rehearsal = self._blocks.rehearse()
             try:

@@ -89,6 +89,7 @@ class ReplacedForwards:
 
 def weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
     """Return a function that calls a method with these leading arguments, and refers to its object weakly."""
+    # The module holds this function: a strong reference back to the model would be a cycle (`ModelForward`).
     ref = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -102,6 +103,7 @@ def weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return a function that runs a module's original forward method, and refers to the module weakly."""
     instance, ref = module.__dict__.get("forward"), weakref.ref(module)
+    # Of other code that has replaced it before, which decides what it refers to.
     if instance is not None:
         return instance  # type: ignore[no-any-return]
 

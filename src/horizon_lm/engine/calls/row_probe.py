@@ -38,6 +38,7 @@ class RowProbe:
         rows = self._engine.forward.num_rows[batch]
         call = {k: _one_more_row(k, v, rows) for k, v in self._calls[batch].items()}
         shapes: list[torch.Size] = []
+        # Code outside of blocks runs a second time here, and must not draw the numbers of the pass that it interrupts.
         state = self._engine.device.rng_state()
         self._probe((index, batch, shapes), rows + 1)
         try:

@@ -60,6 +60,7 @@ class ForeignWrites:
 
     def _find_written(self) -> list[str]:
         """Return the names of written parameters; raise StreamingError for a parameter that points to other memory."""
+        # Addresses first: a parameter that points elsewhere counts the writes to that memory, not to the store.
         addresses = self._read_addresses()
         if addresses != self._addresses:
             moved = next(n for n, a, b in zip(self._names, addresses, self._addresses, strict=True) if a != b)
@@ -79,6 +80,7 @@ class ForeignWrites:
             return [param._version for param in self._params]
 
     def _read_addresses(self) -> list[int]:
+        # Through the parameters' class, data_ptr() would wait for all updates: whoever asks for it may read the values.
         with torch._C.DisableTorchFunctionSubclass():
             return [param.data_ptr() for param in self._params]
 

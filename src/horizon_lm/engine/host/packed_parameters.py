@@ -69,6 +69,7 @@ class PackedParameter(StreamedParameter):
         if func in METADATA or func in _KEEPS or func is torch.empty_like:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
+            # A detached placeholder would be a tensor without values, and without the error of this class.
             return args[0] if func in _KEEPS else result
         if _reads and not _writes(func):
             return func(*map(_decoded, args), **{name: _decoded(value) for name, value in (kwargs or {}).items()})

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from horizon_lm.errors import StreamingError
 
+# torch's own properties, under the ones that streamed parameters put in their place.
 _GRAD: Any = torch._C.TensorBase.__dict__["grad"]
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
 
@@ -29,6 +30,7 @@ def landing_grad(param: nn.Parameter) -> torch.Tensor | None:
 def set_landing_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     """Set ``param.grad`` to a gradient that may still be landing."""
     with torch._C.DisableTorchFunctionSubclass():
+        # torch accepts a gradient of another dtype, such as float32 for bfloat16 weights, only if it is announced.
         if grad is not None and grad.dtype != param.dtype:
             param.grad_dtype = grad.dtype
         _GRAD.__set__(param, grad)
@@ -103,6 +105,7 @@ class StreamedParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
+            # Without its engine it is an ordinary parameter again.
             if self.owner() is None:
                 _DATA.__set__(self, value)
             elif not _is_same_memory(self, value):
@@ -171,6 +174,7 @@ class PartOfGrad(torch.Tensor):
     @staticmethod
     def of(grad: torch.Tensor) -> "PartOfGrad":
         """Return what stands for a gradient."""
+        # On the meta device it has shape and dtype for code that only asks whether there is a gradient, and no memory.
         return torch.empty_like(grad, device="meta").as_subclass(PartOfGrad)
 
     @classmethod
@@ -253,6 +257,7 @@ class StandIn(torch.Tensor):
         """
         with torch._C.DisableTorchFunctionSubclass():
             shape, needs_grad = param.shape, param.requires_grad
+        # One element that is expanded to the whole shape: a stand-in for a large table takes no memory.
         stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(StandIn)
         stand_in._read = read
         return stand_in.requires_grad_(needs_grad)

@@ -120,6 +120,7 @@ class PendingUpdates:
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add updates that have been given to the device."""
+        # Finished tasks are dropped, or their pieces would pile up; failed ones stay, for `finish` to raise their errors.
         unfinished = (task for task in self._running if not task.done or task.error is not None)
         self._running = [*unfinished, *tasks]
 

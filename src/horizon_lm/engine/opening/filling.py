@@ -111,6 +111,7 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     parts = examined.parts
     refs = [ref for of_unit in parts.units.values() for ref in of_unit]
     old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
+    # New adapters begin with random values, which each rank has drawn for itself.
     copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
     store = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
     parts.codecs = store.codecs
@@ -132,6 +133,7 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
         raise StreamingError("the model is streamed already")
     examined = settings.examine(inside)
     parts = examined.parts
+    # All of them before the first one moves, so that a model that is rejected stays as it was.
     for refs in parts.units.values():
         for ref in refs:
             require_plain(ref.param)

@@ -87,6 +87,7 @@ def attach_again(
         parts = examined.parts
         store, old_names = _extended(engine, parts, precision_of(parts))
     except BaseException:
+        # Also an interrupt must leave a model that goes on as it was.
         _restore(horizon, streamed_class)
         raise
     copy_from_first(mesh, {ref.name: ref.param.data for ref in parts.refs() if ref.name not in old_names})
@@ -96,6 +97,7 @@ def attach_again(
     _drop_empty_low_halves(store, mesh)
     engine.retire(store)
     attach(examined, store)
+    # `stats` counts since the model was streamed, which is not now.
     new = model._horizon.engine
     new.counts.update(engine.counts)
 

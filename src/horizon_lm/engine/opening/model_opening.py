@@ -129,6 +129,7 @@ def _open_checkpoint(
         with fail_together(mesh, "the loading of weights"):
             new = load_weights(examined.parts, store, checkpoint)
         same.require()
+        # Weights that the folder lacks are drawn in the dtype of those that it has.
         drawn_in = torch.float32 if settings.precision == "float32" else next(iter(store.source_dtypes.values()))
         with drawing_alike(mesh, torch.device("cpu")):
             draw(examined.parts.model, new, store, torch.device("cpu"), drawn_in)

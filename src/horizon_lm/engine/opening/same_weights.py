@@ -63,6 +63,7 @@ class SameWeights:
             everyone += self._read_again(again)
         known: dict[_Range, tuple[int, str]] = {}
         for number, hashes in enumerate(everyone):
+            # What the ranks have read again follows what they train with.
             rank = number % self._mesh.size
             for place, found in hashes.items():
                 other, expected = known.setdefault(place, (rank, found))

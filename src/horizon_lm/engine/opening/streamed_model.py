@@ -387,6 +387,7 @@ def attach(
         raise StreamingError("the model is streamed already")
     engine = Engine(parts, store, device, options, mesh)
     slabs = _registered(store)
+    # Memory that the model had before is registered already.
     kept = {slab.data_ptr() for slab in _registered(before)} if before else ()
     device.register_host([slab for slab in slabs if slab.numel() and slab.data_ptr() not in kept])
     for name, ref in engine.refs.items():

@@ -57,6 +57,7 @@ class BackwardPass:
     def gradients_ready(self, unit: Unit, names: list[str]) -> None:
         """Record that these parameters' gradients are complete on the device, before they are landed."""
         engine, optimizer = self._engine, self._engine.updates.optimizer_in_backward
+        # A batch may leave a parameter unused, such as an expert; if another rank uses it, all of them update it alike.
         if engine.mesh is not None and optimizer is not None:
             names = self._agreed({unit: names})[unit]
         self.ready[unit] = names
@@ -95,6 +96,7 @@ class BackwardPass:
 def require_possible(engine: Machinery, state: ForwardState) -> None:
     """Raise StreamingError for a backward pass that would compute wrong gradients."""
     engine.require_device()
+    # Autograd runs the nodes of a backward pass with gradients enabled only for create_graph.
     if torch.is_grad_enabled():
         raise StreamingError("create_graph=True is not supported: a streamed model has no second derivatives")
     if not state.anchor.sees_whole_backward():
@@ -103,5 +105,6 @@ def require_possible(engine: Machinery, state: ForwardState) -> None:
             "supported; call backward() and read param.grad, and freeze the other parameters (requires_grad_(False)) "
             "before the forward pass"
         )
+    # A write since the forward pass raises the version that is compared next.
     engine.foreign_writes.follow()
     state.check_usable(engine.store.version, config_of(engine))

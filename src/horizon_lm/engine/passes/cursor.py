@@ -49,6 +49,7 @@ class Cursor:
             found = [tasks[w.index] if isinstance(w, After) else self._last_use.get(w) for w in op.waits]
             moves = None if op.stream == Stream.COMPUTE else moves_of(op)
             tasks.append(Task(op, [t for t in found if t is not None and not t.done], moves))
+        # Recorded after all waits are found: a wait for the last use means that of an earlier pass.
         for task, uses in zip(tasks, schedule.uses, strict=True):
             self._last_use.update(dict.fromkeys(uses, task))
         self.schedule, self._tasks, self._position, self._reached_any = schedule, tasks, 0, False
@@ -67,6 +68,7 @@ class Cursor:
         index = self._advance_to(kind, unit)
         task = self._tasks[index]
         self._device.begin(task)  # orders the computation behind the copies it waits for
+        # No `finally`: after an error the engine abandons the pass, and cancels what is left from here on.
         yield
         self._device.end(task)
         self._position = index + 1

@@ -63,6 +63,7 @@ class Engine(Machinery):
         if self.cursor.active:  # a backward pass that failed in foreign code, or a nested call
             unfinished = StreamingError("the backward pass before this forward pass was not finished")
             abandon(self, self.running, self.between, unfinished)
+        # Before the pass compares versions, to stream in again what has changed.
         self.foreign_writes.follow()
         running = self.running.forward = ForwardPass(self, self.between, request)
         try:
@@ -72,6 +73,7 @@ class Engine(Machinery):
             abandon(self, self.running, self.between, error)
             raise
         finally:
+            # Also after a fault: the caller's generators must not stay replaced.
             running.randomness.restore()
             self.running.forward = None
 
@@ -144,6 +146,7 @@ class Engine(Machinery):
     def _end_of_graph(self) -> None:
         """End the pass and call hooks. Autograd calls this when its graph is finished."""
         self._end_backward()
+        # Cleared before it is called, since it may raise an error and must not be called again.
         callback, self.after_next_backward = self.after_next_backward, None
         if callback is not None:
             callback()
@@ -166,6 +169,7 @@ class Engine(Machinery):
         try:
             self.cursor.start(schedule, lambda op: moves[op.unit])
         finally:
+            # Also after an interrupt: what was issued runs to its end, and has to be waited for.
             self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()
 
@@ -212,6 +216,7 @@ class Engine(Machinery):
         """Free what is not used any more, because the model is attached again with another store. No pass may be running."""
         self.retired = True
         self.memory.release()
+        # The new store has taken over the slabs of units that have the same parameters as before.
         kept = {slabs.weights.data_ptr() for slabs in store.units.values()}
         for slabs in self.store.units.values():
             moved = slabs.weights.data_ptr() not in kept

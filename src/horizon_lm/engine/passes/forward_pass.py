@@ -91,16 +91,20 @@ class ForwardPass:
         engine.updates.add(engine.cursor.update_tasks())  # the embedding's remaining rows, still being updated
         engine.cursor.finish()
         self.randomness.finish()
+        # Only now, because a pass that fails may not have loaded them.
         between.outer_version, between.resident_version = engine.store.version, engine.store.block_version
         engine.updates.table = None
+        # The embedding's update was issued in this pass, so its part of a checkpoint can follow.
         engine.saves.issue_table()
 
     def _record(self, keeps: frozenset[int], head_grads: bool) -> ForwardState:
         """Return the state of a forward pass that a backward pass may follow."""
         engine, between = self._engine, self._between
+        # At the first pass that records, when it is known which parameters are trained.
         allocate_grads(engine)
         anchor = between.anchor_of([engine.refs[name].param for names in self.trained.values() for name in names])
         state = ForwardState(engine.store.version, keeps, self.trained, config_of(engine), anchor)
+        # Weakly: a loss that is dropped without a backward pass takes its state, and the buffers of it, along.
         between.recorded.add(state)
         state.head_grads = head_grads
         # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all

@@ -161,6 +161,8 @@ class BoundaryPool:
             buffer = self._device.host_buffer(self._size)
             self.num_bytes += self._size
         if not forward_state.boundaries:
+            # The finalizer takes the dictionaries, because an argument that refers to the state would keep it alive.
+            # At exit there is no pass left that could use the buffers.
             weakref.finalize(
                 forward_state, self._give_back, forward_state.boundaries, forward_state.offloads
             ).atexit = False

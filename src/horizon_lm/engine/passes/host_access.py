@@ -52,6 +52,7 @@ class HostAccess:
         """
         engine = self.engine
         engine.store.require_whole()
+        # A checkpoint is written from the slabs themselves, as they are now.
         engine.saves.wait()
         if engine.cursor.active:  # updates of the running pass that are not issued yet come after the access
             engine.updates.wait(engine.cursor.update_tasks())
@@ -88,6 +89,7 @@ class HostAccess:
         try:
             self.engine.grads.wait()
         except Exception as error:
+            # Gradients that have landed before the error were applied at once.
             if self.engine.updates.optimizer_in_backward is not None:
                 self.engine.updates.partial_update.record(error)
             raise

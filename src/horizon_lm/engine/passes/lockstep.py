@@ -66,6 +66,7 @@ class ThreadState:
                 stack.enter_context(torch.set_grad_enabled(self._grad))
                 return function()
 
+        # A copy, because a context can be entered once at a time, and the members of a lock-step share this one.
         return self._variables.copy().run(call)
 
 
@@ -79,6 +80,7 @@ class _Meeting:
     state: ThreadState
 
 
+# Not an Exception, which the code of a model or of a loss might catch, and go on.
 class _AbandonedError(BaseException):
     """Raised inside a waiting member, to end its thread after another member has failed."""
 
@@ -114,6 +116,7 @@ class _Member:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="horizon-lockstep", daemon=True)
             self._thread.start()
+        # Set before the function may run, because it sets the next meeting.
         self.meeting, self._runs = None, True
         self._may_run.release()
         self._waits.acquire()
@@ -216,6 +219,7 @@ def _hold(waiting: list[_Member]) -> None:
         raise
     for (member, _), answer in zip(together, answers, strict=True):
         member.answer = answer
+    # A member may free its answer once it goes on; a reference from here would keep it until all have met again.
     del answers, answer
     for member, _ in together:
         member.resume()

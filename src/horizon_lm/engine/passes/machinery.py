@@ -69,6 +69,7 @@ class Machinery:
         """Return the full names of the parameters that currently require a gradient, by the unit that owns
         their slab.
         """
+        # Asked in every pass for every parameter: through the class, each would be a call in Python.
         with torch._C.DisableTorchFunctionSubclass():
             return {
                 unit: [name for name in slabs.layout if self.refs[name].param.requires_grad]
@@ -93,9 +94,11 @@ class Machinery:
     def drain(self) -> None:
         """Block until no copy, no update and no save is running."""
         if not self.device_lost:
+            # The embedding's part of a checkpoint waits for its update, and may not be issued yet.
             self.saves.issue()
             self.device.synchronize()
         self.updates.finish()
+        # The tasks of a running pass are in the same table, and the next pass has to wait for them.
         if not self.cursor.active:
             self.cursor.forget()
 

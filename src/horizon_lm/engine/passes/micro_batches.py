@@ -223,6 +223,7 @@ class RowOutputs:
             self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
         if not whole:
             self._put(start, stop, output.tensors)
+        # The tree is kept for its structure; its tensors are in `tensors` now.
         output.drop_tensors()
 
     def _put(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:

@@ -33,6 +33,7 @@ class RecomputeContext:
         def call() -> T:
             with ExitStack() as stack:
                 for device_type, (enabled, dtype) in self._autocast.items():
+                    # Without a cache, for the reason given in `no_autocast_cache`.
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, cache_enabled=False))
                 before = _attention_kernels()
                 if before != self._attention:
@@ -110,7 +111,9 @@ class MicroBatchRandomness:
             seeds = micro_batch_seeds(self._num_drawn)[before : before + num_micro_batches]
             self._own = [device.seeded_rng_state(seed) for seed in seeds]
             self._seeded, self._after = list(self._own), torch.get_rng_state()
+            # The draw is taken back: `finish` repeats it if a micro-batch has used its numbers.
             torch.set_rng_state(self._before)
+            # Seeded by this rank's first micro-batch, so that each rank draws other numbers outside of blocks.
             if everywhere is not None and draws:
                 self._outside, self._replaced = device.rng_state(), device.seeded_rng_state(seeds[0] ^ _OUTSIDE)
                 device.set_rng_state(self._replaced)
@@ -136,6 +139,7 @@ class MicroBatchRandomness:
         used = self.restore()
         if self._own is None or not self._draws or (all(map(_same_state, self._own, self._seeded)) and not used):
             return
+        # If other code has drawn meanwhile, the draw continues from there instead.
         if torch.equal(self._before, torch.get_rng_state()):
             torch.set_rng_state(self._after)
         else:
@@ -145,6 +149,7 @@ class MicroBatchRandomness:
     def drawing(self, index: int) -> Iterator[Any]:
         """Context manager: draw from a micro-batch's random stream. Yield its initial state, for `replaying`."""
         if self._own is None:
+            # Nothing is put back: the global generators go on, as in a plain model.
             yield self._device.rng_state()
             return
         outside = self._device.rng_state()

@@ -107,6 +107,7 @@ def find_footprint(
     if meter is None:
         run = run_on_meta(block.module, args, kwargs, dtype)
         return run.footprint, tree_map(lambda t: torch.zeros_like(t, device=device), run.output)
+    # The trial must not draw the numbers of the step.
     state = engine.device.rng_state()
     try:
         with no_autocast_cache():
@@ -130,9 +131,11 @@ class ResidencyPlanner:
     def is_needed(self, size: BatchSize) -> bool:
         """Return whether such a batch needs planning: device memory is limited, and no plan covers the batch of a rank."""
         engine = self._engine
+        # A forward pass that awaits its backward pass relies on the present plan.
         if engine.device.spare_bytes() is None or engine.between.awaits_backward():
             return False
         is_larger = not self._planned.covers(size)
+        # Ranks agree on what stays on the device, so all of them plan if one has to.
         return is_larger if engine.mesh is None else any(engine.mesh.exchange("the size of a batch", is_larger))
 
     @contextmanager

@@ -18,6 +18,7 @@ def allocate_grads(engine: Machinery) -> None:
     store = engine.store
     trainable = [name for names in engine.trainable().values() for name in names]
     if not store.has_grads:
+        # With update_in_backward, gradients land in `LandingSlots`; a tied table sums those of the head and of rows.
         kept = () if engine.updates.optimizer_in_backward is not None else store.units
         engine.grads.allocate(trainable, [*kept, *([EMBED] if engine.parts.tied else [])])
     late = [name for name in trainable if name not in store.units[store.unit_of[name]].grad_layout]

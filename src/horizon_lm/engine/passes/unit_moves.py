@@ -82,6 +82,7 @@ class UnitMoves:
         assert self._differentiated is not None
         index = op.unit.block_index
         host = self._differentiated.boundary(index)
+        # Blocks alternate between two buffers, so the next boundary is fetched while this one is in use.
         return [Copy(self._engine.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]
 
     def _reduce(self, op: Op) -> list[Move]:

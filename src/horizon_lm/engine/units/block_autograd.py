@@ -109,6 +109,7 @@ class BlockAutograd:
         self.attributes = self.module.attributes()
         tensors = tuple(tensor for outputs in self.outputs for tensor in outputs.tensors)
         if self.comparison is not None:
+            # Copies, because they are compared after the backward pass, when the ring has another boundary.
             self.true_inputs = [t.detach().clone() for t in self.calls.tensors]
         if blocks.engine.options.check_recompute:
             self.expected = [t.clone() for t in tensors]
@@ -141,6 +142,7 @@ class BlockAutograd:
         if self.comparison is not None:
             assert self.true_inputs is not None
             self.comparison.compare_block(self, self.true_inputs, grads, input_grads)
+        # A kept graph was not computed again.
         if self.saved.graph_use is not GraphUse.KEPT:
             engine.counts["block_forward_rows"] += sum(self.num_rows)
         return input_grads
@@ -194,6 +196,7 @@ class BlockAutograd:
         leaves = self.saved.leaves(self.calls.inputs(inputs, self.dims, part), self.calls.spans[part.batch])
 
         def forward() -> list[torch.Tensor]:
+            # The model may have been switched to evaluation between the two passes.
             with torch.enable_grad(), no_autocast_cache(), self.module.in_mode(self.mode):
                 args, kwargs = call.rebuild(leaves)
                 output = run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled)
@@ -256,6 +259,7 @@ class BlockFunction(torch.autograd.Function):
         ctx: Any, node: BlockAutograd, anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.node = node
+        # None for an output without gradient: zeros of its size would be made, and differentiated.
         ctx.set_materialize_grads(False)
         outputs = node.forward(ctx.needs_input_grad[2:])
         node.hidden = [(tensors[i].shape, tensors[i].dtype) for i in node.calls.hidden]

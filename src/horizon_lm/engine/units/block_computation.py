@@ -80,6 +80,7 @@ class BlockComputation:
         dims, tensors = self.row_dims(index, calls), calls.tensors
         outputs = [RowOutputs(count) for count in engine.forward.num_rows]
         offload = saved is not None and engine.layout.is_offloaded(index)
+        # Before the computation: the offload is issued as soon as it ends, and its copy must be known by then.
         if saved is not None and offload:
             self._plan_offloads(index, calls, saved.forward_state)
         with (
@@ -167,6 +168,7 @@ class BlockComputation:
 
     def row_dims(self, index: int, calls: BlockCalls) -> list[int | None]:
         """Return the row dimension of each tensor input, found by a probe for batches of several micro-batches."""
+        # A probe runs the model's outer code once more, which batches of one micro-batch do without.
         split = {part.batch for part in self.engine.forward.micro_batches if not part.is_whole}
         dims: list[int | None] = []
         for batch, call in enumerate(calls.calls):

@@ -68,6 +68,7 @@ class ChunkedLmHead:
             yield
         finally:
             self._active = False
+            # After an error, hidden states of the whole batch would stay alive here.
             self._norm_input, self._hidden = {}, {}
 
     def take_hidden(self) -> torch.Tensor:
@@ -158,6 +159,7 @@ class Chunk:
         weights = {attributes[name]: tensor for name, tensor in self.outer.items() if name in attributes}
         if norm is None or not weights:
             return self.hidden
+        # By the class, because the forward of the instance is `norm_forward`.
         with in_place((norm, attribute, weight) for attribute, weight in weights.items()):
             hidden: torch.Tensor = type(norm).forward(norm, self.hidden)  # type: ignore[attr-defined]
         return hidden

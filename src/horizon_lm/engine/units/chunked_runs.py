@@ -102,6 +102,7 @@ class ChunkedRun(ABC):
             for tensor in grads.values():
                 tensor.zero_()
         hidden_grad = torch.zeros_like(flat)  # zero for tokens in no chunk
+        # One leaf for all chunks, so that their gradients are summed.
         leaves = [w.detach().requires_grad_() for w in outer]
         with torch.enable_grad(), no_autocast_cache():
             for number, index in enumerate(chunks):
@@ -132,6 +133,7 @@ def compute(
                 f"{tuple(states.shape[:2])} tokens"
             )
     engine = runs[0].engine
+    # Without a backward pass there is no anchor; the function takes any tensor that needs no gradient.
     anchor = engine.anchor if engine.recording is not None else hidden[0].new_empty(0)
     used = [outer[name] for name in runs[0].outer_names]
     values = _ChunkedHeadFunction.apply(_ChunkedPass(runs), anchor, *used, *hidden)
@@ -165,6 +167,7 @@ class _ChunkedPass:
         outer_grads: list[torch.Tensor] = []
         hidden_grads: list[torch.Tensor | None] = []
         with self.engine.cursor.compute(Kind.BACKWARD, HEAD):
+            # All runs share the buffers of the head's gradients: the first that has chunks overwrites them.
             for number, (run, states) in enumerate(zip(self.runs, hidden, strict=True)):
                 part = grads[number * per_run : (number + 1) * per_run]
                 if all(grad is None for grad in part):

@@ -63,6 +63,7 @@ class StreamedEmbedding:
         """Return the hidden states (B, T, H) of each batch of ids (B, T) of the pass."""
         engine, table = self.engine, self._table()
         on_host = [self._on_host(ids) for ids in batches]
+        # A row that several tokens read is copied to the device once.
         # (R,), and (tokens of all batches,) with values below R
         rows, flat = torch.unique(torch.cat([ids.reshape(-1) for ids in on_host]), return_inverse=True)
         self._require_rows(rows)
@@ -103,6 +104,7 @@ class StreamedEmbedding:
 
     def _require_rows(self, rows: torch.Tensor) -> None:
         """Raise TokenError for ids outside of the table, before a kernel accesses memory out of bounds."""
+        # The rows are sorted, so the first and the last suffice.
         count = self._table().shape[0]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
             wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
@@ -155,6 +157,7 @@ class StreamedEmbedding:
 
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids on the host, copied from the device unless they are the expected ids and unchanged."""
+        # Most models pass the ids on as they are, or as another view of the same memory.
         for given, version, on_host in self._known:
             same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
             if same_place and given.shape == ids.shape and _version(ids) == version:
@@ -206,6 +209,7 @@ def _reject_gradient(grad: torch.Tensor) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int:
+    # Tensors of inference mode do not count writes.
     return 0 if tensor.is_inference() else tensor._version
 
 

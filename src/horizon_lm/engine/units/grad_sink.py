@@ -85,6 +85,7 @@ def _reject_gradient(_: Any) -> Any:
 def _fresh_leaves(views: Mapping[str, torch.Tensor], prefix: str, slots: Iterable["_Slot"]) -> dict[str, torch.Tensor]:
     leaves = {}
     for name, view in views.items():
+        # A leaf of this graph alone, whose hook goes with the graph.
         leaf = view.detach()
         for slot in slots:
             if prefix + name in slot.trained:

@@ -94,6 +94,7 @@ class LmHead:
 
     def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """Run the model's head module with these weights, given by full name."""
+        # By the class, because the forward of the instance is the replaced one.
         places = self._places | self.outer
         with in_place((*place, weight) for name, weight in weights.items() for place in places[name]):
             logits: torch.Tensor = type(self.module).forward(self.module, hidden)

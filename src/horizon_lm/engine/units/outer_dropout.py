@@ -57,6 +57,7 @@ class OuterDropout:
             return [own(each) for each in batches]
         parts: list[list[torch.Tensor]] = [[] for _ in batches]
         for number, part in enumerate(running.micro_batches):
+            # The stream of a micro-batch goes on from here into the blocks.
             with running.randomness.drawing(number):
                 parts[part.batch].append(own(batches[part.batch][part.start : part.stop]))
         return [each[0] if len(each) == 1 else torch.cat(each) for each in parts]

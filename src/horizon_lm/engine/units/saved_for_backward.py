@@ -53,6 +53,7 @@ class SavedForBackward:
         self, engine: Engine, index: int, forward_state: ForwardState, needs_grad: Sequence[bool], hooked: bool
     ) -> None:
         self.forward_state, self._needs_grad = forward_state, needs_grad
+        # Hooks first: a kept graph would let a gradient in through an activation that a hook has kept, unnoticed.
         if hooked:
             self.graph_use = GraphUse.TRAPPED
         elif index in forward_state.graphs:
@@ -87,6 +88,7 @@ class SavedForBackward:
 
     def leaves(self, inputs: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
         """Return fresh leaves over inputs. They require a gradient if the inputs of the node at this place did."""
+        # Detached, so that differentiating the graph ends at the block; autograd passes the gradients on.
         return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad[span], strict=True)]
 
     def computing(self) -> AbstractContextManager[None]:
@@ -100,6 +102,7 @@ class SavedForBackward:
             return outputs
         if self.graph_use is GraphUse.KEPT:
             self.graphs.append(Graph(inputs, outputs))
+        # Detached, because the block's node stands for the graph, which must not be differentiated from outside.
         return [tensor.detach() for tensor in outputs]
 
     def take_graph(self, number: int) -> Graph:

@@ -51,6 +51,7 @@ def _replace(
     """Replace the hidden states (B, T, H) of these tokens by their own rows (n, H)."""
     order = torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__))  # (n,)
     known, order = send(torch.tensor(tokens)[order], ids.device), send(order, ids.device)
+    # An id above all trained tokens would be at place n, which does not exist.
     found = torch.searchsorted(known, ids).clamp_(max=len(tokens) - 1)  # (B, T)
     is_trained = known[found] == ids
     padding = layer.base_layer.padding_idx
