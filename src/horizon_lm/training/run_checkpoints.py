@@ -1,6 +1,5 @@
 """The checkpoints of a run: written in the background, and the oldest deleted once a newer one is on disk."""
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -57,7 +56,6 @@ class RunCheckpoints:
         self.elsewhere: Path | None = None  # the newest checkpoint outside of the run's folder
         # Kept whatever the limit is.
         self.best = self._best_of(point) if point is not None and config.load_best_model_at_end else None
-        self.blocked_seconds = 0.0  # in which the steps waited for checkpoints
 
     @property
     def last(self) -> Path | None:
@@ -102,7 +100,6 @@ class RunCheckpoints:
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
         """Begin to write the checkpoint of a step, after the one before is on disk. A failure is reported by `report`."""
-        began = time.perf_counter()
         self.wait()
         try:
             target = self._next(step, best)
@@ -112,7 +109,6 @@ class RunCheckpoints:
             self._running = step, self._write(target, state=state, published=published, wait=False, rate_limit=limit)
         except Exception as error:  # of the disk, or of a tokenizer's writer
             self._report_failure(step, error)
-        self.blocked_seconds += time.perf_counter() - began
 
     def keep(self, step: int, state: Mapping[str, Any], elsewhere: Path | None) -> Path | None:
         """Write the checkpoint of a step in the run's folder or, if it cannot be written to, elsewhere. Return its folder.
