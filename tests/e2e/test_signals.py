@@ -48,9 +48,10 @@ def slow(*args, **kwargs):
     return load(*args, **kwargs)
 setup.load_model = slow
 """
-# Prints before the run has its folder, and goes on forever.
+# Prints before the run has its folder, and goes on forever. Whoever started the tests may ignore SIGHUP, as nohup does.
 SLOW_START = """
-import time
+import signal, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 import horizon_lm.training.ranks as ranks
 def slow(config):
     print("starting", flush=True)
