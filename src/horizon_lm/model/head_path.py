@@ -43,6 +43,8 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
     """Return the path for computing a model's loss in chunks, or the reason why the loss cannot be computed
     in chunks.
     """
+    if parts.classifies:
+        return "a classifier has few scores, which need no chunks"
     if type(parts.head) is not nn.Linear:
         return f"the head is a {type(parts.head).__name__}, not a plain Linear"
     reason = "its forward does not call a decoder"

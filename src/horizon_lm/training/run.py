@@ -23,7 +23,7 @@ from horizon_lm.training.setup import Objectives
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What is open as long as a run lasts: its processes, its folder, and its ways to talk with the world."""
+    """The surroundings of a run, which are open as long as it lasts: its processes, its folder, callbacks, signals and output."""
 
     ranks: Ranks
     run_dir: RunDir
@@ -33,7 +33,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class Settings:
+class RunSettings:
     """The settings of a run.
 
     Attributes:
@@ -66,7 +66,7 @@ class Run:
     """
 
     session: Session
-    settings: Settings
+    settings: RunSettings
     tokenizer: Any
     data: RunData
     prompts: SamplePrompts

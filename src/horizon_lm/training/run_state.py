@@ -10,7 +10,7 @@ from horizon_lm.checkpoints.manifest import Manifest
 from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 
-# What a checkpoint must have to be one of a run: first what the resumed run is compared with, then the states of its parts.
+# A checkpoint of a run has at least these: first the values that the resumed run is compared with, then the states of its parts.
 FORMAT: dict[str, tuple[type, ...]] = {
     "step": (int,), "num_steps": (int,), "config": (dict,), "settled": (dict,), "model_config": (dict,), "data": (dict,),
     "scheduler": (dict,), "metrics": (dict,), "best": (dict,), "last_eval": (list,), "spikes": (dict,),

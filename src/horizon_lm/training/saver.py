@@ -1,4 +1,4 @@
-"""What a run saves: checkpoints between steps, on a signal and after a fault, and the trained model."""
+"""Save a run: checkpoints between steps, on a signal and after a fault, and the trained model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

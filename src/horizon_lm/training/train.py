@@ -23,7 +23,7 @@ from horizon_lm.training.loop import Loop
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.rows import RunData, load_data
-from horizon_lm.training.run import Run, RunResult, Session, Settings, Training
+from horizon_lm.training.run import Run, RunResult, RunSettings, Session, Training
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
 from horizon_lm.training.samples import SamplePrompts
@@ -111,7 +111,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     prompts = SamplePrompts(config, tokenizer)
     plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest)
     reporter.print(*summary_lines(plan))
-    settings = Settings(given, point, apply_plan(config, plan), plan)
+    settings = RunSettings(given, point, apply_plan(config, plan), plan)
     if point is not None:
         reporter.print(*resume.choice_warnings(point, given, settings.config))
     exported = next(item.num_bytes for item in plan.disk.items if item.name == "exported model")

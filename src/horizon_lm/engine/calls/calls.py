@@ -47,10 +47,6 @@ class Batch:
     length: int
     segments: attention.Segments | None
 
-    def tokens_at_once(self, most_rows: int | None) -> int:
-        """Return the tokens of the largest micro-batch, for micro-batches of so many rows."""
-        return min(self.rows, most_rows or self.rows) * self.length
-
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the arguments of a call by name, including those in ``**kwargs``.

@@ -111,13 +111,16 @@ class PassRunner:
 
     def _size_of(self, batches: list[Batch]) -> BatchSize:
         """Return the size of a step with these batches."""
-        most_rows = self._engine.options.device_micro_batch_size
         return BatchSize(
             tokens=sum(batch.rows * batch.length for batch in batches),
             length=max(batch.length for batch in batches),
-            tokens_at_once=max(batch.tokens_at_once(most_rows) for batch in batches),
+            tokens_at_once=max(map(self._tokens_at_once, batches)),
             is_masked=any(batch.call.get("attention_mask") is not None for batch in batches),
         )
+
+    def _tokens_at_once(self, batch: Batch) -> int:
+        """Return the tokens of a micro-batch of a batch."""
+        return self._engine.options.rows_at_once(batch.rows) * batch.length
 
     def _stand_ins(self) -> AbstractContextManager[None]:
         """Context manager: replace the weights of head and embedding by stand-ins.
@@ -135,9 +138,11 @@ class PassRunner:
     def _plan(self, batches: list[Batch], size: BatchSize) -> None:
         """Plan what stays on the device, using a rehearsal of the largest batch that measures one block per structure."""
         engine = self._engine
-        state, most_rows = engine.device.rng_state(), engine.options.device_micro_batch_size
-        largest = max(batches, key=lambda batch: batch.tokens_at_once(most_rows))
-        num_micro_batches = len(split_batches([batch.rows for batch in batches], most_rows))
+        state = engine.device.rng_state()
+        largest = max(batches, key=self._tokens_at_once)
+        num_micro_batches = len(
+            split_batches([batch.rows for batch in batches], engine.options.device_micro_batch_size)
+        )
         embed = self._announce([largest])
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         with self.planner.planning(size) as plans:

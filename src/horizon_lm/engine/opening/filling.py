@@ -1,4 +1,4 @@
-"""Fill a store: move parameters into it, put a skeleton's parameters there, draw new ones, and add adapters."""
+"""Fill a store: move a model into it, put a skeleton's parameters there, draw new ones, and add adapters."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.host.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.host.parameters import require_plain
+from horizon_lm.engine.opening.moving import move_in
 from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.opening.quantized_opening import FindCodecs
 from horizon_lm.engine.opening.same_weights import require_alike
@@ -24,17 +25,6 @@ from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.store.store import Store
-
-
-def move_in(ref: ParamRef, store: Store) -> None:
-    """Move the values of a parameter into a store, unless they are there already."""
-    if ref.name in store.codecs:  # a placeholder, whose codes were read into the store
-        return
-    place = store.weight(ref.name)
-    if place.data_ptr() != ref.param.data_ptr():
-        store.source_dtypes.setdefault(ref.name, ref.param.dtype)
-        store.write(ref.name, ref.param.data)
-        ref.param.data = place  # frees the original memory of the parameter
 
 
 def with_store(

@@ -6,6 +6,7 @@ parameters into the store. Weights of the base keep their memory.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.calls.model_forward import ModelForward
 from horizon_lm.engine.host.packed_parameters import PackedParameter
 from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
+from horizon_lm.engine.opening.moving import move_in
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import trains_other_adapters
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapter_layers import adapter_params
-from horizon_lm.model.parts import ModelParts, ParamRef
+from horizon_lm.model.parts import ModelParts
 from horizon_lm.slabs import used_bytes
 from horizon_lm.store.precision import Precision
 from horizon_lm.store.store import Store
@@ -93,7 +95,8 @@ def attach_again(
     copy_from_first(mesh, {ref.name: ref.param.data for ref in parts.refs() if ref.name not in old_names})
     with sharing_moved(mesh, store, engine.store, old_names):
         for ref in parts.refs():
-            _move_in(ref, engine, store)
+            old = engine.name_of(ref.param)
+            move_in(ref, store, None if old is None else partial(engine.store.master, old))
     _drop_empty_low_halves(store, mesh)
     engine.retire(store)
     attach(examined, store)
@@ -153,20 +156,6 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[
     # Whoever remembers a version of the weights must not find it again.
     store.version, store.block_version = old.version + 1, old.block_version + 1
     return store, old_names
-
-
-@torch.no_grad()
-def _move_in(ref: ParamRef, engine: Engine, store: Store) -> None:
-    """Move the values of a parameter into the store, with all their bits, unless they are there already."""
-    if ref.name in store.codecs:
-        return
-    place = store.weight(ref.name)
-    if place.data_ptr() == ref.param.data_ptr():
-        return
-    old = engine.name_of(ref.param)
-    store.source_dtypes.setdefault(ref.name, ref.param.dtype)
-    store.write(ref.name, ref.param.data if old is None else engine.store.master(old))
-    ref.param.data = place
 
 
 def _drop_empty_low_halves(store: Store, mesh: Mesh | None) -> None:

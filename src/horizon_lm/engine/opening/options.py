@@ -84,22 +84,22 @@ class StreamArguments(StreamingOptions):
         return examined
 
     def _chunked_path(self, parts: ModelParts) -> ChunkedPath | None:
-        """Return the path that computes the loss from hidden states in chunks; None with ``head="whole"``, and for a
-        classifier, whose few scores need no chunks.
+        """Return the path that computes the loss from hidden states in chunks; None with ``head="whole"``.
 
-        Warn, and return None, if the model's loss cannot be computed in chunks.
+        Return None, with a warning unless the model is a classifier, if its loss is not computed in chunks.
         """
-        if self.head == "whole" or parts.classifies:
+        if self.head == "whole":
             return None
         path = find_chunked_path(parts)
         if isinstance(path, ChunkedPath):
             return path
-        warnings.warn(
-            f"{type(parts.model).__name__}: head='whole' is used, with all logits at once, because {path}; "
-            "set head='whole' to choose it yourself",
-            HeadWarning,
-            stacklevel=5,
-        )
+        if not parts.classifies:
+            warnings.warn(
+                f"{type(parts.model).__name__}: head='whole' is used, with all logits at once, because {path}; "
+                "set head='whole' to choose it yourself",
+                HeadWarning,
+                stacklevel=5,
+            )
         return None
 
     @property
