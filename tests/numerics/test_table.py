@@ -81,6 +81,26 @@ def test_a_gradient_held_by_other_code_is_cleared(cleared: list[Any]) -> None:
     assert cleared == [EVERYTHING] * 3
 
 
+def make_threads_meet(monkeypatch: pytest.MonkeyPatch, name: str) -> set[str]:
+    """Make two calls of a kernel wait for each other, so that only two threads can finish them. Return the names of threads."""
+    compile_kernel = getattr(gradients, name)
+    seen: set[str] = set()
+    barrier = threading.Barrier(2, timeout=60)
+
+    def meeting(*args: Any) -> Any:
+        land = compile_kernel(*args)
+
+        def run(*arrays: Any) -> float:
+            seen.add(threading.current_thread().name)
+            barrier.wait()
+            return float(land(*arrays))
+
+        return run
+
+    monkeypatch.setattr(gradients, name, meeting)
+    return seen
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("add", [False, True])
 def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,23 +111,8 @@ def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch
     rows = torch.randperm(300, generator=generator)[:200].sort().values
     expected = before.clone()
     expected[rows] = (expected[rows].float() + source.float()).to(dtype)
-    kernel = gradients.rows_kernel
-    seen: set[str] = set()
-    barrier = threading.Barrier(2, timeout=60)
-
-    def meeting(*args: Any) -> Any:
-        """Return a kernel in which two calls wait for each other, so that only two threads can finish them."""
-        land = kernel(*args)
-
-        def run(*arrays: Any) -> float:
-            seen.add(threading.current_thread().name)
-            barrier.wait()
-            return float(land(*arrays))
-
-        return run
-
-    monkeypatch.setattr(cpu, "_ROWS_ELEMENTS", 100 * 64)
-    monkeypatch.setattr(gradients, "rows_kernel", meeting)
+    seen = make_threads_meet(monkeypatch, "rows_kernel")
+    monkeypatch.setattr(cpu, "_LANDED_ELEMENTS", 100 * 64)
     sums = []
     for threads in (2, 4):
         seen.clear()
@@ -119,3 +124,48 @@ def test_rows_land_in_several_threads(dtype: torch.dtype, add: bool, monkeypatch
     assert sums[0] == sums[1]
     change = expected.double().square().sum() - before.double().square().sum()
     torch.testing.assert_close(torch.tensor(sums[0], dtype=torch.float64), change, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_slabs_land_in_several_threads(add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient and its sum of squares do not depend on the number of threads, to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    before, source = (torch.randn(4000, generator=generator) for _ in range(2))
+    kept = before.bfloat16()
+    expected = (kept.float() + source if add else source).bfloat16()
+    seen = make_threads_meet(monkeypatch, "landing_kernel")
+    monkeypatch.setattr(cpu, "_LANDED_ELEMENTS", 1000)
+    sums = []
+    for threads in (2, 4):
+        seen.clear()
+        monkeypatch.setattr(cpu, "usable_cores", lambda threads=threads: threads)
+        landed = kept.clone()
+        sums.append(HostLink().land(landed, source, add))
+        assert torch.equal(landed, expected)
+    assert len(seen) > 1
+    assert sums[0] == sums[1]
+    assert sums[0] == pytest.approx(float(expected.double().square().sum()), rel=1e-12)
+
+
+def test_an_interrupted_landing_leaves_no_thread_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A landing of the next pass would race with it."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def compile_kernel(*_: Any) -> Any:
+        def land(target: Any, source: Any) -> float:
+            if target[0]:
+                begun.wait(60)
+                raise KeyboardInterrupt
+            begun.set()
+            ended.wait(0.2)  # nobody sets it: long enough to be at work when the other thread is interrupted
+            ended.set()
+            return 0.0
+
+        return land
+
+    monkeypatch.setattr(gradients, "landing_kernel", compile_kernel)
+    monkeypatch.setattr(cpu, "_LANDED_ELEMENTS", 1)
+    monkeypatch.setattr(cpu, "usable_cores", lambda: 2)
+    with pytest.raises(KeyboardInterrupt):
+        HostLink().land(torch.tensor([1.0, 0.0]), torch.zeros(2), False)
+    assert ended.is_set()

@@ -1,8 +1,8 @@
 """The reference device: operations run inline in list order; only optimizer updates run in threads."""
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from horizon_lm.schedule.trace import Trace
 from horizon_lm.store.arena import Arena, as_array
 
 _PACKED_BYTES = 1 << 19  # codes and scales that one thread decodes: a millisecond of work
-_ROWS_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work
+_LANDED_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work
 
 
 class HostLink:
     """Transfers within host memory. Gradients are landed and squared in one pass.
 
-    Rows are landed in several threads, because those of the embedding come at the end of the backward pass, when no
-    computation can hide them. Quantized weights are decoded in several threads, too.
+    They are landed in several threads, because computation does not hide it: a CPU does one after the other, and the rows of
+    the embedding come at the end of the backward pass. Quantized weights are decoded in several threads, too.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,18 @@ class HostLink:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _in_threads(self, work: Callable[[Any], Any], pieces: Iterable[Any]) -> list[Any]:
+        """Return the results of work on pieces, in their order. No thread works on one when this returns, also after an
+        interrupt.
+        """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(usable_cores(), "horizon-host")
-        return self._threads
+        begun: list[Future[Any]] = []
+        try:
+            begun.extend(self._threads.submit(work, piece) for piece in pieces)
+            return [each.result() for each in begun]
+        finally:
+            wait([each for each in begun if not each.cancel()])
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
         from horizon_lm.kernels.host_decoding import decode
@@ -47,7 +55,7 @@ class HostLink:
             own = {name: components[name][rows] for name, rows in part.rows.items()}
             decode(codec, own, flat[part.start : part.stop].view(part.shape), dtype)
 
-        list(self._pool().map(run, codec.parts(destination.shape, _PACKED_BYTES)))
+        self._in_threads(run, codec.parts(destination.shape, _PACKED_BYTES))
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         destination.copy_(table.index_select(0, rows))
@@ -62,7 +70,8 @@ class HostLink:
         from horizon_lm.kernels.gradients import landing_kernel
 
         kernel = landing_kernel(dtype_name(destination), dtype_name(source), add)
-        return kernel(as_array(destination), as_array(source))
+        target, values = as_array(destination), as_array(source)
+        return self._land(lambda piece: kernel(target[piece], values[piece]), len(target), _LANDED_ELEMENTS)
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
         from horizon_lm.kernels.gradients import rows_kernel
@@ -70,12 +79,16 @@ class HostLink:
         kernel = rows_kernel(dtype_name(table), add)
         # target (V, H), values (R, H), indices (R,)
         target, values, indices = as_array(table), as_array(source.to(table.dtype).contiguous()), rows.numpy()
-        step = max(1, _ROWS_ELEMENTS // table.shape[1])
-        pieces = [slice(start, start + step) for start in range(0, len(indices), step)]
+        step = max(1, _LANDED_ELEMENTS // table.shape[1])
+        return self._land(lambda piece: kernel(target, values[piece], indices[piece]), len(indices), step)
+
+    def _land(self, land: Callable[[slice], float], count: int, step: int) -> SquaredNorm:
+        """Return the sum of the squares of pieces that several threads land."""
+        pieces = [slice(start, start + step) for start in range(0, count, step)]
         if len(pieces) < 2:
-            return kernel(target, values, indices)
-        # Rows are distinct and sums are added in the order of the rows, so the number of threads does not change the result.
-        return sum(self._pool().map(lambda piece: kernel(target, values[piece], indices[piece]), pieces))
+            return land(slice(0, count))
+        # Pieces are distinct and their sums are added in order, so the number of threads does not change the result.
+        return sum(self._in_threads(land, pieces))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
