@@ -88,8 +88,9 @@ class CudaLink:
     def __init__(self, device: torch.device, locks: PageLocks | None = None) -> None:
         self._device = device
         self._scratch = torch.empty(4 * _PIECE_ELEMENTS, dtype=torch.uint8, device=device)
-        self._decoding = torch.cuda.Stream(device, priority=-1)
-        self._arrived, *self._decoded = (torch.cuda.Event(blocking=True) for _ in range(3))
+        self._beside = torch.cuda.Stream(device, priority=-1)  # for work beside this link's own stream
+        # It and the copies take turns in two places of the scratch memory, each of which is filled, and then free again.
+        self._filled, self._free = ([torch.cuda.Event(blocking=True) for _ in range(2)] for _ in range(2))
         self._half, self._is_decoding = 0, False
         self._transport = HostTransport(device, locks or PageLocks(device))
         self._host = HostLink()
@@ -112,8 +113,8 @@ class CudaLink:
         copying, self._is_decoding = torch.cuda.current_stream(self._device), True
         for part in _parts(codec, destination.shape):
             self._half ^= 1
-            half, decoded = self._scratch.chunk(2)[self._half], self._decoded[self._half]
-            copying.wait_event(decoded)  # what this half held before
+            half, filled, free = self._scratch.chunk(2)[self._half], self._filled[self._half], self._free[self._half]
+            copying.wait_event(free)
             held, start = {}, 0
             for name, rows in part.rows.items():
                 source = components[name][rows]
@@ -121,16 +122,16 @@ class CudaLink:
                 place = half[start : start + raw.numel()]
                 held[name] = self._transport.copy(place, raw).view(source.dtype).view(source.shape)
                 start += -(-raw.numel() // _ALIGNMENT) * _ALIGNMENT
-            self._arrived.record()
-            with torch.cuda.stream(self._decoding):
-                self._decoding.wait_event(self._arrived)
+            filled.record()
+            with torch.cuda.stream(self._beside):
+                self._beside.wait_event(filled)
                 decode(codec, held, flat[part.start : part.stop].view(part.shape), dtype)
-                decoded.record()
+                free.record()
 
     def finish(self) -> None:
         if self._is_decoding:
-            for decoded in self._decoded:
-                torch.cuda.current_stream(self._device).wait_event(decoded)
+            for free in self._free:
+                torch.cuda.current_stream(self._device).wait_event(free)
             self._is_decoding = False
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
@@ -145,24 +146,50 @@ class CudaLink:
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         """Land gradients; the device rounds, adds and squares them, one piece of scratch memory at a time."""
-        if not add and source.dtype == destination.dtype:
+        if add:
+            return _sum_of_squares(self._add(destination, source))
+        if source.dtype == destination.dtype:
             self._transport.copy(destination, source)
             return _sum_of_squares([_norm(piece) for piece in source.split(_PIECE_ELEMENTS)])
         norms = []
         for d, s in _split_alike(destination, source, _PIECE_ELEMENTS // 2):
-            kept = self._take_scratch(d.dtype, d.numel())
-            if add:
-                self._transport.copy(kept, d)
-                # An fp32 store needs no second buffer: its values are summed in place.
-                total = (
-                    kept if kept.dtype == torch.float32 else self._take_scratch(torch.float32, d.numel(), after=kept)
-                )
-                kept.copy_(total.copy_(kept).add_(s))
-            else:
-                kept.copy_(s)
+            kept = self._take_scratch(d.dtype, d.numel()).copy_(s)
             self._transport.copy(d, kept)
             norms.append(_norm(kept))
         return _sum_of_squares(norms)
+
+    def _add(self, destination: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
+        """Add gradients to those in host memory, and return the norms of the pieces. A piece is read on a stream of its own, while
+        the one before is written, because the link has two directions.
+        """
+        self.finish()
+        for free in self._free:
+            free.record()  # once all that uses the scratch memory and the destination is done
+        copying, norms = torch.cuda.current_stream(self._device), []
+        pieces = list(_split_alike(destination, source, _PIECE_ELEMENTS // 2))
+        read = [self._read(d, turn) for turn, (d, _) in enumerate(pieces[:2])]
+        for index, (d, s) in enumerate(pieces):
+            kept, turn = read[index], index % 2
+            copying.wait_event(self._filled[turn])
+            # An fp32 store needs no second buffer: its values are summed in place.
+            total = kept if kept.dtype == torch.float32 else self._scratch.chunk(2)[1].view(torch.float32)[: d.numel()]
+            _accumulate(kept, s, total)
+            self._transport.copy(d, kept)
+            norms.append(_norm(kept))
+            self._free[turn].record()
+            if index + 2 < len(pieces):
+                read.append(self._read(pieces[index + 2][0], turn))
+        return norms
+
+    def _read(self, source: torch.Tensor, turn: int) -> torch.Tensor:
+        """Copy a piece of host memory into one of two places of the scratch memory, on the stream beside the copies."""
+        start = turn * (_PIECE_ELEMENTS // 2) * source.element_size()
+        place = self._scratch[start : start + source.numel() * source.element_size()].view(source.dtype)
+        with torch.cuda.stream(self._beside):
+            self._beside.wait_event(self._free[turn])
+            self._transport.copy(place, source)
+            self._filled[turn].record()
+        return place
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
         """Land rows (R, H) in a table (V, H). They are not contiguous there, so host threads scatter them."""
@@ -175,13 +202,10 @@ class CudaLink:
             total += self._host.land_rows(table, staging.view(s.shape), r, add)
         return total
 
-    def _take_scratch(self, dtype: torch.dtype, numel: int, after: torch.Tensor | None = None) -> torch.Tensor:
-        """Return scratch memory, whose previous use is earlier in this stream. ``after``: scratch memory that is still
-        in use.
-        """
+    def _take_scratch(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return scratch memory, whose previous use is earlier in this stream."""
         self.finish()
-        start = 0 if after is None else -(-after.numel() * after.element_size() // _ALIGNMENT) * _ALIGNMENT
-        return self._scratch[start : start + numel * dtype.itemsize].view(dtype)
+        return self._scratch[: numel * dtype.itemsize].view(dtype)
 
 
 class DeviceLink(HostLink):
@@ -207,6 +231,11 @@ def _split_rows(values: torch.Tensor, rows: torch.Tensor) -> tuple[Sequence[torc
     """Split rows (R, H) and their indices (R,) into pieces that fit into a staging buffer in any dtype."""
     size = max(1, min(_PIECE_ELEMENTS, _STAGING_BYTES // 4) // values.shape[1])
     return values.split(size), rows.split(size)
+
+
+def _accumulate(kept: torch.Tensor, source: torch.Tensor, total: torch.Tensor) -> None:
+    """Add gradients to those that are kept: in fp32, in ``total``, and rounded once."""
+    kept.copy_(total.copy_(kept).add_(source))
 
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:
