@@ -10,9 +10,11 @@ import torch
 import horizon_lm
 from horizon_lm.device import cpu
 from horizon_lm.device.cpu import HostLink
+from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.transfers import LandRows
 from horizon_lm.kernels import gradients
 from tests import families
+from tests.queued_streams import Transport, replace_cuda
 
 EVERYTHING = slice(None)
 
@@ -79,6 +81,28 @@ def test_a_gradient_held_by_other_code_is_cleared(cleared: list[Any]) -> None:
     gradient.fill_(7.0)
     same_gradients(plain, streamed, 2)
     assert cleared == [EVERYTHING] * 3
+
+
+def test_rows_are_cleared_before_the_host_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the copies is ahead of the device then, so clearing takes no time at the end of the backward pass."""
+    table, rows, clear = torch.ones(6, 4), torch.tensor([1, 2]), torch.tensor([0, 5])
+    cleared: list[bool] = []
+
+    class Waiting:
+        def record(self) -> None:
+            return
+
+        def synchronize(self) -> None:
+            cleared.append(not table[clear].any())
+
+    replace_cuda(monkeypatch)
+    monkeypatch.setattr(
+        Transport, "stage", lambda _, numel, dtype: (torch.empty(numel, dtype=dtype), Waiting()), raising=False
+    )
+    link = CudaLink(torch.device("cpu"))
+    LandRows(table, torch.full((2, 4), 3.0), rows, clear=clear, add=False, report=float).run(link)
+    assert cleared == [True]
+    assert table[:, 0].tolist() == [0, 3, 3, 1, 1, 0]
 
 
 def make_threads_meet(monkeypatch: pytest.MonkeyPatch, name: str) -> set[str]:
