@@ -20,6 +20,7 @@ PAGES = (
     "docs/site.css",
     "benchmarks/results/*.md",
     "benchmarks/results/*.txt",
+    "examples/in_one_file.py",
 )
 REMOTE = re.compile(r"""<(?:script|img|iframe)[^>]+src="?https?:|<link[^>]+rel="?stylesheet[^>]+href="?https?:""")
 log = logging.getLogger("mkdocs.hooks.docs_pages")
