@@ -122,6 +122,8 @@ def test_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (profile.device, profile.gpu, profile.device_memory) == ("cuda", "Emulated GPU", 24 * 10**9)
         assert all(math.isfinite(rate) and rate > 0 for rate in profile.matmul.values())
 
+        assert describe_machine(CudaDevice(), tmp_path)["gpu"]["packed rows"].startswith("FlashAttention-2 of torch ")
+
         def page_locking(limit: int | None) -> str:
             monkeypatch.setattr(machine, "memlock_limit", lambda: limit)
             return describe_machine(CudaDevice(), tmp_path)["gpu"]["page-locking"]

@@ -121,6 +121,8 @@ def test_known_model_is_planned_without_download() -> None:
     assert [item["name"] for item in content["disk"]["items"]] == ["exported model", "download"]
     assert content["step"]["tokens_per_second"] > 0
     assert set(content["step"]["exposed_seconds"]) == {"copy_in", "update", "copy_out", "host"}
+    named = "attention: packed and padded rows use FlashAttention-2 of torch "
+    assert any(reason.startswith(named) for reason in content["run"]["reasons"])
     peak = max(content["memory"]["device"])
     assert 0.9 * peak < sum(i["bytes"] for i in content["device"]["items"] if i["name"] not in ("margin", "context"))
 

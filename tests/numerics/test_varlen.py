@@ -9,12 +9,15 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
-from horizon_lm.model import attention
+from horizon_lm.model import attention, attention_kernels
 from horizon_lm.model.attention import find_segments
+from horizon_lm.model.attention_kernels import kernel_of_segments
 from tests import families
 
 REJECTED = ("gemma2", "gpt_oss", "qwen3_next", "falcon")
 CPU = torch.device("cpu")
+ONE_BY_ONE = "torch's scaled dot-product attention, one segment at a time, because its flash kernel does not support "
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
 def models(family: str, **settings: Any) -> tuple[Any, Any]:
@@ -149,6 +152,38 @@ def test_a_kernel_that_was_activated_in_torch_goes_before_flash_attn(
     monkeypatch: pytest.MonkeyPatch, activated: str | None, taken: bool
 ) -> None:
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: activated, raising=False)
-    monkeypatch.setattr(attention, "_flash_attn", lambda: print)  # as if it were installed
+    monkeypatch.setattr(attention, "flash_attn", lambda: print)  # as if it were installed
     query: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     assert attention._supports_flash_attn(query) == taken
+
+
+@pytest.mark.parametrize(
+    ("setup", "kernel"),
+    [
+        ({}, "FlashAttention-2 of torch 2.99.1"),
+        ({"activated": "FA3"}, "FA3 of torch 2.99.1"),
+        ({"installed": True}, "FlashAttention-2 of flash-attn 2.8.3"),
+        ({"installed": True, "activated": "FA3"}, "FA3 of torch 2.99.1"),
+        ({"installed": True, "compiled": True}, "FlashAttention-2 of torch 2.99.1"),
+        ({"dtype": torch.float32}, ONE_BY_ONE + "values in float32"),
+        ({"attention_dropout": 0.1}, ONE_BY_ONE + "dropout"),
+        ({"head_dim": 264}, ONE_BY_ONE + "head dimensions 264 and 264"),
+        (LATENT, ONE_BY_ONE + "head dimensions 192 and 128"),
+        ({"capability": (7, 5)}, ONE_BY_ONE + "compute capability 7.5"),
+        ({"implementation": "sdpa"}, "torch's scaled dot-product attention with a mask"),
+        ({"implementation": "flash_attention_3"}, "flash_attention_3"),
+    ],
+)
+def test_kernel_of_packed_rows_is_named(setup: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, Any] = {
+        "installed": False, "activated": None, "compiled": False, "dtype": torch.bfloat16, "capability": (9, 0),
+        "implementation": "varlen", "head_dim": 128, **setup,
+    }  # fmt: skip
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cu130")
+    monkeypatch.setattr(attention_kernels, "version", lambda name: {"flash-attn": "2.8.3"}[name])
+    monkeypatch.setattr(attention_kernels, "activated_kernel", lambda: known["activated"])
+    monkeypatch.setattr(attention_kernels, "flash_attn", lambda: print if known["installed"] else None)
+    named = kernel_of_segments(
+        SimpleNamespace(**known), known["implementation"], known["dtype"], known["compiled"], known["capability"]
+    )
+    assert named == kernel

@@ -127,7 +127,18 @@ def _gpu(device: torch.device) -> Facts:
         "memory": format_bytes(properties.total_memory),
         "compute capability": f"{properties.major}.{properties.minor}",
         "link": _pci_link(str(properties.uuid)) or "unknown",
+        "packed rows": _kernel((properties.major, properties.minor)),
     }
+
+
+def _kernel(capability: tuple[int, int]) -> str:
+    """Return the kernel of packed and padded rows in bfloat16, with the most common width of heads."""
+    from transformers import LlamaConfig
+
+    from horizon_lm.model.attention_kernels import kernel_of_segments
+
+    config = LlamaConfig(head_dim=128)
+    return kernel_of_segments(config, "varlen", torch.bfloat16, compiled=True, capability=capability)
 
 
 def _pci_link(uuid: str) -> str:

@@ -201,8 +201,16 @@ def varlen_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def activated_kernel() -> str | None:
+    """Return the name of the kernel that the user has activated in place of torch's flash kernel, such as FA3."""
+    activated = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # of newer versions of torch
+    name: str | None = None if activated is None else activated()
+    return name
+
+
 @cache
-def _flash_attn() -> Any:
+def flash_attn() -> Any:
+    """Return flash-attn's function for segments; None if it is not installed."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -214,12 +222,11 @@ def _supports_flash_attn(query: torch.Tensor) -> bool:
     """Return whether flash-attn is installed and supports this query. Compiled blocks use torch's kernel, and so do others if
     the user has activated another one in its place, such as FA3.
     """
-    activated = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # of newer versions of torch
-    if activated is not None and activated() is not None:
+    if activated_kernel() is not None:
         return False
     if torch.compiler.is_compiling() or query.device.type != "cuda" or getattr(_current, "plain", False):
         return False
-    return query.dtype in (torch.float16, torch.bfloat16) and _flash_attn() is not None
+    return query.dtype in (torch.float16, torch.bfloat16) and flash_attn() is not None
 
 
 def _by_flash_attn(
@@ -229,7 +236,7 @@ def _by_flash_attn(
     size, length = query.shape[0], query.shape[2]
     offsets, ends = rows or _whole_rows(size, length, query.device).offsets(0, size)
     longest = int(ends.diff().max())
-    output: torch.Tensor = _flash_attn()(
+    output: torch.Tensor = flash_attn()(
         *(t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)), offsets, offsets, longest, longest,
         dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=(window - 1 if window else -1, 0),
     )  # fmt: skip

@@ -16,6 +16,9 @@ from torch.nn import functional as F  # noqa: N812
 Offsets = tuple[torch.Tensor, torch.Tensor]
 """Start of each segment of some rows and end of the last segment, int32: on the device, and on the host."""
 
+KERNEL_CAPABILITY = (8, 0)  # compute capability that torch's flash kernel needs
+_LARGEST_WIDTH = 256  # of a head
+
 
 def segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Offsets | None, scaling: float | None = None,
@@ -74,16 +77,34 @@ def visible(length: int, keys: int, window: int | None, device: torch.device) ->
 
 
 def has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Return whether torch's flash kernel for segments supports these inputs; it does not support dropout."""
-    width = query.shape[-1]
-    fits = width == value.shape[-1] and width % 8 == 0 and width <= 256
-    halves = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and halves and fits and not dropout and _has_flash(query.device)
+    """Return whether torch's flash kernel for segments supports these inputs."""
+    fits = not kernel_obstacle((query.shape[-1], value.shape[-1]), query.dtype, dropout)
+    return query.device.type == "cuda" and fits and _has_flash(query.device)
+
+
+def kernel_obstacle(widths: tuple[int, int], dtype: torch.dtype, dropout: float) -> str:
+    """Return why torch's flash kernel for segments does not support such inputs; empty if it does.
+
+    Args:
+        widths: head dimensions of queries and of values.
+        dtype: their dtype.
+        dropout: probability of dropping an attention weight.
+    """
+    width, of_values = widths
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"values in {str(dtype).removeprefix('torch.')}"
+    if dropout:
+        return "dropout"
+    fits = width == of_values and width % 8 == 0 and width <= _LARGEST_WIDTH
+    return "" if fits else f"head dimensions {width} and {of_values}"
 
 
 @cache
 def _has_flash(device: torch.device) -> bool:
-    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
+    )
 
 
 # The operation and its backward operation, because compiled graphs cannot depend on segments

@@ -20,7 +20,7 @@ from horizon_lm.planning.remedies import Remedy, find_remedies
 from horizon_lm.planning.render import remedy_lines
 from horizon_lm.planning.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
-from horizon_lm.preflight.inputs import RowShape, Source, fetch_source, open_source
+from horizon_lm.preflight.inputs import RowShape, Source, compute_dtype, fetch_source, open_source
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
@@ -74,7 +74,11 @@ def plan_run(
         request = replace(request, device_micro_batch_size=request.rows)
     priced = priced and (num_ranks == 1 or machine.interconnect is not None)
     plan = make_plan(outline, request, machine, priced, usual)
-    return replace(plan, problems=[*plan.problems, *_problems(source, plan, rows)])
+    return replace(
+        plan,
+        reasons=[*plan.reasons, *_attention_reasons(run, source, plan, rows)],
+        problems=[*plan.problems, *_problems(source, plan, rows)],
+    )
 
 
 # What NCCL takes outside of torch's allocator (estimates): for each communicator, and for each GPU that this one reaches. An
@@ -90,6 +94,21 @@ def _collective_bytes(num_ranges: int, num_ranks: int, links: Interconnect | Non
     peers = min(num_ranges, gpus) - 1 if links is None or not links.through_host else 0
     groups = [(size, each) for size, each in ((num_ranges, of_machine), (copies, copies)) if size > 1]
     return peers * _PEER_BYTES + sum(_COMMUNICATOR_BYTES + sum(sum_buffers(*group).values()) for group in groups)
+
+
+def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShape) -> list[str]:
+    """Return the kernel of packed and padded rows on a GPU, if there are any."""
+    from horizon_lm.model.attention_kernels import kernel_of_segments
+
+    config, hardware = source.config.get_text_config(), plan.machine.hardware
+    if plan.machine.on_host or not rows.masked or not isinstance(getattr(config, "num_attention_heads", None), int):
+        return []
+    capability = None
+    if hardware is not None and hardware.capability:
+        capability = int(hardware.capability), round(10 * hardware.capability) % 10
+    used = plan.step.outline.attention
+    kernel = kernel_of_segments(config, used, compute_dtype(run), plan.request.compiled, capability)
+    return [f"attention: packed and padded rows use {kernel}"]
 
 
 def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:

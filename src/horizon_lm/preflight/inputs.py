@@ -14,6 +14,7 @@ from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.attention_kernels import head_dimensions
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantization import requested_quantization, require_adapters
 from horizon_lm.model.source import ModelSource
@@ -59,12 +60,10 @@ class Source:
         heads = getattr(config, "num_attention_heads", None)
         if not heads:  # a recurrent state, whose size does not depend on the tokens
             return 0
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        if getattr(config, "kv_lora_rank", None) is None:
+        width = max(head_dimensions(config))
+        if getattr(config, "kv_lora_rank", None) is None:  # latent attention caches its keys and values expanded
             heads = getattr(config, "num_key_value_heads", None) or heads
-        else:  # multi-head latent attention caches its keys and values expanded (arXiv 2405.04434)
-            width = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-        return int(2 * config.num_hidden_layers * heads * width * _compute_dtype(run).itemsize)
+        return int(2 * config.num_hidden_layers * heads * width * compute_dtype(run).itemsize)
 
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
@@ -77,7 +76,7 @@ class Source:
         accelerated = run.device != "cpu"
         options: dict[str, Any] = {
             "length": length,
-            "dtype": _compute_dtype(run),
+            "dtype": compute_dtype(run),
             "masked": masked,
             "on_accelerator": accelerated,
             "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
@@ -94,7 +93,7 @@ class Source:
         return self._outlines[key]
 
 
-def _compute_dtype(run: RunConfig) -> Any:
+def compute_dtype(run: RunConfig) -> Any:
     """Return the dtype of weights and hidden states on the device."""
     return torch.bfloat16 if run.device != "cpu" and run.precision != "float32" else torch.float32
 
