@@ -9,6 +9,7 @@ import horizon_lm
 
 ROOT = Path(horizon_lm.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+READING = PAGE.with_name("reading.md")
 MODULE = re.compile(r"\b(?:[a-z]+/)+[a-z_]+\.py\b")
 
 
@@ -27,13 +28,28 @@ def test_every_decision_is_in_the_navigation() -> None:
     assert files <= set(re.findall(r"docs/decisions/[\w.-]+\.md", (root / "mkdocs.yml").read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULE.findall(PAGE.read_text(encoding="utf-8")))))
-def test_every_module_on_the_page_exists(module: str) -> None:
+@pytest.mark.parametrize("module", sorted({m for p in (PAGE, READING) for m in MODULE.findall(p.read_text("utf-8"))}))
+def test_every_module_on_the_pages_exists(module: str) -> None:
     assert (
         (ROOT / module).is_file()
         or (ROOT.parents[1] / "tests" / module).is_file()
         or (PAGE.parents[1] / module).is_file()
     )
+
+
+def test_twelve_files_are_in_order() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", READING.read_text("utf-8"), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 13))
+    assert all(MODULE.search(file) for _, file in rows)
+
+
+def test_every_name_on_the_reading_page_is_in_its_file() -> None:
+    rows = re.findall(r"^\| \d+ \| .*?`([\w/]+\.py)`.*? \| (.*) \|$", READING.read_text("utf-8"), re.MULTILINE)
+    for file, text in rows:
+        path = PAGE.parents[1] / file
+        code = (path if path.is_file() else ROOT / file).read_text("utf-8")
+        for name in re.findall(r"`([\w.]+)`", text):
+            assert name.split(".")[-1] in code, f"{file}: {name}"
 
 
 def test_every_package_is_on_the_page() -> None:
