@@ -257,6 +257,15 @@ def trainer(cls: type) -> Any:
 
     Raises:
         ConfigError: ``cls`` is no such class.
+
+    Examples:
+        >>> from transformers import Trainer, TrainingArguments
+        >>> rows = [{"input_ids": ids, "labels": ids} for ids in batch["input_ids"]]
+        >>> args = TrainingArguments(use_cpu=True, max_steps=2, save_strategy="no")
+        >>> trainer = horizon_lm.trainer(Trainer)(model, args, train_dataset=rows)
+        >>> trainer.train().global_step  # the plan comes first
+        plan: batch: 8 examples/step...
+        2
     """
     from transformers import Trainer
 

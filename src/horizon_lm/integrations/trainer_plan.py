@@ -153,6 +153,12 @@ def plan(model: Any, args: Any, length: int | None = None) -> Plan:
     Raises:
         ConfigError: no length is given, and ``args`` set no limit.
         StreamingError: the model is not streamed.
+
+    Examples:
+        >>> from transformers import TrainingArguments
+        >>> planned = horizon_lm.plan(model, TrainingArguments(use_cpu=True), length=16)
+        >>> planned.fits
+        True
     """
     length = length or length_limit(args)
     if length is None:

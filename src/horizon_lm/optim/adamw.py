@@ -48,6 +48,18 @@ class AdamW(torch.optim.Optimizer):
         grad_norm: global norm of the gradients of the last step, before clipping.
         unit_grad_norms: norm of each unit's gradients in the last step, before clipping.
         non_finite_unit: the unit in which the gradient of the last rejected or skipped step was first not finite.
+
+    Examples:
+        >>> optimizer = horizon_lm.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+        >>> losses = []
+        >>> for _ in range(3):
+        ...     loss = model(**batch).loss
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     losses.append(loss.item())
+        >>> losses == sorted(losses, reverse=True)
+        True
     """
 
     updates_slabs = True  # unlike other optimizers, which update parameters

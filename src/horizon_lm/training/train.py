@@ -55,6 +55,12 @@ def train(
             model has been exported.
         InterruptedRunError: SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGXCPU arrived; the current step was finished.
         Exception: the first error of a callback, after the weights were exported.
+
+    Examples:
+        >>> run = {"objective": "sft", "model_name_or_path": "tiny-llama", "datasets": ["train.jsonl"], "output_dir": "run"}
+        >>> result = horizon_lm.train(run, max_steps=2, device="cpu", print_fn=lambda line: None)
+        >>> result.num_steps
+        2
     """
     with failing_together():
         given = as_config(run, settings)

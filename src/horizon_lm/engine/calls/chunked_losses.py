@@ -167,6 +167,12 @@ def token_logprobs(
     Raises:
         ValueError: labels are missing, or a statistic is unknown.
         StreamingError: the model is not streamed, or classifies rows.
+
+    Examples:
+        >>> found = horizon_lm.token_logprobs(model, statistics=["entropy"], **batch)
+        >>> found.logprobs.shape == found.entropy.shape == batch["labels"].shape
+        True
+        >>> (-found.logprobs.sum()).backward()
     """
     if not hasattr(model, "_horizon"):
         raise StreamingError("token_logprobs needs a streamed model; call horizon_lm.stream(model) first")

@@ -80,6 +80,15 @@ def stream(
     Raises:
         ConfigError: a setting is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
+
+    Examples:
+        >>> from transformers import LlamaForCausalLM
+        >>> model = horizon_lm.stream(LlamaForCausalLM(config), device="cpu", precision="float32")
+        >>> isinstance(model, LlamaForCausalLM)
+        True
+        >>> model(**batch).loss.backward()
+        >>> model.lm_head.weight.grad.device  # weights and gradients are in host memory
+        device(type='cpu')
     """
     settings = StreamArguments(
         device=device, precision=precision, device_micro_batch_size=device_micro_batch_size, head=head,
@@ -126,6 +135,12 @@ def from_pretrained(
     Raises:
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
+
+    Examples:
+        >>> model = horizon_lm.from_pretrained("tiny-llama", device="cpu", precision="bf16")
+        >>> model.lm_head.weight.dtype
+        torch.bfloat16
+        >>> model.save_pretrained("out")  # an ordinary Hugging Face folder
     """
     request = OpenRequest(
         name=model_name_or_path,
@@ -159,6 +174,11 @@ def from_config(
         precision: as in `stream`.
         model_class: as in `from_pretrained`.
         options: other arguments of `stream`.
+
+    Examples:
+        >>> model = horizon_lm.from_config(config, device="cpu")
+        >>> sorted(horizon_lm.stats(model)["host_bytes_by_kind"])  # the fp32 master in two halves
+        ['low_halves', 'weights']
     """
     settings = StreamArguments(device=device, precision=precision, **options)
     opened = open_device(settings.device, settings.device_memory)

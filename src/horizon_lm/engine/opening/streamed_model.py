@@ -76,6 +76,11 @@ def named_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
     Args:
         model: a streamed model.
         dtype: dtype of the weights; None for the one in which they are streamed.
+
+    Examples:
+        >>> weights = dict(horizon_lm.named_weights(model, dtype=torch.bfloat16))
+        >>> weights["model.norm.weight"].dtype
+        torch.bfloat16
     """
     engine = engine_of(model)
     engine.synchronize()

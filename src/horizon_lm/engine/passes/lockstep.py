@@ -173,6 +173,13 @@ def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
     Args:
         functions: the functions.
         prepare: for each of them, a function that is called whenever it begins or goes on.
+
+    Examples:
+        Two batches of different lengths, for which each block is copied to the device twice, and not four times:
+
+        >>> shorter = {name: tensor[:, :5] for name, tensor in batch.items()}
+        >>> losses = horizon_lm.run_together([lambda each=each: model(**each).loss for each in (batch, shorter)])
+        >>> sum(losses).backward()
     """
     prepare = prepare or [_nothing] * len(functions)
     if len(functions) == 1:
