@@ -1,10 +1,11 @@
-"""Feed-forward layers in chunks of tokens: the same numbers with less memory."""
+"""Feed-forward layers and losses in chunks of tokens: the same numbers with less memory."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MambaConfig
 
 import horizon_lm
 from horizon_lm.cost.block_probe import run_on_meta
@@ -54,3 +55,11 @@ def test_chunks_reduce_peak_memory() -> None:
 def test_models_without_a_feed_forward_layer_are_rejected() -> None:
     with pytest.raises(ModelNotSupportedError, match="mlp_chunk_tokens"):
         horizon_lm.stream(families.build("mixtral"), mlp_chunk_tokens=8)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_loss_of_a_model_that_reads_the_dtype_of_its_head_is_chunked(precision: str) -> None:
+    model = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=90, hidden_size=16, state_size=4, num_hidden_layers=2), dtype=torch.float32
+    )
+    assert horizon_lm.stream(model, precision=precision)._horizon.engine.options.head == "chunked"

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.model.functional import in_place
 from horizon_lm.model.outer_trial import Decoded, forwards, outer_leaves, try_outer
 from horizon_lm.model.parts import ModelParts
 
@@ -48,8 +49,10 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
     if type(parts.head) is not nn.Linear:
         return f"the head is a {type(parts.head).__name__}, not a plain Linear"
     reason = "its forward does not call a decoder"
+    # Models read the dtype of this weight, and the trial computes in float32.
+    place = (parts.head, "weight", torch.zeros(()).expand(parts.head.weight.shape))
     for trunk in parts.trunks():
-        with torch.random.fork_rng(devices=[]), outer_leaves(parts) as outer:
+        with torch.random.fork_rng(devices=[]), outer_leaves(parts) as outer, in_place([place]):
             try:
                 reason = _difference(parts, trunk, outer)
             except Exception as error:  # the model's code may need more inputs than it gets here
