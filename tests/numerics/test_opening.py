@@ -21,6 +21,8 @@ from transformers import (
 
 import horizon_lm
 from horizon_lm.model import hub
+from tests.census.inputs import text_batch
+from tests.census.tiny_models import build
 
 SMALL = {"vocab_size": 90, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 DEEPSEEK = DeepseekV3Config(
@@ -189,6 +191,42 @@ def test_weights_that_transformers_keeps_in_float32_are_written_in_float32_and_r
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         horizon_lm.from_pretrained(tmp_path, precision="float32")
+
+
+@pytest.mark.parametrize("way", ["stream", "from_pretrained", "adapters"])
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "hy_v4"])
+def test_weights_that_transformers_keeps_in_float32_are_computed_with_in_float32(
+    model_type: str, head: str, way: str, tmp_path: Path
+) -> None:
+    """Forward and backward equal those of transformers in bfloat16, bit for bit, if the weights have no more bits."""
+    model, batch = build(model_type), text_batch(model_type)
+    model.bfloat16().save_pretrained(tmp_path)
+    plain, again = (type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).train() for _ in range(2))
+    options = {"precision": "fp32_master", "compute_dtype": torch.bfloat16, "head": head, "grad_dtype": torch.float32}
+    streamed = (
+        horizon_lm.from_pretrained(tmp_path, **options)
+        if way == "from_pretrained"
+        else horizon_lm.stream(again, **options)
+    )
+    if way == "adapters":
+        peft = pytest.importorskip("peft", reason="needs the whole installation")
+        config = peft.LoraConfig(target_modules=["o_b_proj", "o_proj"])
+        streamed = peft.get_peft_model(streamed, config).unload()
+        streamed.requires_grad_(True)
+    expected = plain(**batch, use_cache=False)
+    found = streamed.train()(**batch)
+    assert head == "chunked" or same(found.logits, expected.logits)
+    assert torch.allclose(found.loss, expected.loss, rtol=1e-6, atol=0)
+    for each in (expected, found):
+        each.loss.backward()
+    grads = {name: parameter.grad for name, parameter in streamed.named_parameters()}
+    off = [
+        name
+        for name, parameter in plain.named_parameters()
+        if parameter.grad is not None and not torch.equal(grads[name], parameter.grad.float())
+    ]
+    assert off == []
 
 
 def test_the_config_of_the_caller_is_not_changed(tmp_path: Path) -> None:

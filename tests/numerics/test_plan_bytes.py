@@ -12,6 +12,7 @@ import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.freezing import freeze
+from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.choose import choose
@@ -21,6 +22,7 @@ from horizon_lm.planning.request import ForwardBatch, Machine, Request
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import EMBED, HEAD, OUTER
 from tests import families
+from tests.census.tiny_models import build
 from tests.storages import StorageMeter
 from tests.thinning import thinned
 
@@ -131,6 +133,25 @@ def test_allocated_bytes_equal_planned_bytes(family: str, seed: int) -> None:
     if engine.boundaries.num_bytes:
         kept["boundaries"] = engine.boundaries.num_bytes
     assert kept == host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+
+
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "hy_v4"])
+def test_weights_that_are_computed_with_in_float32_match_plan(model_type: str, head: str) -> None:
+    model = build(model_type)
+    for name, parameter in model.named_parameters():
+        is_kept = name in kept_in_float32(model, [name], torch.bfloat16)
+        parameter.data = parameter.data.bfloat16().to(torch.float32 if is_kept else torch.bfloat16)
+    options = DEFAULTS | {"precision": "bf16", "head": head, "head_chunk_tokens": 64 if head == "chunked" else None}
+    case = Case(2, options, "float32", False, frozenset())
+    source = ModelSource(model.config, "tiny", dtype=torch.bfloat16)
+    step = choose(outline_model(source, length=LENGTH, dtype=torch.bfloat16), case.request, HERE).step
+    streamed = horizon_lm.stream(model, compute_dtype=torch.bfloat16, **case.options)
+    with StorageMeter() as counted:
+        train(streamed, case)
+    engine = streamed._horizon.engine
+    assert {kind: n for kind, n in engine.device.counters.allocated.items() if n} == device_use(step).buffers
+    print(f"{model_type} {head}: counted {counted.peak:,}, planned {device_use(step).total:,}")
 
 
 WIDER: dict[str, dict[str, Any]] = {

@@ -31,10 +31,12 @@ class BlockCalls:
     Attributes:
         block: one of these blocks.
         indices: indices of all of them.
+        in_float32: weights that they compute with in float32, by their names inside the block.
     """
 
     block: nn.Module
     indices: tuple[int, ...]
+    in_float32: frozenset[str]
     _spec: Any
     _leaves: tuple[Any, ...]  # each tensor replaced by None
     _tensors: Mapping[int, tuple[tuple["_Extent", ...], torch.dtype]]
@@ -50,7 +52,7 @@ class BlockCalls:
 
     def run(self, rows: int, length: int, dtype: torch.dtype, accelerated: bool) -> BlockRun:
         """Run a block's forward and backward pass for a micro-batch of this shape on the meta device."""
-        return run_on_meta(self.block, *self.arguments(rows, length), dtype, accelerated)
+        return run_on_meta(self.block, *self.arguments(rows, length), dtype, accelerated, self.in_float32)
 
     def shared_bytes(self, rows: int, length: int) -> dict[int, int]:
         """Return the size in bytes of each input shared with other blocks (masks, rotary tables), by the identity of
@@ -96,7 +98,7 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool)
     kinds = {index: copy for copy, same in zip(copies, indices.values(), strict=True) for index in same}
     seen = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
     return [
-        _compare(copy, [calls[same[0]] for calls in seen], tuple(same))
+        _compare(copy, [calls[same[0]] for calls in seen], tuple(same), _in_float32(parts, same[0]))
         for copy, same in zip(copies, indices.values(), strict=True)
     ]
 
@@ -108,7 +110,11 @@ def _shapes() -> list[tuple[int, int]]:
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _compare(block: nn.Module, calls: list[Call], indices: tuple[int, ...]) -> BlockCalls:
+def _in_float32(parts: ModelParts, index: int) -> frozenset[str]:
+    return parts.in_float32_inside(f"{parts.block_prefix}.{index}")
+
+
+def _compare(block: nn.Module, calls: list[Call], indices: tuple[int, ...], in_float32: frozenset[str]) -> BlockCalls:
     flat = [pytree.tree_flatten(call, is_leaf=_is_leaf) for call in calls]
     leaves, spec = flat[0]
     more_rows, more_tokens = flat[1][0], flat[2][0]
@@ -119,7 +125,7 @@ def _compare(block: nn.Module, calls: list[Call], indices: tuple[int, ...]) -> B
             tensors[index] = tuple(map(_extent, *shapes)), leaf.dtype
     plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     identities = {index: id(leaves[index]) for index in tensors}  # of one forward pass, while all its tensors are alive
-    return BlockCalls(block, indices, spec, plain, tensors, identities)
+    return BlockCalls(block, indices, in_float32, spec, plain, tensors, identities)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -178,7 +184,8 @@ def _record(
                 raise _DoneError
             kind = kinds[index]
             if kind not in outputs:
-                outputs[kind] = pytree.tree_map(_zeros, output_on_meta(kind, args, kwargs, dtype))
+                output = output_on_meta(kind, args, kwargs, dtype, _in_float32(parts, index))
+                outputs[kind] = pytree.tree_map(_zeros, output)
             return outputs[kind]
 
         return forward
@@ -204,7 +211,9 @@ def _outer_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[None]:
     refs = parts.units[OUTER]
     for ref in refs:
         for module, attribute in ref.places:
-            module._parameters[attribute] = nn.Parameter(torch.zeros(ref.param.shape, dtype=dtype))
+            module._parameters[attribute] = nn.Parameter(
+                torch.zeros(ref.param.shape, dtype=parts.computed_dtype(ref.name, dtype))
+            )
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Measure the memory and work of a block's computation, and find the weights that its forward pass writes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +37,9 @@ class BlockRun:
 
 
 def run_on_meta(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, accelerated: bool = False
-) -> BlockRun:
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, accelerated: bool = False,
+    in_float32: Collection[str] = (),
+) -> BlockRun:  # fmt: skip
     """Run a block with arguments of these shapes and dtypes on the meta device.
 
     Args:
@@ -46,8 +47,9 @@ def run_on_meta(
         args, kwargs: arguments as passed by the model, with tensors on any device.
         dtype: dtype of the weights on the device.
         accelerated: assume the kernels of a GPU.
+        in_float32: weights in float32 nevertheless, by their names inside the block.
     """
-    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype)
+    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype, in_float32)
     with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.enable_grad():
         output = module.forward(*args, **kwargs)
         tensors = _differentiable(output)
@@ -62,25 +64,30 @@ def run_on_meta(
     return BlockRun(Footprint(graph, recorder.peak), alone.peak, forward, work - forward, _detached(output))
 
 
-def output_on_meta(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Return the output of a block for arguments of these shapes and dtypes, on the meta device."""
-    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype)
+def output_on_meta(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype,
+    in_float32: Collection[str] = (),
+) -> Any:  # fmt: skip
+    """Return the output of a block on the meta device. The arguments are those of `run_on_meta`."""
+    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype, in_float32)
     with recording(module, args, kwargs, accelerated=False), torch.no_grad():
         return module.forward(*args, **kwargs)
 
 
 def copy_on_meta(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return a copy of a block on the meta device with weights in ``dtype``, and arguments with differentiable hidden
-    states.
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype,
+    in_float32: Collection[str] = (),
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Return a copy of a block on the meta device with weights in these dtypes, and arguments with differentiable hidden
+    states. The arguments are those of `run_on_meta`.
     """
     module = meta_copy(block)
     module.__dict__.pop("forward", None)  # the forward override of a streamed block
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         for name, param in owner._parameters.items():
             if param is not None:
-                moved = param.to(dtype) if param.is_floating_point() else param
+                own_dtype = torch.float32 if f"{path}.{name}".lstrip(".") in in_float32 else dtype
+                moved = param.to(own_dtype) if param.is_floating_point() else param
                 owner._parameters[name] = nn.Parameter(moved, param.requires_grad)
         for name, buffer in owner._buffers.items():
             owner._buffers[name] = None if buffer is None else buffer.to("meta")
@@ -92,7 +99,7 @@ def copy_on_meta(
 
 def measured_footprint(
     block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device,
-    meter: AbstractContextManager[Any],
+    meter: AbstractContextManager[Any], in_float32: Collection[str] = (),
 ) -> tuple[Footprint, Any]:  # fmt: skip
     """Measure the footprint of a block on a device, compiled if the block is compiled; also return its output.
 
@@ -104,9 +111,12 @@ def measured_footprint(
         dtype: dtype of the weights.
         device: device to measure on.
         meter: context manager that measures bytes in use as ``current`` and ``peak``.
+        in_float32: as in `run_on_meta`.
     """
     params = {  # plain tensors, as in training: torch.compile would recompile for a different tensor class
-        name: (0.02 * torch.randn(param.shape, dtype=dtype, device=device)).requires_grad_(param.requires_grad)
+        name: (
+            0.02 * torch.randn(param.shape, dtype=torch.float32 if name in in_float32 else dtype, device=device)
+        ).requires_grad_(param.requires_grad)
         for name, param in block.module.named_parameters(remove_duplicate=False)
     }
     for param in params.values():

@@ -13,7 +13,7 @@ from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import Decoded, forwards
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.outline import Linear, Work
-from horizon_lm.units import OUTER
+from horizon_lm.units import HEAD, OUTER
 
 _TOKENS = 4096  # tokens of a trial, enough to make the part that does not depend on the number of tokens negligible
 
@@ -56,7 +56,7 @@ def _run(
     """Return the peak memory, the work of the forward pass, and the work of the forward and backward pass."""
     model, width = parts.model, parts.head_width
     norm = _norm(parts, dtype)
-    weight = torch.empty((parts.num_outputs, width), dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty((parts.num_outputs, width), dtype=parts.head_dtype(dtype), device="meta", requires_grad=True)
     hidden = torch.empty((1, tokens, width), dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty((1, tokens), dtype=torch.long, device="meta")
     replaced: dict[nn.Module, Callable[..., Any]] = {
@@ -65,13 +65,16 @@ def _run(
     }
     options = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
     outer = [
-        (module, attribute, torch.empty(ref.param.shape, dtype=dtype, device="meta", requires_grad=True))
+        (module, attribute, torch.empty(ref.param.shape, dtype=own_dtype, device="meta", requires_grad=True))
         for ref in parts.units[OUTER]
+        for own_dtype in [parts.computed_dtype(ref.name, dtype)]
         for module, attribute in ref.places
     ]
+    # A model that keeps its head in float32 reads the dtype of this weight.
+    kept = [(*place, weight) for ref in parts.units[HEAD] if ref.name in parts.in_float32 for place in ref.places]
     with (
         forwards(replaced),
-        in_place(outer),
+        in_place([*outer, *kept]),
         recording(norm, weight, hidden, labels, accelerated=True) as recorder,
         torch.enable_grad(),
     ):
@@ -116,6 +119,7 @@ def _norm(parts: ModelParts, dtype: torch.dtype) -> nn.Module:
     norm = parts.final_norm
     if norm is None or any(param.shape[-1] != parts.head_width for param in norm.parameters()):
         return nn.Identity()
-    copy = meta_copy(norm).to(device="meta", dtype=dtype)
+    kept = any(m is norm for ref in parts.units[OUTER] if ref.name in parts.in_float32 for m, _ in ref.places)
+    copy = meta_copy(norm).to(device="meta", dtype=torch.float32 if kept else dtype)
     copy.__dict__.pop("forward", None)  # the forward override of a streamed model
     return copy

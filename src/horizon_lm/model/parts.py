@@ -43,7 +43,8 @@ class ModelParts:
         classifies: the head gives scores of labels, not logits of tokens.
         written: weights that a block's forward pass may write in training, by block.
         codecs: the codecs of quantized weights, by full name; all of blocks.
-        in_float32: full names of the weights that transformers keeps in float32 though it opens the model in bfloat16.
+        in_float32: full names of the weights that transformers keeps in float32 though it opens the model in bfloat16. They are
+            stored as all others are, and computed with in float32.
     """
 
     _model: Any
@@ -97,6 +98,26 @@ class ModelParts:
         """Number of outputs of the head: V, or the number of labels of a classifier."""
         return int(self.units[HEAD][0].param.shape[0]) if self.classifies else self.sizes().vocabulary
 
+    def computed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a weight takes part in computations, in a model that computes in ``dtype``."""
+        return torch.float32 if name in self.in_float32 else dtype
+
+    def head_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the head on the device, in a model that computes in ``dtype``."""
+        return torch.float32 if any(ref.name in self.in_float32 for ref in self.units[HEAD]) else dtype
+
+    def renamed_in_float32(self, old_names: Mapping[str, str]) -> frozenset[str]:
+        """Return the weights that are computed with in float32, by their names in a model that PEFT has changed.
+
+        Args:
+            old_names: the names in this model, by the new name.
+        """
+        return frozenset(name for name, old in old_names.items() if old in self.in_float32)
+
+    def in_float32_inside(self, path: str) -> frozenset[str]:
+        """Return the weights of a module that are computed with in float32, by their names inside the module."""
+        return frozenset(name.removeprefix(f"{path}.") for name in self.in_float32 if name.startswith(f"{path}."))
+
     def shapes(self) -> dict[Unit, dict[str, torch.Size]]:
         """Return the shapes of all parameters, by unit and full name."""
         return {unit: {ref.name: ref.param.shape for ref in refs} for unit, refs in self.units.items()}
@@ -145,6 +166,7 @@ class ModelParts:
             vocabulary=vocabulary,
             hidden=hidden,
             tied=self.tied,
+            float32_head=self.head_dtype(torch.bfloat16) == torch.float32,
             idle=numel.get(IDLE, []),
             packed=[] if trained_only else self._packed(),
         )

@@ -9,6 +9,7 @@ from torch import nn
 
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.adapter_layers import adapter_params, is_adapter_layer
+from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
@@ -60,6 +61,7 @@ def find_parts(model: Any) -> ModelParts:
         classifies=classifies,
         adapters=adapters,
         is_adapted=bool(adapted),
+        in_float32=_find_in_float32(model, units, adapted),
     )
 
 
@@ -165,6 +167,13 @@ def _find_units(
                 "and parameters outside of blocks to each other"
             )
     return units, {index: frozenset(names) for index, names in adapters.items()}
+
+
+def _find_in_float32(model: Any, units: Mapping[Unit, list[ParamRef]], adapted: set[int]) -> frozenset[str]:
+    """Return the weights, by full name, that are in float32 and that transformers keeps so in a model in bfloat16."""
+    refs = [ref for of_unit in units.values() for ref in of_unit if id(ref.param) not in adapted]
+    names = [ref.name for ref in refs if ref.param.dtype == torch.float32]
+    return frozenset(kept_in_float32(model, names, torch.bfloat16))
 
 
 def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: Mapping[int, Unit]) -> None:

@@ -36,6 +36,7 @@ class ModelSizes:
         outer: elements of each tensor outside of blocks, head and table.
         vocabulary, hidden: rows and columns of the embedding table, V and H.
         tied: the head uses the embedding table.
+        float32_head: the head is in float32 on the device, whatever the dtype of other units.
         idle: elements of embedding tables of which only rows are read, beside the one that is trained.
         packed: the quantized tensors of each block, which ``blocks`` has, too; empty if no block has any.
     """
@@ -47,6 +48,7 @@ class ModelSizes:
     vocabulary: int
     hidden: int
     tied: bool
+    float32_head: bool = False
     idle: Sequence[int] = ()
     packed: Sequence[PackedSizes] = ()
 
@@ -140,6 +142,7 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
     rows, forward_rows = num_rows * sizes.hidden, settings.forward_table_rows * sizes.hidden
     compute, grad = settings.compute_bytes, settings.grad_bytes
+    of_head = 4 if sizes.float32_head else compute
     sums = settings.micro_batches and grad < 4
     accumulates, slot_grad = sums and shard.is_whole, 4 if sums and not shard.is_whole else grad
     grad_slots = largest if any(map(sum, trained.blocks)) else 0
@@ -150,8 +153,8 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
         "packed_slots": 2 * _packed_slot(sizes, shard),
         "grad_slots": (1 if accumulates else 2) * grad_slots * slot_grad,
         "grad_accumulator": grad_slots * 4 if accumulates else 0,
-        "head_weights": head * compute,
-        "head_grads": head * (4 if settings.chunked_head else compute) if trained.head else 0,
+        "head_weights": head * of_head,
+        "head_grads": head * (4 if settings.chunked_head else of_head) if trained.head else 0,
         "outer_weights": outer * compute,
         "outer_grads": outer * slot_grad if trained.outer else 0,
         "table_rows": max(rows, forward_rows) * compute,

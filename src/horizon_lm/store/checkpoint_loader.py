@@ -211,7 +211,8 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     model = parts.model
     conversion = find_conversion(model, checkpoint.names)
     optional = parts.units[HEAD] if parts.classifies else []
-    for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional], parts.in_float32):
+    in_float32 = () if store.precision.weight_dtype == torch.float32 else parts.in_float32
+    for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional], in_float32):
         warnings.warn(sentence, CheckpointWarning, stacklevel=3)
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
     written: dict[str, str] = {}
@@ -239,7 +240,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
             elif name in parameters:
                 own = parameters[name]
                 if own not in written:
-                    store.source_dtypes[own] = torch.float32 if own in parts.in_float32 else tensor.dtype
+                    store.source_dtypes[own] = torch.float32 if own in in_float32 else tensor.dtype
                     store.write(own, tensor, first_row)
                 elif not store.holds(own, tensor, first_row):  # a tied parameter, which transformers would untie
                     raise ConfigError(

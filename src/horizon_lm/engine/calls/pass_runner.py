@@ -127,12 +127,15 @@ class PassRunner:
 
         Models read the dtype and device of these weights, which in the streamed parameters are those of host memory.
         """
-        options, device = self._engine.options, self._engine.device.torch_device
-        head = [(module, name, None) for module, name in self._head.streamed_places()]
-        places: list[tuple[Any, str, Any]] = [*head, *((table.module, "weight", table.read) for table in self._tables)]
+        dtype, device = self._engine.options.compute_dtype, self._engine.device.torch_device
+        head_dtype = self._engine.parts.head_dtype(dtype)
+        places: list[tuple[Any, str, torch.dtype, Any]] = [
+            *((module, name, head_dtype, None) for module, name in self._head.streamed_places()),
+            *((table.module, "weight", dtype, table.read) for table in self._tables),
+        ]
         return in_place(
-            (module, name, StandIn.of(module._parameters[name], options.compute_dtype, device, read))
-            for module, name, read in places
+            (module, name, StandIn.of(module._parameters[name], own_dtype, device, read))
+            for module, name, own_dtype, read in places
         )
 
     def _plan(self, batches: list[Batch], size: BatchSize) -> None:

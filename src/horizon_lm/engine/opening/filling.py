@@ -22,7 +22,6 @@ from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
-from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.store.store import Store
 
@@ -40,8 +39,6 @@ def with_store(
     """
     examined = settings.examine(model)
     parts = examined.parts
-    if opened_dtype(settings.precision) != torch.float32:
-        parts.in_float32 = frozenset(ref.name for ref in parts.refs() if ref.param.dtype == torch.float32)
     if find_codecs is not None:
         parts.codecs = find_codecs(parts)
     never_trained = set(parts.units) if frozen else parts.frozen_base()
@@ -105,6 +102,7 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
     store = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
     parts.codecs = store.codecs
+    parts.in_float32 = base.renamed_in_float32(old_names)
     with sharing_moved(mesh, store, old, old_names):
         for ref in refs:
             move_in(ref, store)

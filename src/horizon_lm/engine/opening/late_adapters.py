@@ -153,6 +153,7 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[
             frozen.discard(OUTER)
     store = old.extended(parts.shapes(), old_names, precision, frozen)
     parts.codecs = store.codecs
+    parts.in_float32 = engine.parts.renamed_in_float32(old_names)
     # Whoever remembers a version of the weights must not find it again.
     store.version, store.block_version = old.version + 1, old.block_version + 1
     return store, old_names

@@ -111,7 +111,8 @@ class DeviceBuffers:
         accumulator: the sum of a block's gradients over micro-batches.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
             gradients needs no accumulator: they are summed in the slot.
-        head_weights, head_grads: the head; its gradients are float32 if they are summed over chunks.
+        head_weights, head_grads: the head; its gradients are float32 if they are summed over chunks. Both are float32 if
+            transformers keeps the head so.
         outer_weights, outer_grads: the outer parameters.
         table_rows, table_row_grads: rows of the embedding (R, H) for the tokens of a batch, and their gradients.
         ring: two buffers that boundaries pass through on their way to host memory and back.
@@ -135,8 +136,9 @@ class DeviceBuffers:
         # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
         self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
-        self.head_weights = Slots(device, "head_weights", 1, head, dtype)
-        head_grad_dtype = torch.float32 if options.head == "chunked" else dtype
+        head_dtype = parts.head_dtype(dtype)
+        self.head_weights = Slots(device, "head_weights", 1, head, head_dtype)
+        head_grad_dtype = torch.float32 if options.head == "chunked" else head_dtype
         self.head_grads = Slots(device, "head_grads", 1, head, head_grad_dtype)
         self.outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
         self.outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)

@@ -124,10 +124,14 @@ class BlockComputation:
         """Return a block's weights and its adapters on the device, by their names inside the block."""
         engine, prefix = self.engine, f"{self.blocks[index].name}."
         adapters = engine.parts.adapters.get(index, frozenset())
-        return {
-            name.removeprefix(prefix): engine.store.units[unit].layout.view(engine.memory.weights_of(unit), name)
+        views = {
+            name: engine.store.units[unit].layout.view(engine.memory.weights_of(unit), name)
             for unit, names in ((block(index), engine.store.units[block(index)].layout), (OUTER, adapters))
             for name in names
+        }
+        return {
+            name.removeprefix(prefix): view.to(engine.parts.computed_dtype(name, view.dtype))
+            for name, view in views.items()
         }
 
     # Boundaries: the hidden states of all batches, one after the other

@@ -110,10 +110,11 @@ class GradientCheck:
         """
         engine = self._engine
         params = {
-            name: engine.store.weight(f"{node.module.name}.{name}")
-            .to(engine.device.torch_device, dtype, copy=True)
+            name: engine.store.weight(full)
+            .to(engine.device.torch_device, engine.parts.computed_dtype(full, dtype), copy=True)
             .requires_grad_()
             for name in node.module.param_names()
+            for full in [f"{node.module.name}.{name}"]
         }
         leaves = [
             t.detach().to(dtype if t.is_floating_point() else t.dtype).requires_grad_(t.is_floating_point())

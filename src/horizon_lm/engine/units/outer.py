@@ -51,9 +51,10 @@ class OuterParameters:
         )
 
     def _views(self) -> dict[str, torch.Tensor]:
-        """Return views of the buffer, by full name."""
-        buffer = self.engine.memory.outer_weights[0]
-        return {name: self._layout.view(buffer, name).detach() for name in self._names}
+        """Return the parameters as views of the buffer, or as float32 copies of them, by full name."""
+        buffer, parts = self.engine.memory.outer_weights[0], self.engine.parts
+        views = {name: self._layout.view(buffer, name).detach() for name in self._names}
+        return {name: view.to(parts.computed_dtype(name, view.dtype)) for name, view in views.items()}
 
     def forward(self, trained: list[str]) -> tuple[torch.Tensor, ...]:
         """Return the trained parameters on the device."""
