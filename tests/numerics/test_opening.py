@@ -193,6 +193,24 @@ def test_weights_that_transformers_keeps_in_float32_are_written_in_float32_and_r
         horizon_lm.from_pretrained(tmp_path, precision="float32")
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bits", ["all", "those of bfloat16"])
+def test_weights_of_a_model_in_memory_that_would_be_rounded_are_reported(bits: str, precision: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ERNIE, dtype=torch.float32)
+    gates = {name for name, _ in model.named_parameters() if "mlp.gate." in name}
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.bfloat16()
+        if name in gates:
+            parameter.data = parameter.data.float() + (0.001 if bits == "all" else 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        horizon_lm.stream(model, precision=precision)
+    told = [str(each.message) for each in caught if KEPT in str(each.message)]
+    assert len(told) == (bits == "all" and precision != "float32")
+    assert all(f"{len(gates)} tensors" in each for each in told)
+
+
 @pytest.mark.parametrize("way", ["stream", "from_pretrained", "adapters"])
 @pytest.mark.parametrize("head", ["whole", "chunked"])
 @pytest.mark.parametrize("model_type", ["deepseek_v4", "hy_v4"])

@@ -93,10 +93,7 @@ def check_headers(
     sentences = list(_unused(model, checkpoint.folder, conversion.unused))
     finer = {t.name for t in conversion.targets if any(headers[name].dtype in ("F32", "F64") for name in t.sources)}
     if rounded := sorted(finer & set(in_float32)):
-        sentences.append(
-            f"{checkpoint.folder}: {_tensors_are(rounded)} kept in float32 by transformers in every dtype, but rounded to bfloat16 "
-            "for the computation in this precision; set precision: float32 to compute with all bits"
-        )
+        sentences.append(rounded_sentence(str(checkpoint.folder), rounded))
     if new:
         sentences.append(
             f"{checkpoint.folder} has no {' and '.join(sorted(new))}, which will be newly initialised; train it before its "
@@ -114,6 +111,14 @@ def parameter_names(model: Any) -> dict[str, str]:
     """Map every name of every parameter to its first name, because a tied parameter has several names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def rounded_sentence(place: str, names: list[str]) -> str:
+    """Return the warning about weights that transformers keeps in float32 and that a store in bfloat16 rounds."""
+    return (
+        f"{place}: {_tensors_are(names)} kept in float32 by transformers in every dtype, but rounded to bfloat16 "
+        "for the computation in this precision; set precision: float32 to compute with all bits"
+    )
 
 
 def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:

@@ -147,7 +147,8 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
 
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CheckpointWarning)
+        if config.gguf_file is None:  # such a file is not checked before
+            warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
         model = _open(config, source, reads_weights, mesh)
     freeze(model, config.trainable)

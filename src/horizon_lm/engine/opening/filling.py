@@ -1,5 +1,6 @@
 """Fill a store: move a model into it, put a skeleton's parameters there, draw new ones, and add adapters."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.opening.quantized_opening import FindCodecs
 from horizon_lm.engine.opening.same_weights import require_alike
 from horizon_lm.engine.opening.streamed_model import StreamedModel
-from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.parts import ModelParts, ParamRef
+from horizon_lm.store.checkpoint_loader import rounded_sentence
 from horizon_lm.store.store import Store
 
 
@@ -110,6 +112,11 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     return model
 
 
+def _fits(param: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a dtype has all bits of the values of a parameter."""
+    return torch.equal(param.to(dtype).to(param.dtype), param)
+
+
 def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     """Move a model's parameters into a new store, and attach the model to a device. Return the model.
 
@@ -130,6 +137,9 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     )
     shard = current_shard(settings.device_mesh)
     store = Store(parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard)
+    kept = [ref for ref in parts.refs() if ref.name in parts.in_float32]
+    if rounded := [ref.name for ref in kept if not _fits(ref.param, store.precision.weight_dtype)]:
+        warnings.warn(rounded_sentence(type(inside).__name__, rounded), CheckpointWarning, stacklevel=3)
     for refs in parts.units.values():
         for ref in refs:
             move_in(ref, store)
