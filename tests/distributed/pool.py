@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+
+from tests.support.forks import context
 
 LIMIT = 240  # seconds of a job, below the suite's own limit: a test that it ends would leave its job in the queues
 TIMEOUT = timedelta(seconds=LIMIT)  # of gloo, so that a machine that stops for a minute fails nothing
-IMPORTED_ONCE = ["horizon_lm.training.train", "horizon_lm.integrations.trainer", "tests.distributed.training", "trl"]
 
 
 class Pool:
@@ -31,8 +31,6 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED_ONCE)
         self._results: Any = context.Queue()
         self._jobs: list[Any] = [context.Queue() for _ in range(self._size)]
         self._processes = [

@@ -12,11 +12,12 @@ import pytest
 import yaml
 
 import horizon_lm
-from tests.distributed.test_runs import assert_same, free_port, lines_of, outputs_of
+from tests.distributed.runs import assert_same, environment_of, free_port, lines_of, outputs_of
 from tests.e2e import resuming, tiny
+from tests.e2e.processes import RunProcess
 
 SECONDS = 30.0  # until the other ranks have ended
-PROGRAM = """
+SETUP = """
 import os, signal, time
 from horizon_lm.checkpoints.saving import CheckpointWriter
 from horizon_lm.engine.units.block_autograd import BlockAutograd
@@ -54,6 +55,8 @@ def slow(self, batch, step):
     train_step(self, batch, step)
     time.sleep(0.2)
 Loop.train_step = slow
+"""
+MAIN = """
 from horizon_lm.cli import main
 main()
 """
@@ -65,15 +68,9 @@ class Ranks:
     def __init__(self, run_file: Path, count: int, **environment: str) -> None:
         port = free_port()
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, "train", str(run_file)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                env=os.environ | environment | {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-                    "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-                },
-            )
+            RunProcess(run_file, setup=SETUP, environment=environment | environment_of(rank, count, port))
             for rank in range(count)
-        ]  # fmt: skip
+        ]
 
     def wait_for_step(self, folder: Path, step: int) -> None:
         limit = time.monotonic() + 120
@@ -81,19 +78,16 @@ class Ranks:
             if (folder / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines_of(folder)):
                 return
             time.sleep(0.05)
-        raise AssertionError(f"step {step} was not reached: {[each.communicate()[1] for each in self.processes]}")
+        raise AssertionError(f"step {step} was not reached: {[each.stderr for each in self.processes]}")
 
     def end(self, timeout: float) -> list[tuple[int, str]]:
         """Return the exit codes and the errors."""
-        limit, found = time.monotonic() + timeout, []
+        limit = time.monotonic() + timeout
         try:
-            for each in self.processes:
-                _, errors = each.communicate(timeout=max(1.0, limit - time.monotonic()))
-                found.append((each.returncode, errors))
+            return [(each.end(max(1.0, limit - time.monotonic())), each.stderr) for each in self.processes]
         finally:
             for each in self.processes:
-                each.kill()
-        return found
+                each.close()
 
 
 @pytest.fixture
@@ -113,7 +107,7 @@ def test_a_killed_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path,
     run_file, folder = write(settings, tmp_path / "run.yaml"), Path(settings["output_dir"])
     ranks = Ranks(run_file, 2)
     ranks.wait_for_step(folder, 4)
-    ranks.processes[killed].send_signal(signal.SIGKILL)
+    ranks.processes[killed].send(signal.SIGKILL)
     code, errors = ranks.end(SECONDS)[1 - killed]
     assert code == 75
     assert f"rank {killed} has" in errors
@@ -150,7 +144,7 @@ def test_a_rank_that_is_killed_anywhere(settings: dict[str, Any], tmp_path: Path
 def test_torchrun_restarts_a_killed_rank(settings: dict[str, Any], tmp_path: Path, machines: int) -> None:
     """Of two agents one counts a restart, and the other one follows it."""
     run_file, folder = write(settings | {"dp_shard_size": 2}, tmp_path / "run.yaml"), Path(settings["output_dir"])
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(SETUP + MAIN)
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}", f"--nproc-per-node={2 // machines}",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--max-restarts=1", str(tmp_path / "program.py"), "train", str(run_file),
@@ -182,14 +176,13 @@ def test_a_hanging_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path
 def test_a_stopped_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path) -> None:
     ranks = Ranks(write(settings, tmp_path / "run.yaml"), 2)
     ranks.wait_for_step(Path(settings["output_dir"]), 3)
-    ranks.processes[1].send_signal(signal.SIGSTOP)
+    ranks.processes[1].send(signal.SIGSTOP)
+    stopped = ranks.processes.pop()
     try:
-        _, errors = ranks.processes[0].communicate(timeout=SECONDS)
+        ((code, errors),) = ranks.end(SECONDS)
     finally:
-        for each in ranks.processes:
-            each.kill()
-            each.communicate()
-    assert ranks.processes[0].returncode == 75
+        stopped.close()
+    assert code == 75
     assert "rank 1 has died" in errors
 
 

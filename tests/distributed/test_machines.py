@@ -14,7 +14,7 @@ import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.distributed.test_runs import lines_of
+from tests.distributed.runs import lines_of
 from tests.e2e import resuming, tiny
 
 GIB = 2**30

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import horizon_lm
@@ -26,7 +23,9 @@ from horizon_lm.errors import InterruptedRunError
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.preflight.this_machine import agree_on_machine
 from tests.distributed.pool import Pool
+from tests.distributed.runs import assert_same, environment_of, free_port, outputs_of
 from tests.e2e import resuming, tiny
+from tests.e2e.processes import RunProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -47,53 +46,6 @@ def run_as_rank(rank: int, world: int, settings: dict[str, Any], callbacks: Sequ
     finally:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
-
-
-def outputs_of(processes: Sequence[subprocess.Popen[str]], seconds: float) -> list[tuple[str, str]]:
-    """Wait for the end of all processes, and return what each has written to standard output and error. Kill what is left."""
-    try:
-        return [process.communicate(timeout=seconds) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same(ranks: Path, one: Path, tolerance: float = 1e-5, micro_batches: bool = True) -> None:
-    """Compare all losses, token counts and metrics, and the trained weights.
-
-    ``micro_batches``: compare also metrics that are means over micro-batches, which are the same.
-    """
-    found, expected = lines_of(ranks), lines_of(one)
-    assert [line["step"] for line in found] == [line["step"] for line in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        for name in (
-            "loss",
-            "grad_norm",
-            "eval_loss",
-            "rewards/margins",
-            "mean_token_accuracy",
-            "entropy",
-            "rows_seen",
-            "tokens_trained",
-            "tokens_total",
-        ):
-            if name in theirs and (micro_batches or name not in ("mean_token_accuracy", "entropy")):
-                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (ours["step"], name)
-    name = "adapter_model.safetensors" if (one / "model" / "adapter_config.json").is_file() else "model.safetensors"
-    weights = [load_file(folder / "model" / name) for folder in (ranks, one)]
-    assert weights[0].keys() == weights[1].keys()
-    for name, value in weights[1].items():
-        assert torch.allclose(weights[0][name], value, atol=3e-4), name
 
 
 def pairs(folder: Path) -> dict[str, Any]:
@@ -359,17 +311,16 @@ def test_rows_are_tokenized_once_on_each_machine(pool: Pool, base: dict[str, Any
 def test_a_process_that_cannot_start_ends_the_other(base: dict[str, Any], tmp_path: Path, failing: int) -> None:
     """Something else than torchrun has started them, so the first process keeps the store through which they meet."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(base | {"output_dir": str(tmp_path / "run")}))
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "horizon_lm", "train", "missing.yaml" if rank == failing else "run.yaml"], cwd=tmp_path,
-            stderr=subprocess.PIPE, text=True, env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    errors = [error for _, error in outputs_of(processes, 60)]
-    assert "error: missing.yaml: No such file" in errors[failing]
-    assert f"error: rank {failing} has failed: missing.yaml: No such file" in errors[1 - failing]
+    port = free_port()
+    files = [tmp_path / ("missing.yaml" if rank == failing else "run.yaml") for rank in range(2)]
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    processes = [RunProcess(file, environment=environment_of(rank, 2, port) | alone) for rank, file in enumerate(files)]
+    for each in processes:
+        each.end()
+    errors = [each.stderr for each in processes]
+    missing = f"{tmp_path / 'missing.yaml'}: No such file"
+    assert f"error: {missing}" in errors[failing]
+    assert f"error: rank {failing} has failed: {missing}" in errors[1 - failing]
 
 
 @pytest.mark.slow

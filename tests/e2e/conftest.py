@@ -8,6 +8,7 @@ import pytest
 
 from horizon_lm.cost import model_outline
 from tests.e2e import tiny
+from tests.support import remembered
 
 
 @pytest.fixture(scope="session")
@@ -18,25 +19,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def outlines() -> Iterator[Any]:
-    """Outline a model once for all runs in this process, because every plan of a tiny run would take most of its time.
+    """Outline a model once for all runs in this process.
 
     Yields:
         The function that outlines a model, for tests that change it.
     """
-    known: dict[Any, Any] = {}
     outline_model = model_outline.outline_model
-
-    def outline(source: Any, **options: Any) -> Any:
-        key = (
-            source.config.to_json_string(use_diff=False),
-            source.place,
-            source.attn_implementation,
-            *options.values(),
-        )
-        if key not in known:
-            known[key] = outline_model(source, **options)
-        return known[key]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_outline, "outline_model", outline)
+        patch.setattr(model_outline, "outline_model", remembered.remember(outline_model))
         yield outline_model

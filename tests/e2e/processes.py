@@ -1,6 +1,5 @@
 """Runs in processes of their own, which can be sent signals. They are forked from a process that has imported everything."""
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -8,14 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.forks import context
+
 SECONDS = 100  # until a process that does not go on is a failure
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["horizon_lm.cli.train", "tests.e2e.warm"])
 
-
-def _run(arguments: list[str], setup: str, stdout: Path, stderr: Path) -> None:
+def _run(arguments: list[str], setup: str, environment: dict[str, str], stdout: Path, stderr: Path) -> None:
     os.setsid()
+    os.environ.update(environment)
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     import torch
@@ -35,14 +34,19 @@ class RunProcess:
         run_file: the settings.
         arguments: further arguments.
         setup: Python to run first, which slows something down or breaks it.
+        environment: variables to set first.
     """
 
     _count = 0
 
-    def __init__(self, run_file: Path, *arguments: Any, setup: str = "") -> None:
+    def __init__(
+        self, run_file: Path, *arguments: Any, setup: str = "", environment: dict[str, str] | None = None
+    ) -> None:
         RunProcess._count += 1
         self._paths = [run_file.with_name(f"{name}-{self._count}") for name in ("stdout", "stderr")]
-        self._process = _context.Process(target=_run, args=([*map(str, (run_file, *arguments))], setup, *self._paths))
+        self._process = context.Process(
+            target=_run, args=([*map(str, (run_file, *arguments))], setup, environment or {}, *self._paths)
+        )
         self._process.start()
 
     @property
@@ -74,9 +78,9 @@ class RunProcess:
         """Send a signal to the process, or to its whole group."""
         (os.killpg if group else os.kill)(self.pid, number)
 
-    def end(self) -> int:
+    def end(self, seconds: float = SECONDS) -> int:
         """Wait for the end and return the exit code."""
-        self._process.join(SECONDS)
+        self._process.join(seconds)
         code = self._process.exitcode
         assert code is not None, f"still running:\n{self.stdout}\n{self.stderr}"
         return code
@@ -85,6 +89,10 @@ class RunProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what still runs."""
         if self._process.is_alive():
             self.send(signal.SIGKILL, group=True)
             self._process.join()
