@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PROVEN = set(json.loads((Path(__file__).parents[2] / "src/horizon_lm/model/proven.json").read_text())["types"])
 # Each kind of base, and each way to change one, at least once.
 SAMPLE = [
-    ("float32", "olora"), ("float32", "Vera"), ("bf16", "pissa"), ("bf16", "AdaLora"), ("tied", "modules_to_save=lm_head"),
+    ("float32", "olora"), ("float32", "Vera"), ("float32", "Adamss"), ("bf16", "pissa"), ("bf16", "AdaLora"), ("tied", "modules_to_save=lm_head"),
     ("tied", "target_modules=lm_head"), ("tied bf16", "modules_to_save=both"), ("tied bf16", "target_modules=embed_tokens"),
     ("biases", "bias=all"), ("tied biases", "bias=lora_only"), ("buffers", "lora"), ("buffers bf16", "bias=all"),
     ("experts", "dora"), ("nf4", "Shira"), ("nested nf4", "bias=all"),

@@ -14,6 +14,7 @@ from horizon_lm.paths import require_own_files
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 _MAX_NUMBER = 2**20  # of any setting; published adapters have ranks up to 4,096
+_SMALL_RANK = 128  # PEFT takes less where a layer is narrower, as with the default of AdaMSS, 100
 _MAX_HEADER_BYTES = 2**24  # of the weights; published adapters have up to 2**20
 _MAX_ITERATIONS = 1_000  # of an initialization by singular values
 _NO_NAMES = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version")
@@ -41,7 +42,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     steps = str(start).rpartition("_niter_")[2]
     if steps.isdecimal() and int(steps[:9]) > _MAX_ITERATIONS:
         raise ConfigError(f"{path}: init_lora_weights has {steps[:9]} iterations; write at most {_MAX_ITERATIONS:,}")
-    if (folder / ADAPTER_WEIGHTS).is_file() and rank > (longest := _longest_axis(folder / ADAPTER_WEIGHTS)):
+    longest = _longest_axis(folder / ADAPTER_WEIGHTS) if (folder / ADAPTER_WEIGHTS).is_file() else rank
+    if rank > max(longest, _SMALL_RANK):
         raise ConfigError(
             f"{path}: the rank {rank:,} is not that of {ADAPTER_WEIGHTS}, whose longest axis has {longest:,}"
         )
