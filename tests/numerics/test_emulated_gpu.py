@@ -15,6 +15,8 @@ from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import PageLockWarning
 from horizon_lm.planning.residency import Residency
 from tests import families
+from tests.census.inputs import text_batch
+from tests.census.tiny_models import build
 from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
 from tests.thinning import thinned
 
@@ -202,3 +204,22 @@ def test_clean_interpreter_exit() -> None:
     """A thread inside torch at the end of the interpreter would abort the process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_head_in_float32_beside_blocks_in_16_bits(tmp_path: Path) -> None:
+    """The weights of hy_v4 that transformers keeps in float32 are converted on the device."""
+    model, batch = build("hy_v4"), text_batch("hy_v4")
+    model.bfloat16().save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    expected = plain(**batch, use_cache=False).loss
+    expected.backward()
+    options = {"compute_dtype": torch.bfloat16, "grad_dtype": torch.float32, "compile": False}
+    with emulated_gpu():
+        streamed = horizon_lm.from_pretrained(tmp_path, CudaDevice(), "fp32_master", **options).train()
+        loss = streamed(**batch).loss
+        loss.backward()
+        horizon_lm.synchronize(streamed)
+        assert float(loss.detach().cpu()) == pytest.approx(float(expected.detach()), rel=1e-6)
+        grads = {n: p.grad.tolist() for n, p in streamed.named_parameters() if p.grad is not None}
+    off = [n for n, p in plain.named_parameters() if p.grad is not None and grads[n] != p.grad.float().tolist()]
+    assert off == []

@@ -21,6 +21,8 @@ from transformers import (
 
 import horizon_lm
 from horizon_lm.model import hub
+from horizon_lm.model.source import ModelSource
+from horizon_lm.store.checkpoint_loader import check_folder
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import build
 
@@ -184,6 +186,9 @@ def test_weights_that_transformers_keeps_in_float32_are_written_in_float32_and_r
     assert before[gate].dtype == torch.float32
     with pytest.warns(horizon_lm.CheckpointWarning, match=KEPT):
         model = horizon_lm.from_pretrained(tmp_path)
+    for dtype in PRECISIONS.values():  # as a run looks at the folder before it opens it
+        skeleton = ModelSource(hub.load_config(tmp_path, False), str(tmp_path), tmp_path, dtype=dtype).skeleton()
+        assert [KEPT in each for each in check_folder(skeleton, tmp_path, None)] == [True] * (dtype != torch.float32)
     for dtype in (None, torch.bfloat16):
         model.save_pretrained(tmp_path / "written", dtype=dtype)
         after = written(tmp_path / "written")
