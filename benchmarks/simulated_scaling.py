@@ -25,7 +25,7 @@ from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.schedule.simulate import step_seconds, without
 from horizon_lm.slabs import Shard
 
-DATE = "2026-11-25"
+DATE = "2026-11-26"
 LENGTH = 4096
 K = 1024
 EXACT, SMALLEST = "fp32_master", "bf16, 8-bit moments, in backward"
