@@ -129,7 +129,14 @@ def hang_options() -> list[str]:
 def make_environment(paths: list[Path], processes: int) -> dict[str, str]:
     """Return the environment of all commands: the checkout's package, stacks on SIGABRT, and one compiler per core."""
     workers = max(1, (os.cpu_count() or 1) // processes)
-    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    given = [
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+    ]  # what this process was found with
+    own = {
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *given]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
     return os.environ | own | {"TORCHINDUCTOR_COMPILE_THREADS": str(workers)}
 
 

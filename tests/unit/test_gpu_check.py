@@ -127,6 +127,15 @@ def test_compilers_share_the_cores(check: ModuleType, monkeypatch: pytest.Monkey
         assert check.make_environment([], 4)["TORCHINDUCTOR_COMPILE_THREADS"] == workers
 
 
+def test_commands_find_the_packages_that_the_check_has_found(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clusters put packages on PYTHONPATH; the checkout's come first."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/modules/torch", "/modules/pytest"]))
+    found = check.make_environment([Path("src")], 1)["PYTHONPATH"].split(os.pathsep)
+    assert found == ["src", "/modules/torch", "/modules/pytest"]
+
+
 def test_tests_that_compile_do_not_delay_the_others(check: ModuleType, tmp_path: Path) -> None:
     (tests,) = check.commands("2", "cuda", tmp_path)
     assert "gpu and not compiled" in tests.arguments
