@@ -552,10 +552,10 @@ def test_profile_of_another_version_is_ignored(run_file: Path, tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_readme_has_the_memory_table() -> None:
+def test_the_page_has_the_largest_models() -> None:
     result = run("plan", "--largest", "--device", "h200", "--host-memory", "64GB,128GB,256GB,512GB,1.5TB")
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert "\n".join(result.stdout.splitlines()[2:]) in readme
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert "\n".join(result.stdout.splitlines()[2:]) in page
 
 
 def test_largest_models_are_planned_to_fit() -> None:
