@@ -49,8 +49,8 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
     if type(parts.head) is not nn.Linear:
         return f"the head is a {type(parts.head).__name__}, not a plain Linear"
     reason = "its forward does not call a decoder"
-    # Models read the dtype of this weight, and the trial computes in float32.
-    place = (parts.head, "weight", torch.zeros(()).expand(parts.head.weight.shape))
+    # Models read the dtype of this weight, and the trial computes in float32. One that multiplies by it itself fails.
+    place = (parts.head, "weight", torch.tensor(torch.nan).expand(parts.head.weight.shape))
     for trunk in parts.trunks():
         with torch.random.fork_rng(devices=[]), outer_leaves(parts) as outer, in_place([place]):
             try:
