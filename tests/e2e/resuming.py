@@ -43,12 +43,9 @@ def digest(loop: Any) -> dict[str, str]:
     store, parts = loop.model._horizon.engine.store, {}
     for unit, slabs in store.units.items():
         moments = loop.optimizer.moments.units[unit]
-        for name, slab in {
-            "weights": slabs.weights, "low": slabs.low, "first": moments.first, "second": moments.second,
-            "scale1": moments.scale1, "scale2": moments.scale2,
-        }.items():  # fmt: skip
+        for number, slab in enumerate((slabs.weights, slabs.low, *moments.values, *moments.scales)):
             if slab is not None:
-                parts[f"{unit} {name}"] = hashlib.sha256(slab.contiguous().view(torch.uint8).numpy().data).hexdigest()
+                parts[f"{unit} {number}"] = hashlib.sha256(slab.contiguous().view(torch.uint8).numpy().data).hexdigest()
     parts["optimizer"] = json.dumps(loop.optimizer.scalars(), sort_keys=True)
     parts["scheduler"] = json.dumps(loop.scheduler.state_dict(), sort_keys=True)
     parts["random"] = json.dumps(random_state())

@@ -65,8 +65,8 @@ class Run:
         """Return every byte of the weights and the optimizer's state, read from host memory without a wait."""
         kept: dict[str, bytes] = {"steps": repr([float(s["step"]) for s in self.optimizer.state.values()]).encode()}
         for unit, arrays in self.optimizer._arrays.items():
-            for name in ("weights", "low", "first", "second", "scale1", "scale2"):
-                kept[f"{unit}.{name}"] = getattr(arrays, name).tobytes()
+            for number, array in enumerate((arrays.weights, arrays.low, *arrays.moments, *arrays.scales)):
+                kept[f"{unit}.{number}"] = array.tobytes()
         return kept
 
 

@@ -68,12 +68,9 @@ def digest(model: Any, optimizer: Any) -> Digests:
     store, found = model._horizon.engine.store, {}
     for unit, slabs in store.units.items():
         own = optimizer.moments.units[unit]
-        for name, slab in (
-            ("weights", slabs.weights), ("low", slabs.low), ("first", own.first), ("second", own.second),
-            ("scale1", own.scale1), ("scale2", own.scale2),
-        ):  # fmt: skip
+        for number, slab in enumerate((slabs.weights, slabs.low, *own.values, *own.scales)):
             if slab is not None:
-                found[f"{unit} {name}"] = hashlib.sha256(slab.view(torch.uint8).numpy().data).hexdigest()
+                found[f"{unit} {number}"] = hashlib.sha256(slab.view(torch.uint8).numpy().data).hexdigest()
     for name, buffer in model.named_buffers():
         found[name] = hashlib.sha256(buffer.contiguous().view(torch.uint8).numpy().data).hexdigest()
     scalars = optimizer.scalars()
@@ -201,7 +198,7 @@ def test_a_save_copies_nothing_and_delays_updates_alone(tmp_path: Path) -> None:
         (slab.data_ptr(), page_aligned(slab.numel() * slab.element_size()))
         for unit, each in engine.store.units.items()
         for own in [optimizer.moments.units[unit]]
-        for slab in (each.weights, each.low, own.first, own.second)
+        for slab in (each.weights, each.low, *own.values)
     ]
     copied = [size for at, size in disk.written if not any(start <= at < start + room for start, room in slabs)]
     assert len(copied) == len(list((tmp_path / "one" / "units").iterdir()))  # the files' headers

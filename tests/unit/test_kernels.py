@@ -10,24 +10,19 @@ import pytest
 import torch
 
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
-from horizon_lm.kernels.adamw import (
-    Scalars,
-    _decode_first,
-    _decode_second,
-    _encode_first,
-    _encode_second,
-    rows_kernel,
-    update_kernel,
-)
 from horizon_lm.kernels.bits import F32, U32, kernel, mix, nearest, stochastic
+from horizon_lm.kernels.formats import _decode_first, _decode_second, _encode_first, _encode_second
 from horizon_lm.kernels.gradients import landing_kernel, squared_norm_kernel
 from horizon_lm.kernels.gradients import rows_kernel as landing_rows_kernel
-from horizon_lm.optim.update_tasks import Hyperparameters
+from horizon_lm.kernels.updates import Scalars, rows_kernel, update_kernel
+from horizon_lm.optim.adamw import AdamW
+from horizon_lm.optim.update_tasks import step_scalars
 from horizon_lm.store.arena import as_array
 from tests.thinning import thinned
 
 WEIGHTS, MOMENTS, GRADS = ("float32", "bf16", "fp32_master"), ("float32", "bfloat16", "8bit"), ("float32", "bfloat16")
-HYPER = Hyperparameters(lr=1e-3, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.1)
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+RULE = AdamW.rule
 
 
 class Slabs:
@@ -51,7 +46,7 @@ class Slabs:
         stop = self.n if stop is None else stop
         part = slice(start, stop)
         scales = slice(start // BLOCK, -(-stop // BLOCK)) if len(self.scale1) else slice(0, 0)
-        update_kernel(*self.modes)(
+        update_kernel(RULE, *self.modes)(
             self.weights[part], self.low[part], self.grads[part], self.first[part], self.second[part],
             self.scale1[scales], self.scale2[scales], np.uint32(start), scalars,
         )  # fmt: skip
@@ -72,19 +67,20 @@ def grads(n: int, step: int) -> torch.Tensor:
 
 
 def scalars(step: int, clip: float = 0.7) -> Scalars:
-    return HYPER.scalars(step, clip, key=1234 + step)
+    return step_scalars(RULE, HYPER, step, clip, key=1234 + step)
 
 
 def reference(n: int, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights after AdamW in fp64 on bf16 gradients, and the initial weights."""
     start = (0.02 * torch.randn(n, generator=torch.Generator().manual_seed(0))).bfloat16().double().numpy()
     w, m, v = start.copy(), np.zeros(n), np.zeros(n)
+    lr, (beta1, beta2), eps, weight_decay = HYPER.values()
     for step in range(1, num_steps + 1):
         g = grads(n, step).bfloat16().double().numpy() * 0.7
-        m = HYPER.beta1 * m + (1 - HYPER.beta1) * g
-        v = HYPER.beta2 * v + (1 - HYPER.beta2) * g * g
-        w *= 1 - HYPER.lr * HYPER.weight_decay
-        w -= HYPER.lr / (1 - HYPER.beta1**step) * m / (np.sqrt(v / (1 - HYPER.beta2**step)) + HYPER.eps)
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        w *= 1 - lr * weight_decay
+        w -= lr / (1 - beta1**step) * m / (np.sqrt(v / (1 - beta2**step)) + eps)
     return w, start
 
 
@@ -157,7 +153,7 @@ def test_updating_rows_equals_updating_spans(weights: str, moments: str) -> None
     grad_rows[present] = np.arange(len(present))
     blocks = width // BLOCK if moments == "8bit" else 0
     for part in (np.arange(20, 37), np.arange(0, 20)):
-        rows_kernel(weights, moments, "bfloat16")(
+        rows_kernel(RULE, weights, moments, "bfloat16")(
             rows.weights, rows.low, sparse, rows.first, rows.second, rows.scale1, rows.scale2, width, blocks, part,
             grad_rows[part], scalars(1),
         )  # fmt: skip

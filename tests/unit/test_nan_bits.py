@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
-from horizon_lm.kernels.adamw import _read_split, _write_split
 from horizon_lm.kernels.bits import kernel, nearest, stochastic
+from horizon_lm.kernels.formats import _read_split, _write_split
 from horizon_lm.store.precision import join_master, split_master
 from tests import families
 

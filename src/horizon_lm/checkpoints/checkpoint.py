@@ -21,7 +21,7 @@ from horizon_lm.disk import Disk, restore_folder
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
-from horizon_lm.optim.adamw import AdamW
+from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.store.buffers import fill_buffer, persistent_buffers, unrounded_buffers
 from horizon_lm.store.checkpoint_writer import main_dtype, write_configs
 from horizon_lm.units import Unit
@@ -32,7 +32,7 @@ BUFFERS, ARRAYS = "buffers.safetensors", "arrays.safetensors"
 def save_checkpoint(
     folder: str | Path,
     model: Any,
-    optimizer: AdamW | None = None,
+    optimizer: SlabOptimizer | None = None,
     *,
     state: Mapping[str, Any] | None = None,
     arrays: Mapping[str, torch.Tensor] | None = None,
@@ -91,7 +91,7 @@ def save_checkpoint(
     return writer.saving
 
 
-def _require_between_steps(engine: Engine, optimizer: AdamW | None) -> None:
+def _require_between_steps(engine: Engine, optimizer: SlabOptimizer | None) -> None:
     if optimizer is not None:
         _require_own(optimizer, engine)
     engine.check_alive()
@@ -101,7 +101,11 @@ def _require_between_steps(engine: Engine, optimizer: AdamW | None) -> None:
 
 
 def _copied_state(
-    engine: Engine, optimizer: AdamW | None, state: Mapping[str, Any], arrays: Mapping[str, torch.Tensor], disk: Disk
+    engine: Engine,
+    optimizer: SlabOptimizer | None,
+    state: Mapping[str, Any],
+    arrays: Mapping[str, torch.Tensor],
+    disk: Disk,
 ) -> Callable[[Path], None]:
     """Copy what changes with the next step and is in no unit. Return a function that writes the copies into a folder."""
     content = {
@@ -126,7 +130,7 @@ def _copied_state(
     return fill
 
 
-def _manifest_of(engine: Engine, optimizer: AdamW | None) -> Callable[[Any, Any], Manifest]:
+def _manifest_of(engine: Engine, optimizer: SlabOptimizer | None) -> Callable[[Any, Any], Manifest]:
     """Return a function that describes a checkpoint of this moment, once its files are written."""
     store, base = engine.store, hash_base(engine.store, engine.mesh)
     moments, step = (optimizer.moments.kind, optimizer.scalars()["step"]) if optimizer else (None, 0)
@@ -167,7 +171,7 @@ def _prepare(writer: CheckpointWriter, engine: Engine, add_files: Callable[[Path
 
 
 def load_checkpoint(
-    folder: str | Path, model: Any, optimizer: AdamW | None = None, *, random: bool = True
+    folder: str | Path, model: Any, optimizer: SlabOptimizer | None = None, *, random: bool = True
 ) -> dict[str, Any]:
     """Load a checkpoint into a streamed model and its optimizer, bit for bit.
 
@@ -194,7 +198,7 @@ def load_checkpoint(
     return content["state"]
 
 
-def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | None) -> dict[str, Any]:
+def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimizer | None) -> dict[str, Any]:
     """Load a checkpoint whose files may not have been verified, and return the contents of its state file.
 
     Raises:
@@ -235,7 +239,7 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: AdamW | Non
     return content
 
 
-def _unit_files(engine: Engine, optimizer: AdamW | None) -> dict[Unit, UnitFile]:
+def _unit_files(engine: Engine, optimizer: SlabOptimizer | None) -> dict[Unit, UnitFile]:
     """Return the layout of the file of each unit that has slabs: a tied head has none. The frozen base of adapters has no
     files.
     """
@@ -273,7 +277,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
 
 
-def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: AdamW | None) -> None:
+def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: SlabOptimizer | None) -> None:
     store = engine.store
     if manifest.precision != store.precision.name:
         raise ConfigError(
@@ -316,7 +320,7 @@ def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], No
 
 
 def _require_own(optimizer: Any, engine: Engine) -> None:
-    if not isinstance(optimizer, AdamW):
+    if not isinstance(optimizer, SlabOptimizer):
         raise ConfigError(
             f"checkpoints hold the state of horizon_lm.AdamW, not of {type(optimizer).__name__}; save that one's state_dict()"
         )

@@ -55,12 +55,9 @@ def unit_file(store: Store, moments: Moments | None, unit: Unit) -> UnitFile:
         own, layout = moments.units[unit], slabs.grad_layout
         counts = {name: num_scales(layout.entries[name].numel, slabs.row) for name in own.scale_starts}
         scales = {name: Part(own.scale_starts[name], (count,)) for name, count in counts.items()}
-        used += [
-            (".exp_avg", own.first, _parts(layout), slabs.own_grads),
-            (".exp_avg_sq", own.second, _parts(layout), slabs.own_grads),
-            (".exp_avg_scale", own.scale1, scales, own.own_scales),
-            (".exp_avg_sq_scale", own.scale2, scales, own.own_scales),
-        ]
+        names, parts = moments.rule.moments, _parts(layout)
+        used += [(f".{name}", slab, parts, slabs.own_grads) for name, slab in zip(names, own.values, strict=True)]
+        used += [(f".{name}_scale", slab, scales, own.own_scales) for name, slab in zip(names, own.scales, strict=True)]
     if store.shard.is_whole:
         return UnitFile([Section(suffix, slab, parts) for suffix, slab, parts, _ in used])
     return UnitFile([Section(suffix, slab, _cut(parts, part), part) for suffix, slab, parts, part in used])

@@ -18,6 +18,7 @@ from horizon_lm.integrations.trainer_plan import TrainerPlan
 from horizon_lm.integrations.trainer_ranks import TrainerRanks
 from horizon_lm.integrations.trainer_rows import longest_row
 from horizon_lm.optim.adamw import AdamW
+from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.planning.render import summary_lines
 
 # Settings of a Trainer that a streamed model does not support, with the values that leave them off, and the remedy.
@@ -47,10 +48,10 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
     """The mixin of `trainer`.
 
     Attributes:
-        streamed_optimizer: the Trainer's optimizer, if it is horizon_lm.AdamW; None otherwise.
+        streamed_optimizer: the Trainer's optimizer, if it is one of ours; None otherwise.
     """
 
-    streamed_optimizer: AdamW | None = None
+    streamed_optimizer: SlabOptimizer | None = None
     _own_limit: float | None = None  # the optimizer's max_grad_norm, besides that of the arguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +97,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
             trainer.optimizer = super().create_optimizer(model)  # type: ignore[misc]
         if trainer.optimizer is None and moments is not None and self._takes_own_optimizer():
             trainer.optimizer = self._own_optimizer(trainer.model if model is None else model, moments)
-        if not isinstance(trainer.optimizer, AdamW):
+        if not isinstance(trainer.optimizer, SlabOptimizer):
             return trainer.optimizer or super().create_optimizer(model)  # type: ignore[misc]
         self.streamed_optimizer, self._own_limit = trainer.optimizer, trainer.optimizer.max_grad_norm
         self._clip_in_step()

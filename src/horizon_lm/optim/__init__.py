@@ -1,1 +1,1 @@
-"""AdamW on the CPU, over weights, gradients and moments in host memory."""
+"""Optimizers on the CPU, over weights, gradients and moments in host memory."""

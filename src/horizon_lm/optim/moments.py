@@ -1,4 +1,4 @@
-"""AdamW's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as passed to the kernels."""
+"""An optimizer's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as passed to the kernels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
+from horizon_lm.kernels.updates import Rule
 from horizon_lm.slabs import num_scales, scale_at, used_bytes
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
@@ -22,46 +23,55 @@ class UnitMoments:
     """The moments of a unit, laid out like its gradients; 8-bit moments also have the scales of their blocks.
 
     Attributes:
+        values, scales: a slab for each moment.
         scale_starts: index of the first scale of each parameter.
         own_scales: the range of the scales that belongs to this rank.
     """
 
-    first: torch.Tensor
-    second: torch.Tensor
-    scale1: torch.Tensor
-    scale2: torch.Tensor
+    values: tuple[torch.Tensor, ...]
+    scales: tuple[torch.Tensor, ...]
     scale_starts: dict[str, int]
     own_scales: slice
 
 
 class Moments:
-    """The AdamW moments of a model, initially zero.
+    """The moments of a model, initially zero.
 
     Args:
         store: the store of the model, with gradient layouts.
-        kind: ``float32`` (8 bytes per parameter), ``bfloat16`` (4, stochastically rounded) or ``8bit`` (2, and two fp32
-            scales per block of 256).
+        kind: ``float32`` (4 bytes per parameter and moment), ``bfloat16`` (2, stochastically rounded) or ``8bit`` (1, and an
+            fp32 scale per block of 256).
+        rule: the optimizer's, with the names of the moments.
     """
 
-    def __init__(self, store: Store, kind: str) -> None:
+    def __init__(self, store: Store, kind: str, rule: Rule) -> None:
         if kind not in _DTYPES:
             raise ConfigError(f"moments is {kind!r}; choose one of {', '.join(_DTYPES)}")
-        self.kind = kind
+        self.kind, self.rule = kind, rule
         dtype = _DTYPES[kind]
         layouts = {unit: slabs.grad_layout for unit, slabs in store.units.items()}
         scales = {unit: self._place_scales(slabs) for unit, slabs in store.units.items()}
         own = {unit: slabs.own_grads for unit, slabs in store.units.items()}
         own_scales = {unit: self._own_scales(slabs) for unit, slabs in store.units.items()}
-        arenas = [store.new_arena([layout.numel for layout in layouts.values()], dtype) for _ in range(2)]
-        scale_arenas = [store.new_arena([count for _, count in scales.values()], torch.float32) for _ in range(2)]
-        store.num_bytes["moments"] = 2 * (
+        arenas = [store.new_arena([layout.numel for layout in layouts.values()], dtype) for _ in rule.moments]
+        scale_arenas = [store.new_arena([count for _, count in scales.values()], torch.float32) for _ in rule.moments]
+        store.num_bytes["moments"] = len(rule.moments) * (
             used_bytes(own.values(), dtype.itemsize) + used_bytes(own_scales.values(), torch.float32.itemsize)
         )
         self.units: dict[Unit, UnitMoments] = {}
         for unit, (starts, count) in scales.items():
-            first, second = (arena.take(layouts[unit].numel, dtype, own[unit]) for arena in arenas)
-            scale1, scale2 = (arena.take(count, torch.float32, own_scales[unit]) for arena in scale_arenas)
-            self.units[unit] = UnitMoments(first, second, scale1, scale2, starts, own_scales[unit])
+            self.units[unit] = UnitMoments(
+                tuple(arena.take(layouts[unit].numel, dtype, own[unit]) for arena in arenas),
+                tuple(arena.take(count, torch.float32, own_scales[unit]) for arena in scale_arenas),
+                starts,
+                own_scales[unit],
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the moments, and of their scales, in a saved state."""
+        scales = [f"{name}_scale" for name in self.rule.moments] if self.kind == "8bit" else []
+        return (*self.rule.moments, *scales)
 
     def _own_scales(self, slabs: UnitSlabs) -> slice:
         """Return the range of a unit's scales that belongs to this rank's range of its moments."""
@@ -82,16 +92,12 @@ class Moments:
     def state(self, unit: Unit, slabs: UnitSlabs, name: str) -> dict[str, Any]:
         """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
         moments, layout = self.units[unit], slabs.grad_layout
-        views: dict[str, Any] = {
-            "exp_avg": layout.view(moments.first, name),
-            "exp_avg_sq": layout.view(moments.second, name),
-        }
+        views = [layout.view(values, name) for values in moments.values]
         if self.kind == "8bit":
             start = moments.scale_starts[name]
             stop = start + num_scales(layout.entries[name].numel, slabs.row)
-            views["exp_avg_scale"] = moments.scale1[start:stop]
-            views["exp_avg_sq_scale"] = moments.scale2[start:stop]
-        return views
+            views += [scales[start:stop] for scales in moments.scales]
+        return dict(zip(self.names, views, strict=True))
 
 
 class UnitArrays:
@@ -100,7 +106,10 @@ class UnitArrays:
     Attributes:
         own, own_grads: the ranges of weights and gradients that this rank owns, and updates.
         mergeable: whether one kernel call may span several parameters.
-        modes: names of the weight, moment and gradient formats, which select the kernel.
+        moments, scales: two arrays each, as the kernels take them; empty if there is no second moment.
+        rule: the optimizer's.
+        grad_format: the name of the gradients' format.
+        modes: the rule and the names of the formats of weights, moments and gradients, which select the kernel.
     """
 
     def __init__(self, store: Store, unit: Unit, moments: Moments) -> None:
@@ -109,8 +118,13 @@ class UnitArrays:
         self.own, self.own_grads = slabs.own, slabs.own_grads
         self.weights = as_array(slabs.weights)
         self.low = np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low)
-        self.first, self.second = as_array(own.first), as_array(own.second)
-        self.scale1, self.scale2 = as_array(own.scale1), as_array(own.scale2)
+        self.moments, self.scales = _pair(own.values), _pair(own.scales)
         self.scale_starts = own.scale_starts
         self.mergeable = moments.kind != "8bit"  # 8-bit blocks start at the beginning of each parameter
-        self.modes = (store.precision.name, moments.kind, dtype_name(torch.empty(0, dtype=store.precision.grad_dtype)))
+        self.grad_format = dtype_name(torch.empty(0, dtype=store.precision.grad_dtype))
+        self.rule = moments.rule
+        self.modes = (self.rule, store.precision.name, moments.kind, self.grad_format)
+
+
+def _pair(slabs: tuple[torch.Tensor, ...]) -> list[Any]:
+    return [as_array(slab) for slab in (*slabs, slabs[0][:0])[:2]]

@@ -1,18 +1,17 @@
 """Saved optimizer states, which are checked as a whole before any part of them is loaded."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, first_line
 
 STEPS = "step"  # number of steps of the whole optimizer, on which the rounding noise depends
 LOW_HALF = "low_half"
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
-_IGNORED_SETTINGS = ("foreach", "fused", "capturable", "differentiable")  # settings of torch's AdamW implementation
+_IGNORED_SETTINGS = ("foreach", "fused", "capturable", "differentiable")  # settings of torch's implementations
 _FIXED_SETTINGS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}  # the only supported values
 
 
@@ -41,31 +40,36 @@ class SavedState:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a setting of a group is out of range."""
-    lr, betas, eps, weight_decay = (settings[name] for name in _SETTINGS)
+    """Raise ConfigError if a setting of a group is out of range: ``betas`` are below 1, no other number is negative or infinite."""
+    numbers = [value for name, value in settings.items() if name != "betas"]
+    betas = settings.get("betas", (0.0, 0.0))
     try:
-        good = min(lr, eps, weight_decay) >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        good = min(numbers) >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     except (TypeError, ValueError):
         good = False
-    if not good or not all(map(math.isfinite, (lr, eps, weight_decay))):
-        raise ConfigError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range")
+    if not good or not all(map(math.isfinite, numbers)):
+        raise ConfigError(f"{', '.join(f'{name}={value}' for name, value in settings.items())}: out of range")
 
 
-def check_state(given: Any, own: Mapping[str, Any], moments: str) -> SavedState:
-    """Check that a state is from this optimizer, or from a torch.optim.AdamW with the same parameters.
+def check_state(
+    given: Any, own: Mapping[str, Any], moments: str, optimizer: str, settings: Sequence[str]
+) -> SavedState:
+    """Check that a state is from this optimizer, or from torch's of the same name with the same parameters.
 
     Args:
         given: the state to load.
         own: the current state of this optimizer.
         moments: the kind of this optimizer's moments.
+        optimizer: the name of this optimizer.
+        settings: the names of its settings of a group.
 
     Raises:
         ConfigError: if any part of the state does not fit.
     """
     if not isinstance(given, Mapping) or not all(isinstance(given.get(k), t) for k, t in _PARTS.items()):
-        raise ConfigError("this is not an optimizer state; pass the return value of state_dict() of an AdamW")
+        raise ConfigError(f"this is not an optimizer state; pass the return value of state_dict() of {_a(optimizer)}")
     index_of = _match_parameters(given["param_groups"], own["param_groups"])
-    groups = [_check_group(number, group) for number, group in enumerate(given["param_groups"])]
+    groups = [_check_group(number, group, optimizer, settings) for number, group in enumerate(given["param_groups"])]
     entries = _match_entries(given, own["state"], index_of)
     for index, entry in entries.items():
         if entry is not None:
@@ -74,6 +78,10 @@ def check_state(given: Any, own: Mapping[str, Any], moments: str) -> SavedState:
     num_steps = _as_num_steps(f"{STEPS!r}", given[STEPS]) if STEPS in given else 0
     steps = (_as_num_steps("step", entry["step"]) for entry in entries.values() if entry is not None)
     return SavedState(entries, groups, max([num_steps, *steps]))
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
 _PARTS = {"state": Mapping, "param_groups": Sequence}
@@ -93,15 +101,17 @@ def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int
     return dict(zip(numbers, (index for group in own for index in group["params"]), strict=True))
 
 
-def _check_group(number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+def _check_group(number: int, group: Mapping[str, Any], optimizer: str, settings: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a group that this optimizer has. Reject a group that needs other settings."""
-    if missing := [name for name in _SETTINGS if name not in group]:
-        raise ConfigError(f"the optimizer state has no {', '.join(missing)} in group {number}; it is not from an AdamW")
-    check_settings(group)
+    if missing := [name for name in settings if name not in group]:
+        raise ConfigError(
+            f"the optimizer state has no {', '.join(missing)} in group {number}; it is not from {_a(optimizer)}"
+        )
+    check_settings({name: group[name] for name in settings})
     for name, value in _FIXED_SETTINGS.items():
         if group.get(name, value) is not value:
             raise ConfigError(
-                f"the optimizer state was made with {name}={group[name]}, which horizon_lm.AdamW does not support; continue with the "
+                f"the optimizer state was made with {name}={group[name]}, which horizon_lm.{optimizer} does not support; continue with the "
                 "optimizer that made it"
             )
     return {k: v for k, v in group.items() if k not in ("params", *_IGNORED_SETTINGS, *_FIXED_SETTINGS)}
@@ -178,3 +188,45 @@ def _as_num_steps(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value % 1:
         raise ConfigError(f"the optimizer state has {value} as {name}, which is not a number of steps; it is damaged")
     return int(value)
+
+
+def check_scalars(
+    scalars: Mapping[str, Any], groups: Sequence[Sequence[str]], trained: Set[str], settings: Sequence[str]
+) -> None:
+    """Check what a checkpoint holds of an optimizer beside its moments.
+
+    Args:
+        scalars: what `SlabOptimizer.scalars` has returned.
+        groups: names of the parameters of each group of this optimizer.
+        trained: names of the parameters that it trains.
+        settings: the names of its settings of a group.
+
+    Raises:
+        ConfigError: it belongs to other parameters or groups, or is damaged.
+    """
+    try:
+        if [group["params"] for group in scalars["groups"]] != groups:
+            raise ConfigError(
+                "the checkpoint's optimizer has other parameter groups than this one; train the same parameters, in the "
+                "same groups"
+            )
+        if scalars["steps"].keys() != trained:
+            raise ConfigError("the checkpoint's optimizer trains other parameters than this one; freeze the same ones")
+        for group in scalars["groups"]:
+            check_settings({name: group[name] for name in settings})
+        _require_numbers(scalars)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the checkpoint's optimizer state is damaged: {first_line(error)}") from error
+
+
+def _require_numbers(scalars: Mapping[str, Any]) -> None:
+    """Raise ValueError if a count or a norm of a checkpoint is not a number, or out of range."""
+    skipped = scalars["skipped"]
+    counts = [scalars["step"], scalars["seed"], skipped["num"], skipped["num_consecutive"], *scalars["steps"].values()]
+    if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
+        raise ValueError("a count is not a number, or out of range")
+    norms = [scalars["grad_norm"], *scalars["unit_grad_norms"].values()]
+    if not all(isinstance(norm, float | int | None) for norm in norms):
+        raise ValueError("a norm is not a number")

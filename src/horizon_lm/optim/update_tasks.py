@@ -16,7 +16,7 @@ import torch
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.engine.host.updates import TableGrads
-from horizon_lm.kernels.adamw import Scalars, rows_kernel, update_kernel
+from horizon_lm.kernels.updates import Rule, Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.moments import UnitArrays
 from horizon_lm.store.arena import as_array
 from horizon_lm.units import Unit
@@ -27,31 +27,23 @@ _LARGEST = 4  # times as many elements has a piece at most
 _ENOUGH_PIECES = 64  # so that all threads have work until the end of a span
 
 
-@dataclass(frozen=True, slots=True)
-class Hyperparameters:
-    """The hyperparameters of one parameter in one step, copied at its start because schedulers change them
-    right after.
+def step_scalars(rule: Rule, settings: Mapping[str, Any], step: int, clip: float, key: int) -> Scalars:
+    """Return the kernels' scalars, computed in double precision.
+
+    Args:
+        rule: the optimizer's rule.
+        settings: settings of a parameter group.
+        step: number of the parameter's step, counted from 1.
+        clip: factor on the gradients.
+        key: seed of the noise.
     """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-    def scalars(self, step: int, clip: float, key: int) -> Scalars:
-        """Return the kernels' scalars, computed in double precision. ``step`` starts at 1; ``key`` seeds the noise."""
-        return Scalars(
-            clip=np.float32(clip),
-            decay=np.float32(1 - self.lr * self.weight_decay),
-            one_minus_beta1=np.float32(1 - self.beta1),
-            beta2=np.float32(self.beta2),
-            one_minus_beta2=np.float32(1 - self.beta2),
-            step_size=np.float32(self.lr / (1 - self.beta1**step)),
-            sqrt_correction2=np.float32((1 - self.beta2**step) ** 0.5),
-            eps=np.float32(self.eps),
-            key=np.uint32(key),
-        )
+    others = {name: value for name, value in settings.items() if name != "weight_decay"}
+    return Scalars(
+        clip=np.float32(clip),
+        decay=np.float32(1 - settings["lr"] * settings["weight_decay"]),
+        key=np.uint32(key),
+        numbers=rule.numbers(step, **others),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +58,7 @@ class StepUpdate:
     """An update step in progress: its hyperparameters, and the parameters updated so far.
 
     Args:
-        groups: the optimizer's parameter groups.
+        groups: parameters, and the settings of their group, which are copied because schedulers change them right after.
         steps: number of earlier steps of each parameter.
         seed: the seed of the noise of stochastic rounding.
         step: number of this step, counted from 1; the noise also depends on it.
@@ -77,19 +69,12 @@ class StepUpdate:
     """
 
     def __init__(
-        self, groups: Iterable[Mapping[str, Any]], steps: Mapping[torch.Tensor, int], seed: int, step: int, clip: float
-    ) -> None:
-        self._hyperparameters = {
-            id(param): Hyperparameters(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-            )
-            for group in groups
-            for param in group["params"]
-        }
+        self, groups: Iterable[tuple[Iterable[Any], Mapping[str, Any]]], steps: Mapping[torch.Tensor, int], seed: int, step: int,
+        clip: float,
+    ) -> None:  # fmt: skip
+        self._settings: dict[int, dict[str, Any]] = {}
+        for params, settings in groups:
+            self._settings.update(dict.fromkeys(map(id, params), _copied(settings)))
         self._steps, self._seed, self._step, self._clip = steps, seed, step, clip
         self.stepped: list[torch.nn.Parameter] = []
 
@@ -99,15 +84,16 @@ class StepUpdate:
         spans: list[tuple[list[str], Scalars]] = []
         before: tuple[Any, ...] = ()
         for name, param in params.items():
-            hyper = self._hyperparameters.get(id(param))
-            if hyper is None:
+            settings = self._settings.get(id(param))
+            if settings is None:
                 continue
             step = self._steps[param] + 1
-            if arrays.mergeable and before == (order[name] - 1, hyper, step):
+            if arrays.mergeable and before == (order[name] - 1, settings, step):
                 spans[-1][0].append(name)
             else:
-                spans.append(([name], hyper.scalars(step, self._clip, noise_key(self._seed, self._step, unit))))
-            before = order[name], hyper, step
+                key = noise_key(self._seed, self._step, unit)
+                spans.append(([name], step_scalars(arrays.rule, settings, step, self._clip, key)))
+            before = order[name], settings, step
             self.stepped.append(param)
         return [Span(*span) for span in spans]
 
@@ -119,15 +105,22 @@ def noise_key(seed: int, step: int, unit: Unit) -> int:
     return zlib.crc32(f"{seed}/{step}/{unit}".encode())
 
 
-def compile_kernels(arrays: UnitArrays) -> None:
+def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as plain numbers; a learning rate may be a tensor."""
+    return {
+        name: tuple(map(float, value)) if isinstance(value, tuple | list) else float(value)
+        for name, value in settings.items()
+    }
+
+
+def compile_kernels(arrays: UnitArrays, settings: Mapping[str, Any]) -> None:
     """Compile the kernels of an update, so that the first step takes no longer than later steps."""
-    scalars = Hyperparameters(0.0, 0.9, 0.9, 1.0, 0.0).scalars(1, 1.0, 0)
-    values = as_array(torch.empty(0, dtype=getattr(torch, arrays.modes[2])))
-    slabs = [a[:0] for a in (arrays.weights, arrays.low, values, arrays.first, arrays.second)]
-    scales = [a[:0] for a in (arrays.scale1, arrays.scale2)]
+    scalars = step_scalars(arrays.rule, _copied(settings), 1, 1.0, 0)
+    values = as_array(torch.empty(0, dtype=getattr(torch, arrays.grad_format)))
+    slabs = [a[:0] for a in (arrays.weights, arrays.low, values, *arrays.moments, *arrays.scales)]
     nothing = np.empty(0, np.int64)
-    update_kernel(*arrays.modes)(*slabs, *scales, np.uint32(0), scalars)
-    rows_kernel(*arrays.modes)(*slabs, *scales, 1, 0, nothing, nothing, scalars)
+    update_kernel(*arrays.modes)(*slabs, np.uint32(0), scalars)
+    rows_kernel(*arrays.modes)(*slabs, 1, 0, nothing, nothing, scalars)
 
 
 Record = Callable[[BaseException], None]
@@ -216,7 +209,7 @@ def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: 
             scales = slice(first, first - (-size // BLOCK))
         kernel(
             arrays.weights[w : w + size], arrays.low[w : w + size], values[g - arrays.own_grads.start :][:size],
-            arrays.first[g : g + size], arrays.second[g : g + size], arrays.scale1[scales], arrays.scale2[scales],
+            *(each[g : g + size] for each in arrays.moments), *(each[scales] for each in arrays.scales),
             np.uint32(w & 0xFFFFFFFF), span.scalars,
         )  # fmt: skip
 
@@ -269,7 +262,7 @@ class TableRows:
         rows = rows[~self._done[rows]]
         arrays = self._arrays
         self._kernel(
-            arrays.weights, arrays.low, self._grads, arrays.first, arrays.second, arrays.scale1, arrays.scale2,
+            arrays.weights, arrays.low, self._grads, *arrays.moments, *arrays.scales,
             self._width, self._blocks, rows, self._grad_rows[rows], self._scalars,
         )  # fmt: skip
         self._done[rows] = True

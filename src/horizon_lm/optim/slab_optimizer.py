@@ -1,0 +1,386 @@
+"""An optimizer over slabs: everything but the arithmetic, which is its rule.
+
+The update is computed in fp32 for all formats of weights, gradients and moments. It runs in threads on the host, unit by unit
+in the order in which the next forward pass needs them, and overlaps with that pass.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from horizon_lm.device.transfers import Move
+from horizon_lm.engine.host.updates import TableGrads
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.trained_parameters import allocate_grads, apply_in_backward
+from horizon_lm.engine.streamed import engine_of
+from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
+from horizon_lm.kernels.updates import Rule
+from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, squared_norm
+from horizon_lm.optim.moments import Moments, UnitArrays
+from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state
+from horizon_lm.optim.update_tasks import Span, StepUpdate, TableRows, compile_kernels, span_pieces
+from horizon_lm.schedule import build
+from horizon_lm.store.arena import as_array
+from horizon_lm.store.store import Store
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+
+
+class SlabOptimizer(torch.optim.Optimizer):
+    """An optimizer for a streamed model, with moments in host memory and optional clipping by the global norm.
+
+    A subclass has the arithmetic as its `rule`, and passes its default settings of a parameter group, among which are ``lr`` and
+    ``weight_decay``. The other arguments are those of `AdamW`.
+
+    Attributes:
+        rule: what is done to each element, and the names of the moments.
+        grad_norm: global norm of the gradients of the last step, before clipping.
+        unit_grad_norms: norm of each unit's gradients in the last step, before clipping.
+        non_finite_unit: the unit in which the gradient of the last rejected or skipped step was first not finite.
+    """
+
+    rule: ClassVar[Rule]
+    updates_slabs = True  # unlike other optimizers, which update parameters
+
+    def __init__(
+        self,
+        model: Any,
+        defaults: dict[str, Any],
+        *,
+        max_grad_norm: float | None = None,
+        params: Iterable[Any] | None = None,
+        seed: int = 0,
+        moments: str = "float32",
+        non_finite: str = "raise",
+        max_consecutive_skips: int | None = 3,
+        update_in_backward: bool = False,
+    ) -> None:
+        self._engine: Engine = engine_of(model, f"horizon_lm.{self.rule.name}")
+        check_settings(defaults)
+        if max_grad_norm is not None and max_grad_norm <= 0:
+            raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
+        self._skipped = SkippedSteps(non_finite, max_consecutive_skips)
+        if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
+            raise ConfigError(
+                "update_in_backward changes weights before all gradients are known, so it cannot clip by the global norm "
+                "or skip a step; use it without max_grad_norm and non_finite='skip'"
+            )
+        self._store: Store = self._engine.store
+        self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
+        self._arrays: dict[Unit, UnitArrays] = {}
+        super().__init__(list(params) if params is not None else self._trainable(), defaults)
+        if update_in_backward:
+            apply_in_backward(self._engine, self)
+        allocate_grads(self._engine)
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: float | None = None
+        self.unit_grad_norms: dict[Unit, float] = {}
+        self.non_finite_unit: str | None = None
+        self._rejected: str | None = None
+        self._seed, self._step, self._in_backward = seed, 0, update_in_backward
+        self._current: StepUpdate | None = None  # the step that is being applied
+        self._moments = Moments(self._store, moments, self.rule)
+        self._arrays.update({unit: UnitArrays(self._store, unit, self._moments) for unit in self._store.units})
+        self._steps: dict[torch.Tensor, int] = {}
+        for group in self.param_groups:
+            self._add_states(group["params"])
+        compile_kernels(self._arrays[EMBED], defaults)
+
+    def _trainable(self) -> list[torch.nn.Parameter]:
+        # Same order as in torch's optimizers, so that states can be exchanged between them.
+        params = [param for param in self._engine.parts.model.parameters() if param.requires_grad]
+        if not params:
+            raise ConfigError("nothing is trainable: every parameter of the model is frozen")
+        return params
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient. Return once all gradients are known to be finite.
+
+        The updates continue in threads, and every use of a weight waits for its update. To read ``p.data``, call
+        `horizon_lm.synchronize` first.
+
+        Raises:
+            NonFiniteError: if a gradient is NaN or infinite and the step may not be skipped; no weight was changed.
+            StreamingError: if an error made the gradients incomplete; call `zero_grad` first.
+        """
+        loss = closure() if closure is not None else None
+        reason, self._rejected = self._rejected, None
+        engine = self._engine
+        engine.check_alive()
+        if engine.grads.invalid:
+            raise StreamingError(
+                "an error interrupted a backward pass of this step, so its gradients are incomplete; call "
+                "optimizer.zero_grad() and repeat the step"
+            )
+        engine.access.wait_for_grads()
+        engine.foreign_writes.follow()
+        present = {unit: self._present(unit) for unit in self._store.units}
+        if not (self.pending if self._in_backward else any(present.values())):  # no gradients: do nothing, like torch
+            return loss
+        squared_norms = self._squared_norms(present)
+        unit = first_non_finite_unit(squared_norms, self._engine.parts.num_blocks)
+        if unit is not None:
+            self._reject_step(unit)
+            return loss
+        if reason is not None:
+            self._skipped.skip(f"{reason} at step {self._step + 1}")
+            return loss
+        self.grad_norm = sum(squared_norms.values()) ** 0.5
+        self.unit_grad_norms = {unit: square**0.5 for unit, square in squared_norms.items()}
+        if self._in_backward:
+            engine.grads.squared_norms.clear()
+            self._finish_step()
+        else:
+            self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
+        return loss
+
+    def landed_grad_norm(self) -> float:
+        """Return the global norm of the gradients of this step, before clipping. Wait until they are in host memory."""
+        self._engine.access.wait_for_grads()
+        present = {unit: self._present(unit) for unit in self._store.units}
+        return float(sum(self._squared_norms(present).values()) ** 0.5)
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Return whether this optimizer updates the model of this engine."""
+        return self._engine is engine
+
+    @property
+    def update_in_backward(self) -> bool:
+        """True if units are updated in the backward pass."""
+        return self._in_backward
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps applied. A step counts as soon as nothing but its updates in host memory is left to do."""
+        return self._step
+
+    @property
+    def skips_non_finite(self) -> bool:
+        """True if a step with a NaN or infinite gradient is skipped, not an error."""
+        return self._skipped.may_skip
+
+    def reject_step(self, reason: str) -> None:
+        """Let the next `step` treat its gradients as not finite. Those of a loss that is not finite may be zero."""
+        self._rejected = reason
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of steps skipped because a gradient was not finite."""
+        return self._skipped.num
+
+    @property
+    def partial_update(self) -> bool:
+        """True if an update was not completed, so that the model must be loaded again."""
+        return self._engine.updates.partial_update.reason is not None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Mark all gradients empty; no memory is written."""
+        if self._engine.grads.invalid:  # a backward pass with updates failed before its first update
+            self._current = None
+        self._engine.access.clear_grads()
+
+    def _present(self, unit: Unit) -> list[str]:
+        """Return the parameters of a unit that have a gradient. Other parameters are not updated, as in torch."""
+        layout = self._store.units[unit].grad_layout
+        if self._in_backward:
+            return list(layout)
+        return [name for name in layout if not self._engine.grads.is_empty(name)]
+
+    def _squared_norms(self, present: Mapping[Unit, list[str]]) -> dict[Unit, float]:
+        """Return the sum of squares of each unit's stored gradients, read again only if landing did not compute it."""
+        squared_norms = {}
+        for unit, slabs in self._store.units.items():
+            names = present[unit]
+            known = self._engine.grads.squared_norms.of(unit) if names else None
+            if known is None and names and slabs.grads.numel():
+                known = squared_norm(slabs, names)
+            squared_norms[unit] = known or 0.0
+        if self._engine.mesh is None:
+            return squared_norms
+        sums = self._engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
+        return dict(zip(squared_norms, sums, strict=True))
+
+    def _reject_step(self, unit: Unit) -> None:
+        """Skip a step whose gradient is not finite, or raise NonFiniteError."""
+        self.non_finite_unit = unit
+        reason = f"the gradient of {unit} is not finite at step {self._step + 1}"
+        if not self._in_backward:
+            self._skipped.skip(reason)
+            return
+        error = NonFiniteError(
+            f"{reason}. It was not applied, but other units were updated as soon as their gradients landed, so the model is "
+            f"partially updated: load it or a checkpoint again. {REMEDY}"
+        )
+        self._engine.updates.partial_update.record(error)
+        raise error
+
+    # One step
+
+    def _start_step(self, clip: float) -> None:
+        groups = [(group["params"], {name: group[name] for name in self.defaults}) for group in self.param_groups]
+        self._current = StepUpdate(groups, self._steps, self._seed, self._step + 1, clip)
+
+    def _issue_update(self, present: Mapping[Unit, list[str]], clip: float) -> None:
+        """Count the step, and issue the updates of all units, in the order in which the next forward pass streams them in."""
+        self._engine.updates.finish()
+        self._start_step(clip)
+        blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
+        order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
+        slabs = {unit: self._store.units[unit] for unit in order}
+        moves = {unit: self.moves(unit, present[unit], each.grads[each.own_grads]) for unit, each in slabs.items()}
+        table = None  # the embedding's update is left to the next forward pass, which knows which rows it needs first
+        if present[EMBED]:
+            table = self.table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
+        schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
+        self._finish_step()
+        self._engine.run_update(schedule, moves, table)
+
+    def _finish_step(self) -> None:
+        """Count the step, whose updates may still be running, or are about to be issued."""
+        assert self._current is not None
+        for param in self._current.stepped:
+            self._steps[param] += 1
+        torch._foreach_add_([self.state[param]["step"] for param in self._current.stepped], 1.0)
+        self._step += 1
+        self._skipped.reset()
+        self._current = None
+
+    def _spans(self, unit: Unit, names: Iterable[str]) -> list[Span]:
+        assert self._current is not None
+        params = {name: self._engine.refs[name].param for name in names}
+        return self._current.spans(unit, self._arrays[unit], params)
+
+    def _guard(self, unit: Unit) -> Callable[[], bool]:
+        """Return a check of a unit's gradient to call when its update runs; before that, the gradient may be
+        incomplete.
+        """
+        if not self._in_backward:
+            return lambda: True
+        squared_norms = self._engine.grads.squared_norms
+        return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
+
+    # The interface for updates in a backward pass (`engine.updates.UnitOptimizer`)
+
+    def begin(self) -> None:
+        if self.pending:
+            raise StreamingError(
+                "update_in_backward has already changed the weights in this step's backward; call optimizer.step() after "
+                "each backward, and put all rows of a step into one forward"
+            )
+        self._start_step(clip=1.0)
+
+    @property
+    def pending(self) -> bool:
+        return self._current is not None
+
+    def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
+        spans, record = self._spans(unit, names), self._engine.updates.partial_update.record
+        return span_pieces(self._arrays[unit], spans, as_array(grads), record, self._guard(unit))
+
+    def table(self, grads: TableGrads) -> TableRows | None:
+        spans, record = self._spans(EMBED, self._store.units[EMBED].layout), self._engine.updates.partial_update.record
+        if not spans:
+            return None
+        return TableRows(self._arrays[EMBED], grads, spans[0].scalars, record, self._guard(EMBED))
+
+    # Parameter groups and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch. Reject parameters of other models, which would never be updated."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_settings({name: group[name] for name in self.defaults})
+            if any(id(param) not in self._names for param in group["params"]):
+                raise ConfigError(
+                    f"horizon_lm.{self.rule.name} was given a parameter that is not of this model, for example of a prompt that PEFT added after "
+                    "stream(); add prompts before it, stream(get_peft_model(model, config)), or use another optimizer"
+                )
+        except ConfigError:
+            self.param_groups.pop()
+            raise
+        if self._arrays:
+            self._add_states(group["params"])
+
+    def _add_states(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Create the states of trainable parameters, as views of the moments."""
+        for param in params:
+            name = self._names[id(param)]
+            unit = self._store.unit_of[name]
+            slabs = self._store.units[unit]
+            if name in slabs.grad_layout:
+                self.state[param] = {"step": torch.tensor(0.0), **self._moments.state(unit, slabs, name)}
+                if slabs.low is not None:
+                    self.state[param][LOW_HALF] = slabs.layout.view(slabs.low, name)
+                self._steps[param] = 0
+
+    @property
+    def moments(self) -> Moments:
+        """The moments of all units in host memory."""
+        return self._moments
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the state beside the moments as plain data: steps, settings of groups, the seed and skipped steps.
+
+        It is that of the steps that were issued, whose updates may still be running.
+        """
+        groups = []
+        for group in self.param_groups:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**settings, "params": [self._names[id(param)] for param in group["params"]]})
+        return {
+            "step": self._step,
+            "steps": {self._names[id(param)]: count for param, count in self._steps.items()},
+            "groups": groups,
+            "seed": self._seed,
+            "skipped": self._skipped.state_dict(),
+            "grad_norm": self.grad_norm,
+            "unit_grad_norms": self.unit_grad_norms,
+        }
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Take over what `scalars` has returned.
+
+        Raises:
+            ConfigError: it belongs to other parameters or groups, or is damaged; nothing was changed.
+        """
+        groups = [[self._names[id(param)] for param in group["params"]] for group in self.param_groups]
+        check_scalars(scalars, groups, {self._names[id(param)] for param in self._steps}, tuple(self.defaults))
+        for group, saved in zip(self.param_groups, scalars["groups"], strict=True):
+            settings = {name: value for name, value in saved.items() if name != "params"}
+            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
+        for param in self._steps:
+            self._steps[param] = scalars["steps"][self._names[id(param)]]
+            self.state[param]["step"].fill_(self._steps[param])
+        self._step, self._seed = scalars["step"], scalars["seed"]
+        self._skipped.load_state_dict(scalars["skipped"])
+        self.grad_norm, self.unit_grad_norms = scalars["grad_norm"], dict(scalars["unit_grad_norms"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wait for all updates and return the state as torch does, with the optimizer's number of steps as ``step``.
+
+        Moments, and the low halves of fp32 masters, are views and not copies.
+        """
+        self._engine.check_alive()
+        self._engine.updates.finish()
+        return super().state_dict() | {STEPS: self._step}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state from `state_dict` of this class, or of torch's optimizer of this name.
+
+        Moments in other floating-point formats are converted. In precision ``fp32_master`` the state holds the low halves
+        of the weights, so call the model's ``load_state_dict`` first.
+
+        Raises:
+            ConfigError: if a part of the state does not fit; nothing was changed.
+        """
+        own = self.state_dict()
+        self._engine.access.hand_out_weight()  # a checkpoint that is being written holds the moments of before
+        saved = check_state(state_dict, own, self._moments.kind, self.rule.name, tuple(self.defaults))
+        saved.copy_into(own["state"])
+        self._steps = {param: int(state["step"]) for param, state in self.state.items()}
+        for group, settings in zip(self.param_groups, saved.groups, strict=True):
+            group.update(settings)
+        self._step = saved.num_steps
