@@ -256,7 +256,7 @@ def test_complete_page(complete: Path) -> None:
     assert "is missing" not in "".join(page.words.values())
     assert len(page.figures) == 8
     settings = page.words["Settings"]
-    assert "Peak learning rate of AdamW.learning_rate2e-05" in settings
+    assert "Peak learning rate.learning_rate2e-05" in settings
     assert "resident_blocks" in settings
     assert "nullplanned: 2" in settings
     assert "on the device there would be room for 11 of 30" in settings

@@ -12,9 +12,10 @@ from horizon_lm.cli.common import exits, without_garbage_collection
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config, split_arguments
 from horizon_lm.errors import ConfigError, HorizonError
+from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.catalog import Hardware, find_profile, published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
-from horizon_lm.planning.memory import LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES
+from horizon_lm.planning.memory import LOW_HALF_BYTES, WEIGHT_BYTES
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.remedies import Remedy
 from horizon_lm.planning.render import plan_as_json, plan_lines
@@ -287,7 +288,8 @@ def _least_bytes(run: RunConfig, parameters: int) -> int:
     if run.use_peft:
         return parameters // 2  # codes of 4 bits
     weights = WEIGHT_BYTES[run.precision] + LOW_HALF_BYTES[run.precision]
-    return parameters * (weights + 2 * MOMENT_BYTES[run.moments] + (0 if run.update_in_backward else 2))
+    moments = optimizer_class(run.optim).planned().moment_bytes(run.moments)
+    return parameters * (weights + moments + (0 if run.update_in_backward else 2))
 
 
 def _is_sparse(source: Source) -> bool:

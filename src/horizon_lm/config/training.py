@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from horizon_lm.config.rules import Needs, OnResume, UnusedError
-from horizon_lm.config.types import Count, Fraction, Norm, Settings, StepsOrFraction
+from horizon_lm.config.types import Count, Fraction, Norm, OptimizerName, Settings, StepsOrFraction
+from horizon_lm.optimizers import OPTIMIZERS, users_of
 
 MAX_ROWS_PER_STEP = 65_536  # what a plan of seconds can try in all sizes of micro-batches
 
@@ -36,7 +37,10 @@ class TrainingSettings(Settings):
         None, ge=0, lt=2**32, description="Seed for shuffling, splitting and sampling rows. Default: seed."
     )
 
-    learning_rate: PositiveFloat = Field(2e-5, le=1e3, description="Peak learning rate of AdamW.")
+    optim: OptimizerName = Field(
+        "adamw", description=f"Optimizer: {' or '.join(OPTIMIZERS)}, or transformers' name for it, such as adamw_torch."
+    )
+    learning_rate: PositiveFloat = Field(2e-5, le=1e3, description="Peak learning rate.")
     lr_scheduler_type: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
         "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
@@ -49,11 +53,11 @@ class TrainingSettings(Settings):
         0, description="Steps of learning rate warmup, or a fraction of all steps if below 1."
     )
     weight_decay: NonNegativeFloat = Field(
-        0.0, le=1e3, description="Weight decay of AdamW, applied to all weights except biases and norms."
+        0.0, le=1e3, description="Decoupled weight decay, applied to all weights except biases and norms."
     )
     adam_beta1: Fraction = Field(0.9, description="Decay rate of AdamW's first moment.")
     adam_beta2: Fraction = Field(0.999, description="Decay rate of AdamW's second moment.")
-    adam_epsilon: PositiveFloat = Field(
+    adam_epsilon: Annotated[PositiveFloat, Needs(optim=users_of("adam_epsilon"))] = Field(
         1e-8, le=1, description="Term added to AdamW's denominator for numerical stability."
     )
     max_grad_norm: Norm = Field(1.0, description="Global norm that gradients are clipped to; 0 for no clipping.")

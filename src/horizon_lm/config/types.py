@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from horizon_lm.config.rules import require_use
+from horizon_lm.optimizers import OPTIMIZERS, by_other_name
 from horizon_lm.quantities import parse_bytes
 
 _MIN_SIZE, _MAX_SIZE = 1e-30, 1e30  # of fractional numbers, which float32 computes with
@@ -60,6 +61,16 @@ def _check_device_name(name: str) -> str:
     return name
 
 
+def _our_optimizer(name: str) -> str:
+    """Return the name of an optimizer, which may be given by one of transformers' names."""
+    known = by_other_name(name)
+    if known is not None and known[1] != "float32":
+        raise ValueError(f"write optim: {known[0]} and moments: {known[1]}")
+    if known is None and name not in OPTIMIZERS:
+        raise ValueError(f"must be {' or '.join(OPTIMIZERS)}, or transformers' name for it")
+    return name if known is None else known[0]
+
+
 def _check_steps_or_fraction(value: float) -> float:
     """Apply transformers' rule: values of at least 1 are a number of steps, smaller values a fraction of all steps."""
     if value > MAX_COUNT:
@@ -94,6 +105,7 @@ Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
 Norm = Annotated[float, Field(ge=0, le=1e12), AfterValidator(_check_norm)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), AfterValidator(_check_unit)]
 DeviceName = Annotated[str, AfterValidator(_check_device_name)]
+OptimizerName = Annotated[str, AfterValidator(_our_optimizer)]
 Names = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 StepsOrFraction = Annotated[float, AfterValidator(_check_steps_or_fraction)]

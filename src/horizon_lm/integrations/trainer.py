@@ -17,8 +17,9 @@ from horizon_lm.integrations.trainer_checkpoints import TrainerCheckpoints
 from horizon_lm.integrations.trainer_plan import TrainerPlan
 from horizon_lm.integrations.trainer_ranks import TrainerRanks
 from horizon_lm.integrations.trainer_rows import longest_row
-from horizon_lm.optim.adamw import AdamW
+from horizon_lm.optim.choosing import make_optimizer
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
+from horizon_lm.optimizers import by_other_name
 from horizon_lm.planning.render import summary_lines
 
 # Settings of a Trainer that a streamed model does not support, with the values that leave them off, and the remedy.
@@ -37,11 +38,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sync_ref_model": ((None, False), "it would write to the weights of the reference; leave it out"),
     "use_vllm": ((None, False), "the weights are in host memory; leave it out, and the streamed model generates"),
 }
-_ADAMW = {
-    "adamw_torch": "float32", "adamw_torch_fused": "float32", "adamw_hf": "float32", "adamw_apex_fused": "float32",
-    "paged_adamw": "float32", "paged_adamw_32bit": "float32", "adamw_8bit": "8bit", "adamw_bnb_8bit": "8bit",
-    "paged_adamw_8bit": "8bit", "adamw_torch_8bit": "8bit",
-}  # fmt: skip
 
 
 class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
@@ -85,18 +81,18 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         return super()._wrap_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Create our AdamW, with the Trainer's settings and parameter groups, unless another kind is asked for."""
+        """Create an optimizer of ours, with the Trainer's settings and parameter groups, unless another kind is asked for."""
         from accelerate.optimizer import AcceleratedOptimizer
 
         trainer: Any = self
-        moments = _ADAMW.get(getattr(trainer.args.optim, "value", trainer.args.optim))
+        known = by_other_name(getattr(trainer.args.optim, "value", trainer.args.optim))
         if isinstance(trainer.optimizer, AcceleratedOptimizer):
             return trainer.optimizer
         self._apply_plan()
         if trainer.optimizer is None and self._chooses_optimizer():
             trainer.optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if trainer.optimizer is None and moments is not None and self._takes_own_optimizer():
-            trainer.optimizer = self._own_optimizer(trainer.model if model is None else model, moments)
+        if trainer.optimizer is None and known is not None and self._takes_own_optimizer():
+            trainer.optimizer = self._own_optimizer(trainer.model if model is None else model, *known)
         if not isinstance(trainer.optimizer, SlabOptimizer):
             return trainer.optimizer or super().create_optimizer(model)  # type: ignore[misc]
         self.streamed_optimizer, self._own_limit = trainer.optimizer, trainer.optimizer.max_grad_norm
@@ -115,7 +111,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         return any(name in vars(each) for each in own for name in ("create_optimizer", "get_optimizer_cls_and_kwargs"))
 
     def _takes_own_optimizer(self) -> bool:
-        """Return whether horizon_lm.AdamW can be the optimizer: not if all that is trained is a prompt around the model."""
+        """Return whether an optimizer of ours can be chosen: not if all that is trained is a prompt around the model."""
         trainer: Any = self
         trained = [param for param in trainer.model.parameters() if param.requires_grad]
         return trainer.optimizer_cls_and_kwargs is None and any(isinstance(p, StreamedParameter) for p in trained)
@@ -150,7 +146,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         if trainer.is_world_process_zero():
             print(line)
 
-    def _own_optimizer(self, model: Any, moments: str) -> AdamW:
+    def _own_optimizer(self, model: Any, name: str, moments: str) -> SlabOptimizer:
         trainer: Any = self
         args, decayed = trainer.args, set(trainer.get_decay_parameter_names(model))
         params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -158,10 +154,8 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
             {"params": [p for name, p in params if name in decayed], "weight_decay": args.weight_decay},
             {"params": [p for name, p in params if name not in decayed], "weight_decay": 0.0},
         ]
-        return AdamW(
-            model, args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon,
-            params=[group for group in groups if group["params"]], moments=moments, seed=args.seed,
-        )  # fmt: skip
+        used = [group for group in groups if group["params"]]
+        return make_optimizer(name, model, args, params=used, moments=moments, seed=args.seed)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. Explain what to do about a set whose reference was not computed before training."""

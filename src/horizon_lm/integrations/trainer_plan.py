@@ -17,6 +17,7 @@ from horizon_lm.model.adapters import PresentAdapters
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
+from horizon_lm.optimizers import by_other_name
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.request import Machine, Saves
 from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
@@ -191,6 +192,8 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
     """Return the settings of a run that trains like this Trainer."""
     engine = engine_of(model)
     options, precision = engine.options, engine.store.precision
+    theirs = getattr(args.optim, "value", args.optim)
+    optim, moments = by_other_name(theirs) or ("adamw", "8bit" if "8bit" in theirs else "float32")
     settings = {
         "model_name_or_path": name,
         "output_dir": args.output_dir,
@@ -200,7 +203,8 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
         "max_length": rows.length,
         "per_device_train_batch_size": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps * _sequences(args),
-        "moments": "8bit" if "8bit" in getattr(args.optim, "value", args.optim) else "float32",
+        "optim": optim,
+        "moments": moments,
         "head": options.head,
         "device_micro_batch_size": options.device_micro_batch_size,
         "compile": options.compile,

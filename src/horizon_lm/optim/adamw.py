@@ -118,3 +118,13 @@ class AdamW(SlabOptimizer):
             max_consecutive_skips=max_consecutive_skips,
             update_in_backward=update_in_backward,
         )
+
+    @staticmethod
+    def hyperparameters(settings: Any) -> dict[str, Any]:
+        betas = settings.adam_beta1, settings.adam_beta2
+        return {
+            "lr": settings.learning_rate,
+            "betas": betas,
+            "eps": settings.adam_epsilon,
+            "weight_decay": settings.weight_decay,
+        }

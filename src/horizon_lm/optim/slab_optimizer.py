@@ -21,6 +21,7 @@ from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_
 from horizon_lm.optim.moments import Moments, UnitArrays
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state
 from horizon_lm.optim.update_tasks import Span, StepUpdate, TableRows, compile_kernels, span_pieces
+from horizon_lm.planning.memory import PlannedOptimizer
 from horizon_lm.schedule import build
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
@@ -86,6 +87,16 @@ class SlabOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._add_states(group["params"])
         compile_kernels(self._arrays[EMBED], defaults)
+
+    @classmethod
+    def planned(cls) -> PlannedOptimizer:
+        """Return what a plan must know of this optimizer."""
+        return PlannedOptimizer(cls.rule.name, len(cls.rule.moments))
+
+    @staticmethod
+    def hyperparameters(settings: Any) -> dict[str, Any]:
+        """Return the arguments of the class that stand in the settings of a run, or of transformers, under the same names."""
+        raise NotImplementedError
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         # Same order as in torch's optimizers, so that states can be exchanged between them.

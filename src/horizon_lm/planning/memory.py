@@ -179,7 +179,28 @@ def sum_buffers(size: int, of_machine: int, at_once: int = COLLECTIVE_BYTES) -> 
 
 WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # bytes of the streamed half
 LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of each of the two moments
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of each moment
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOptimizer:
+    """What a plan knows of an optimizer. An update reads and writes its moments once.
+
+    Attributes:
+        name: as in reports.
+        num_moments: moments of each parameter.
+    """
+
+    name: str
+    num_moments: int
+
+    def moment_bytes(self, moments: str) -> int:
+        """Return the bytes of a parameter's moments, without the scales of 8-bit moments."""
+        return self.num_moments * MOMENT_BYTES[moments]
+
+
+ADAMW = PlannedOptimizer("AdamW", 2)
+"""The optimizer that runs have by default, and that the seconds of an update are measured with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +209,7 @@ class HostSettings:
 
     Attributes:
         precision, moments: as in a run's settings.
+        optimizer: the optimizer of the run.
         grad_bytes: bytes per element of the gradient store.
         update_in_backward: there is no gradient store.
         rows: maximum number of distinct table rows read by a step.
@@ -199,6 +221,7 @@ class HostSettings:
 
     precision: str
     moments: str = "float32"
+    optimizer: PlannedOptimizer = ADAMW
     grad_bytes: int = 2
     update_in_backward: bool = False
     rows: int = 0
@@ -251,8 +274,9 @@ def largest_file_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSet
     """
     per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
     units = zip(sizes.units, trained.units, _has_masters(trained, settings), strict=True)
+    per_trained = settings.optimizer.moment_bytes(settings.moments)
     whole = [
-        per_weight * slab_elements(tensors) * is_saved + 2 * MOMENT_BYTES[settings.moments] * slab_elements(part)
+        per_weight * slab_elements(tensors) * is_saved + per_trained * slab_elements(part)
         for tensors, part, is_saved in units
     ]
     return max(whole) // settings.shard.count
@@ -265,7 +289,7 @@ def _has_masters(trained: ModelSizes, settings: HostSettings) -> list[bool]:
 
 def _moments(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:
     scales = _scales(trained, ranges) if settings.moments == "8bit" else []
-    return 2 * (used_bytes(ranges, MOMENT_BYTES[settings.moments]) + used_bytes(scales, 4))
+    return settings.optimizer.num_moments * (used_bytes(ranges, MOMENT_BYTES[settings.moments]) + used_bytes(scales, 4))
 
 
 def _own_bytes(cuts: Iterable[UnitCuts], itemsize: int) -> int:

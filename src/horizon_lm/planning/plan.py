@@ -275,7 +275,6 @@ _HOST_NAMES = {
     "packed_weights": ("quantized weights", "codes and scales, decoded on the device"),
     "low_halves": ("low halves", "the other 16 bits of the fp32 master weights"),
     "grads": ("gradients", ""),
-    "moments": ("moments", "two per parameter (AdamW)"),
     "landing": ("landing slots", "gradients until their update"),
     "boundaries": ("activation checkpoints", "block inputs, kept for the backward pass"),
 }
@@ -283,7 +282,9 @@ _HOST_NAMES = {
 
 def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) -> list[Item]:
     kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
-    items = [Item(_HOST_NAMES[kind][0], num_bytes, _HOST_NAMES[kind][1]) for kind, num_bytes in kept.items()]
+    count = "one" if request.optimizer.num_moments == 1 else "two"
+    names = {**_HOST_NAMES, "moments": ("moments", f"{count} per parameter ({request.optimizer.name})")}
+    items = [Item(names[kind][0], num_bytes, names[kind][1]) for kind, num_bytes in kept.items()]
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if request.compiled else 0

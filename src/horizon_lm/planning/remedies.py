@@ -181,9 +181,11 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
 
 def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
     if request.moments == "float32":
-        yield _plain("moments in bf16 with stochastic rounding: 4 bytes less per parameter", moments="bfloat16")
+        less = 2 * request.optimizer.num_moments
+        yield _plain(f"moments in bf16 with stochastic rounding: {less} bytes less per parameter", moments="bfloat16")
     if request.moments != "8bit":
-        yield _plain("8-bit moments: 6 bytes less per parameter, but less exact updates", moments="8bit")
+        less = 3 * request.optimizer.num_moments
+        yield _plain(f"8-bit moments: {less} bytes less per parameter, but less exact updates", moments="8bit")
     if request.precision != "bf16":
         less = 4 if request.precision == "float32" else 2
         cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"

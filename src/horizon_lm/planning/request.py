@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
+from horizon_lm.planning.memory import ADAMW, PlannedOptimizer
 from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
 
@@ -98,6 +99,7 @@ class Request(StreamingOptions):
     """Settings of a run, with the names used there; None leaves the choice to the planner.
 
     Attributes:
+        optimizer: the optimizer of the run.
         moments, update_in_backward: as in a run's settings. A plan's request has the moments that were chosen.
         grad_bytes: bytes of an element of the gradient store.
         compiled: blocks are compiled.
@@ -125,6 +127,7 @@ class Request(StreamingOptions):
     saves: Saves = Saves()
     download_bytes: int = 0
     skips_steps: bool = False
+    optimizer: PlannedOptimizer = ADAMW
     moments: str = "float32"
     grad_bytes: int = 2
     update_in_backward: bool = False

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.memory import (
+    ADAMW,
     LOW_HALF_BYTES,
-    MOMENT_BYTES,
     WEIGHT_BYTES,
     BufferSettings,
     HostSettings,
     ModelSizes,
+    PlannedOptimizer,
 )
 from horizon_lm.planning.outline import ModelOutline, Work
 from horizon_lm.planning.request import Request
@@ -115,6 +116,7 @@ class Step:
         return HostSettings(
             precision=settings.precision,
             moments=settings.moments,
+            optimizer=settings.optimizer,
             grad_bytes=settings.grad_bytes,
             update_in_backward=settings.update_in_backward,
             rows=self.table_rows,
@@ -290,7 +292,7 @@ class StepCost:
         """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
         settings, sizes = self._settings, self._outline.sizes
         per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
-        per_trained = 2 * MOMENT_BYTES[settings.moments]
+        per_trained = settings.optimizer.moment_bytes(settings.moments)
         saved = sum(_sizes_of(unit, sizes)) * per_weight + sum(_sizes_of(unit, self._outline.trained)) * per_trained
         return saved // self._settings.shard.count
 
@@ -376,13 +378,14 @@ class StepCost:
 def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
     """Return the host traffic of an update per parameter, or the bytes corresponding to its measured seconds."""
 
-    def traffic(moments: str) -> int:
-        return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision] + 4 * MOMENT_BYTES[moments]
+    def traffic(optimizer: PlannedOptimizer, moments: str) -> int:
+        return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision] + 2 * optimizer.moment_bytes(moments)
 
+    own = traffic(settings.optimizer, settings.moments)
     seconds = hardware.update_seconds.get(settings.precision)
     if seconds is None:
-        return float(traffic(settings.moments))
-    return seconds * hardware.host_rate * traffic(settings.moments) / traffic("float32")
+        return float(own)
+    return seconds * hardware.host_rate * own / traffic(ADAMW, "float32")
 
 
 def rates(

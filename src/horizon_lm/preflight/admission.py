@@ -10,6 +10,7 @@ from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
 from horizon_lm.model.source import ModelSource
+from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
@@ -133,6 +134,7 @@ def make_request(
         per_device_train_batch_size=run.per_device_train_batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         sequences=_sequences(run),
+        optimizer=optimizer_class(run.optim).planned(),
         moments=run.moments,
         grad_bytes=4 if grad == "float32" else 2,
         update_in_backward=run.update_in_backward,

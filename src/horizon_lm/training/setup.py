@@ -196,15 +196,13 @@ def _open(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any
 
 
 def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any, Any]:
-    """Build AdamW and its learning-rate scheduler."""
-    import horizon_lm
+    """Build the optimizer of a run and its learning-rate scheduler."""
+    from horizon_lm.optim.choosing import make_optimizer
 
-    optimizer = horizon_lm.AdamW(
+    optimizer = make_optimizer(
+        config.optim,
         model,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
+        config,
         max_grad_norm=config.max_grad_norm or None,
         params=_decay_groups(model, config.weight_decay),
         seed=config.seed,

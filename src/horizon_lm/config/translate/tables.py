@@ -9,6 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from horizon_lm.config.run import SCHEMAS
+from horizon_lm.optimizers import OPTIMIZERS
 
 EFFECTS = ("nothing", "numbers", "rejected")
 
@@ -43,9 +44,26 @@ def tables() -> list[Mapping[str, Any]]:
     return [_read(name) for name in ("trl", "llamafactory", "llamafactory_v1", "axolotl")]
 
 
+@cache
 def common() -> Mapping[str, Any]:
     """Return the table that all trainers share."""
-    return _read("common")
+    table = _read("common")
+    optimizers = {**_optimizers(), "any": "rejected: this optimizer is not supported; remove it to train with AdamW"}
+    return {**table, "values": {**table["values"], "optim": optimizers}}
+
+
+def _optimizers() -> dict[str, Any]:
+    """Return the settings for each of transformers' names of an optimizer, without defaults."""
+    defaults = SCHEMAS["sft"].model_fields
+    named = {
+        theirs: {"optim": ours, "moments": kind}
+        for ours, listed in OPTIMIZERS.items()
+        for theirs, kind in {ours: "float32", **listed.others}.items()
+    }
+    return {
+        theirs: {name: value for name, value in settings.items() if value != defaults[name].default}
+        for theirs, settings in named.items()
+    }
 
 
 def effect_of(name: str, table: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -1,0 +1,43 @@
+"""The optimizers that run files and transformers' trainers can name, and where each of them stands.
+
+Only names are here, so that settings can be read without torch. A module of `optim` has everything else of its optimizer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An optimizer as its name in run files finds it.
+
+    Attributes:
+        module, name: its module, and the name of its class there, which is also its name in `horizon_lm`.
+        settings: settings of a run that it uses, of those that not all optimizers use.
+        others: transformers' names for it, and the kind of moments that each of them stands for.
+    """
+
+    module: str
+    name: str
+    settings: tuple[str, ...]
+    others: Mapping[str, str]
+
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit")
+_ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
+
+OPTIMIZERS: Mapping[str, Listed] = {
+    "adamw": Listed(
+        "horizon_lm.optim.adamw", "AdamW", ("adam_epsilon",), dict.fromkeys(_ADAMW, "float32") | dict.fromkeys(_ADAMW_8BIT, "8bit")
+    ),
+}  # fmt: skip
+
+
+def by_other_name(theirs: str) -> tuple[str, str] | None:
+    """Return the name here of an optimizer of transformers, and its kind of moments; None if there is none like it."""
+    return next(((ours, each.others[theirs]) for ours, each in OPTIMIZERS.items() if theirs in each.others), None)
+
+
+def users_of(setting: str) -> tuple[str, ...]:
+    """Return the names of the optimizers that use a setting."""
+    return tuple(name for name, each in OPTIMIZERS.items() if setting in each.settings)
