@@ -31,6 +31,7 @@ from horizon_lm.errors import (
     TokenError,
     UnprovenModelWarning,
 )
+from horizon_lm.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -44,12 +45,13 @@ if TYPE_CHECKING:
     from horizon_lm.integrations.trainer import trainer
     from horizon_lm.integrations.trainer_plan import plan
     from horizon_lm.optim.adamw import AdamW
+    from horizon_lm.optim.lion import Lion
     from horizon_lm.training.train import train
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AdamW": "horizon_lm.optim.adamw",
+    **{each.name: each.module for each in OPTIMIZERS.values()},
     "DatasetConfig": "horizon_lm.config",
     "DpoConfig": "horizon_lm.config",
     "PretrainConfig": "horizon_lm.config",
@@ -87,6 +89,7 @@ __all__ = [
     "HeadWarning",
     "HorizonError",
     "InterruptedRunError",
+    "Lion",
     "MissingLogitsError",
     "ModelNotSupportedError",
     "NonFiniteError",
@@ -125,7 +128,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the public names, for ``dir()`` and completion in editors."""
-    return sorted(__all__)
+    return sorted({*__all__, *_HOME})
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ class Listed:
     others: Mapping[str, str]
 
 
+_LION = {"lion_32bit": "float32", "paged_lion_32bit": "float32", "lion_8bit": "8bit", "paged_lion_8bit": "8bit"}
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit")
 _ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 
@@ -30,6 +31,7 @@ OPTIMIZERS: Mapping[str, Listed] = {
     "adamw": Listed(
         "horizon_lm.optim.adamw", "AdamW", ("adam_epsilon",), dict.fromkeys(_ADAMW, "float32") | dict.fromkeys(_ADAMW_8BIT, "8bit")
     ),
+    "lion": Listed("horizon_lm.optim.lion", "Lion", (), _LION),
 }  # fmt: skip
 
 

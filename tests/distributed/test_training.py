@@ -65,6 +65,8 @@ CASES: dict[str, Training] = {
     "8-bit moments": Training(optimizer={"moments": "8bit"}),
     "8-bit tied": Training(shard=4, optimizer={"moments": "8bit"}, overrides=TIED, together=True),
     "bf16 moments": Training(optimizer={"moments": "bfloat16"}),
+    "Lion": Training(optim="Lion", optimizer={"lr": 1e-3, "moments": "8bit"}),
+    "Lion, tied": Training(shard=4, optim="Lion", optimizer={"lr": 1e-3}, overrides=TIED, together=True),
     "fp32 master": Training(settings={"precision": "fp32_master", "grad_dtype": torch.float32}),
     "bf16": Training(settings={"precision": "bf16", "grad_dtype": torch.float32}, shard=4),
     "whole head": Training(settings={"head": "whole"}),

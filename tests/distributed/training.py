@@ -28,7 +28,8 @@ class Training:
         steps, first: number of steps, and of steps before them.
         equal: all ranks compute the same rows; otherwise each has its own.
         settings: of `horizon_lm.stream`.
-        optimizer: of `horizon_lm.AdamW`.
+        optim: the class of the optimizer in `horizon_lm`.
+        optimizer: its arguments.
         family, overrides: the model.
         adapters: the kind of its adapters, of `tests.numerics.test_adapters`; ``later`` to add some to the streamed model.
         trainable: patterns of the names of trainable weights, as in a run file; None for all.
@@ -44,6 +45,7 @@ class Training:
     equal: bool = False
     family: str = "llama"
     settings: dict[str, Any] = field(default_factory=dict)
+    optim: str = "AdamW"
     optimizer: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     adapters: str = ""
@@ -102,7 +104,7 @@ def build(training: Training, **settings: Any) -> tuple[Any, Any]:
     if later:  # ranks draw other values, and get those of the first
         torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    return model.train(), horizon_lm.AdamW(model, **({"lr": 1e-2} | training.optimizer))
+    return model.train(), getattr(horizon_lm, training.optim)(model, **({"lr": 1e-2} | training.optimizer))
 
 
 def run(rank: int, training: Training) -> Outcome:

@@ -139,6 +139,11 @@ def test_resume_is_exact_in_all_modes(
     assert_resumes(runs, chosen, tmp_path, (1, 4, 5), make)
 
 
+def test_resume_with_lion_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    chosen = base | {"optim": "lion", "adam_beta2": 0.99, "precision": "bf16", "moments": "8bit"} | IN_BACKWARD
+    assert_resumes(runs, chosen, tmp_path, (1, 4))
+
+
 def as_dpo(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     pairs = [
         {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain, rain."}

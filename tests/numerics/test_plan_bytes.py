@@ -39,6 +39,11 @@ class Case:
     moments: str
     in_backward: bool
     frozen: frozenset[str]  # units
+    optim: str = "AdamW"
+
+    @property
+    def optimizer(self) -> Any:
+        return getattr(horizon_lm, self.optim)
 
     @property
     def request(self) -> Request:
@@ -54,6 +59,7 @@ class Case:
         grad_bytes = 4 if self.options["grad_dtype"] == torch.float32 or self.options["precision"] == "float32" else 2
         return Request(
             per_device_train_batch_size=self.rows,
+            optimizer=self.optimizer.planned(),
             moments=self.moments,
             update_in_backward=self.in_backward,
             grad_bytes=grad_bytes,
@@ -80,7 +86,7 @@ def draw_case(draw: random.Random) -> Case:
     }
     frozen = draw.sample([EMBED, OUTER, HEAD, "block0", "block1"], draw.choice([0, 0, 1, 2, 3, 4]))
     moments = draw.choice(["float32", "bfloat16", "8bit"])
-    return Case(rows, options, moments, draw.choice([False, True]), frozenset(frozen))
+    return Case(rows, options, moments, draw.choice([False, True]), frozenset(frozen), draw.choice(["AdamW", "Lion"]))
 
 
 def trainable(model: Any, frozen: frozenset[str]) -> str | None:
@@ -105,7 +111,7 @@ def batch(rows: int) -> dict[str, torch.Tensor]:
 
 
 def train(streamed: Any, case: Case, steps: int = 2) -> None:
-    optimizer = horizon_lm.AdamW(streamed, lr=1e-4, moments=case.moments, update_in_backward=case.in_backward)
+    optimizer = case.optimizer(streamed, lr=1e-4, moments=case.moments, update_in_backward=case.in_backward)
     for _ in range(steps):
         streamed(**batch(case.rows)).loss.backward()
         optimizer.step()

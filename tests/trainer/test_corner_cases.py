@@ -178,7 +178,7 @@ def test_resuming_reads_the_same_rows(tmp_path: Path, settings: dict[str, Any]) 
 def test_another_optimizer_does_not_go_on(tmp_path: Path) -> None:
     cls = horizon_lm.trainer(Trainer)
     train(cls, models()[1], tmp_path, **BETWEEN)
-    with pytest.raises(ConfigError, match=r"was saved with horizon_lm\.AdamW, and this trainer has Adafactor"):
+    with pytest.raises(ConfigError, match=r"was saved with an optimizer of horizon_lm, and this trainer has Adafactor"):
         train(cls, models()[1], tmp_path, resume=True, **BETWEEN, optim="adafactor")
 
 

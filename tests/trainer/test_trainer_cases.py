@@ -245,6 +245,27 @@ def test_optimizers_and_schedulers_of_ones_own(tmp_path: Path, own: bool) -> Non
     assert difference(copied_weights(plain), copied_weights(streamed), 1e-5) is None
 
 
+@pytest.mark.parametrize(("optim", "moments"), [("lion_32bit", "float32"), ("lion_8bit", "8bit")])
+def test_lion(tmp_path: Path, optim: str, moments: str) -> None:
+    """transformers' own needs bitsandbytes."""
+    settings = {"eval_strategy": "no", "max_steps": 3, "weight_decay": 0.1, "adam_beta2": 0.99}
+    streamed, other = model_of(streamed=True), model_of(streamed=True)
+    got = train(horizon_lm.trainer(Trainer), streamed, tmp_path / "named", optim=optim, **settings)
+    optimizer = got.streamed_optimizer
+    assert (type(optimizer), optimizer.moments.kind, optimizer.num_steps) == (horizon_lm.Lion, moments, 3)
+    names = got.get_decay_parameter_names(other)
+    groups = [[p for n, p in other.named_parameters() if (n in names) == decays] for decays in (True, False)]
+    own = horizon_lm.Lion(
+        other, seed=got.args.seed, moments=moments,
+        params=[{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}],
+    )  # fmt: skip
+    for group in own.param_groups:
+        group["lr"] = got.args.learning_rate
+    given = {"optimizers": (own, get_linear_schedule_with_warmup(own, 0, 3))}
+    train(horizon_lm.trainer(Trainer), other, tmp_path / "given", **settings, **given)
+    assert difference(copied_weights(streamed), copied_weights(other), 0.0) is None
+
+
 def test_updates_in_the_backward_pass(tmp_path: Path) -> None:
     plain, streamed = models()
     expected = train(Trainer, plain, tmp_path / "plain", max_grad_norm=0.0, eval_strategy="no")

@@ -10,6 +10,7 @@ from horizon_lm.config.load import parse_overrides, read_run_config, split_argum
 from horizon_lm.config.text import describe_settings, page, to_yaml
 from horizon_lm.config.translate.tables import remedies
 from horizon_lm.errors import ConfigError
+from horizon_lm.optimizers import by_other_name
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sft.yaml"
 
@@ -48,6 +49,7 @@ def test_every_trl_setting_is_supported_or_explained(objective: str) -> None:
     ours = SCHEMAS[objective].model_fields
     defaults = {name: getattr(theirs, name) for name in names & set(ours)}
     defaults["report_to"] = defaults["report_to"] or "none"  # TrainingArguments turns it into a list
+    defaults["optim"] = by_other_name(defaults["optim"])[0]  # transformers has several names for one
     # A checkpoint has 12 bytes a parameter, so two are kept; an interrupted run goes on.
     defaults |= {"save_total_limit": 2, "resume_from_checkpoint": "auto"}
     assert {name: ours[name].default for name in defaults} == defaults
@@ -105,6 +107,9 @@ def test_all_errors_of_a_file_are_reported_together(write) -> None:
         ("device: tpu\n", "must be auto, cpu, cuda or cuda:N"),
         ("learning_rate: .nan\n", "must be a finite number"),
         ("max_steps: 0\n", "at least 1, or -1"),
+        ("optim: rmsprop\n", "must be adamw or lion, or transformers' name for it"),
+        ("optim: lion_8bit\n", "write optim: lion and moments: 8bit"),
+        ("optim: lion\nadam_epsilon: 1e-6\n", "is not used with optim: lion"),
         ("seed: true\n", "must be a valid integer"),
         ("eval_datasets: nowhere.jsonl\n", "no such file"),
         ("eval_datasets: 7\n", "must be a path"),
@@ -114,6 +119,11 @@ def test_invalid_values_are_rejected(write, text: str, message: str) -> None:
     error = error_of(write(text))
     assert message in error
     assert f"run.yaml:{2 + len(text.splitlines())}:1: " in error
+
+
+def test_an_optimizer_may_have_the_name_of_transformers(write) -> None:
+    for theirs, ours in (("adamw_torch_fused", "adamw"), ("paged_lion_32bit", "lion"), ("lion", "lion")):
+        assert read_run_config(write(f"optim: {theirs}\n")).optim == ours
 
 
 def test_missing_settings_are_explained(tmp_path: Path) -> None:

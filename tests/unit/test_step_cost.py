@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from horizon_lm import AdamW, Lion
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.memory import PackedSizes
+from horizon_lm.planning.memory import ADAMW, PackedSizes
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.residency import Residency
@@ -103,6 +104,25 @@ def test_update_bytes(precision: str, moments: str, grad_bytes: int, expected: i
     full = replace(settings, moments="float32")
     assert update_bytes(full, measured) == pytest.approx(0.5e-9 * 200e9)  # the bytes that take this long
     assert update_bytes(settings, measured) / update_bytes(full, measured) == expected / update_bytes(full, machine())
+
+
+def test_update_bytes_of_another_optimizer() -> None:
+    """The measured seconds are those of AdamW; one moment less is read and written."""
+    assert AdamW.planned() == ADAMW
+    full = StepSettings(1, precision="fp32_master")
+    lion = replace(full, optimizer=Lion.planned())
+    assert update_bytes(lion, machine()) == 18
+    measured = machine(update_seconds={"fp32_master": 0.5e-9})
+    assert update_bytes(lion, measured) / update_bytes(full, measured) == pytest.approx(18 / 26)
+
+
+@pytest.mark.parametrize(("cls", "note"), [(AdamW, "two per parameter (AdamW)"), (Lion, "one per parameter (Lion)")])
+def test_plan_has_the_moments_of_the_optimizer(cls: Any, note: str) -> None:
+    request = Request(optimizer=cls.planned(), activation_checkpoints=28)
+    plan = make_plan(dense(), request, Machine("here", True, None))
+    (moments,) = [item for item in plan.host.items if item.name == "moments"]
+    assert moments.note == note
+    assert moments.num_bytes == pytest.approx(4 * cls.planned().num_moments * PARAMETERS, rel=1e-3)
 
 
 def test_frozen_unit_has_no_gradient_or_update() -> None:

@@ -15,7 +15,7 @@ from horizon_lm.checkpoints.manifest import Manifest, read_json, require_hash
 from horizon_lm.checkpoints.part_reader import PartReader, unit_of
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file, write_json
-from horizon_lm.checkpoints.unit_file import UNITS, UnitFile, hash_file, read_into, require_tensors
+from horizon_lm.checkpoints.unit_file import LOW, UNITS, UnitFile, hash_file, read_into, require_tensors
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.disk import Disk, restore_folder
 from horizon_lm.engine.passes.executor import Engine
@@ -24,6 +24,7 @@ from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.store.buffers import fill_buffer, persistent_buffers, unrounded_buffers
 from horizon_lm.store.checkpoint_writer import main_dtype, write_configs
+from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
 
 BUFFERS, ARRAYS = "buffers.safetensors", "arrays.safetensors"
@@ -51,7 +52,7 @@ def save_checkpoint(
         folder: the folder of the checkpoint; one that exists is replaced once the new one is complete. Another folder is kept
             under a name with the present time.
         model: a streamed model.
-        optimizer: its `AdamW`; None to save the weights alone.
+        optimizer: its `AdamW`, or another optimizer of horizon_lm; None to save the weights alone.
         state: further state as plain data for JSON, such as the state dict of a scheduler.
         arrays: further state as tensors.
         add_files: a function that writes further files into the folder before the training goes on.
@@ -180,7 +181,7 @@ def load_checkpoint(
     Args:
         folder: the folder of a checkpoint.
         model: a streamed model of the same architecture and precision.
-        optimizer: its `AdamW`, with the same parameters, groups and kind of moments; None to load the weights alone.
+        optimizer: the one that was saved, with the same parameters, groups and kind of moments; None to load the weights alone.
         random: give the random generators their saved states.
 
     Returns:
@@ -287,6 +288,8 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Sl
         raise ConfigError(
             f"{folder} was saved with moments {manifest.moments}, and this optimizer has {optimizer.moments.kind}; use the same"
         )
+    if optimizer is not None:
+        _require_moments(folder, manifest, store, optimizer)
     require_base(folder, manifest, store, engine.mesh)
     saved = {unit_of(name) for name in manifest.files if name.startswith(f"{UNITS}/")}
     if saved != (expected := set(_unit_files(engine, None))):
@@ -300,6 +303,17 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Sl
             raise ConfigError(
                 f"{folder} has {name} of shape {found.get(name)}, and this model of {shape}; it is of another model"
             )
+
+
+def _require_moments(folder: Path, manifest: Manifest, store: Store, optimizer: SlabOptimizer) -> None:
+    """Raise ConfigError if a checkpoint has other moments than an optimizer, because it was saved with another one."""
+    parts = (each.tensor.rpartition(".") for each in manifest.tensors if each.tensor not in store.unit_of)
+    saved = {suffix for name, _, suffix in parts if name in store.unit_of and f".{suffix}" != LOW}
+    if saved != (own := set(optimizer.moments.names)):
+        raise ConfigError(
+            f"{folder} was saved with another optimizer: it has {', '.join(sorted(saved))} of each parameter, and "
+            f"horizon_lm.{optimizer.rule.name} {', '.join(sorted(own))}; use the same"
+        )
 
 
 def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: Engine) -> None:
@@ -322,7 +336,8 @@ def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], No
 def _require_own(optimizer: Any, engine: Engine) -> None:
     if not isinstance(optimizer, SlabOptimizer):
         raise ConfigError(
-            f"checkpoints hold the state of horizon_lm.AdamW, not of {type(optimizer).__name__}; save that one's state_dict()"
+            f"checkpoints hold the state of an optimizer of horizon_lm, such as AdamW, not of {type(optimizer).__name__}; save that "
+            "one's state_dict()"
         )
     if not optimizer.belongs_to(engine):
         raise StreamingError("the optimizer belongs to another model")

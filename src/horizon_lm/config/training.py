@@ -55,8 +55,12 @@ class TrainingSettings(Settings):
     weight_decay: NonNegativeFloat = Field(
         0.0, le=1e3, description="Decoupled weight decay, applied to all weights except biases and norms."
     )
-    adam_beta1: Fraction = Field(0.9, description="Decay rate of AdamW's first moment.")
-    adam_beta2: Fraction = Field(0.999, description="Decay rate of AdamW's second moment.")
+    adam_beta1: Fraction = Field(
+        0.9, description="First beta of the optimizer: in AdamW, the decay rate of the first moment."
+    )
+    adam_beta2: Fraction = Field(
+        0.999, description="Second beta of the optimizer: in AdamW, the decay rate of the second moment."
+    )
     adam_epsilon: Annotated[PositiveFloat, Needs(optim=users_of("adam_epsilon"))] = Field(
         1e-8, le=1, description="Term added to AdamW's denominator for numerical stability."
     )

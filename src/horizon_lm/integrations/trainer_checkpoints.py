@@ -16,7 +16,7 @@ FOLDER = "horizon"  # in a checkpoint of the Trainer
 
 
 class TrainerCheckpoints:
-    """A mixin for subclasses of ``transformers.Trainer``: save and load the state of a streamed model and of our AdamW."""
+    """A mixin for subclasses of ``transformers.Trainer``: save and load the state of a streamed model and of our optimizers."""
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the scheduler. Reject one whose state a checkpoint could not hold, before training."""
@@ -48,7 +48,7 @@ class TrainerCheckpoints:
             if _folder(checkpoint).is_dir():
                 own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate has wrapped it
                 raise ConfigError(
-                    f"{checkpoint} was saved with horizon_lm.AdamW, and this trainer has {type(own).__name__}; go on "
+                    f"{checkpoint} was saved with an optimizer of horizon_lm, and this trainer has {type(own).__name__}; go on "
                     "with the same optim, or load the checkpoint's weights with from_pretrained, and train from there"
                 )
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]

@@ -35,8 +35,8 @@ class HostAccess:
         """
         if self.engine.store.precision.low_half:
             raise StreamingError(
-                f"{optimizer} would round every update to bfloat16: in precision 'fp32_master' only horizon_lm.AdamW knows the "
-                "other 16 bits of the weights. Use that optimizer, or stream with precision='bf16' or 'float32'."
+                f"{optimizer} would round every update to bfloat16: in precision 'fp32_master' only optimizers of horizon_lm, such as "
+                "AdamW, know the other 16 bits of the weights. Use one of them, or stream with precision='bf16' or 'float32'."
             )
         self.hand_out_weight()
 
