@@ -62,19 +62,19 @@ def line(row: Row) -> str:
     wrong = [name for name, outcome in outcomes.items() if not row.allows(outcome)]
     right = {name: outcome for name, outcome in outcomes.items() if name not in wrong}
     parts = [*_parts(right), *([f"**wrong** in {len(wrong)} of {len(outcomes)} cases"] if wrong else [])]
-    return f"| {_cell(row.text)} | {_cell('; '.join(parts))} |"
+    return f"| {cell(row.text)} | {cell('; '.join(parts))} |"
 
 
 def _parts(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     """Yield the outcomes of the cases, with equal outcomes grouped."""
     alike: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
-        alike.setdefault(_words(outcome), []).append(name)
-    for words, names in alike.items():
-        yield words if len(alike) == 1 else f"{words} ({', '.join(names)})"
+        alike.setdefault(words(outcome), []).append(name)
+    for text, names in alike.items():
+        yield text if len(alike) == 1 else f"{text} ({', '.join(names)})"
 
 
-def _words(outcome: Outcome) -> str:
+def words(outcome: Outcome) -> str:
     """Describe the outcome of a case, with one name for all model classes, so that equal outcomes have equal texts."""
     if outcome.kind == WORKS:
         return f"works, and warns: {_CLASS.sub('Model', outcome.message)}" if outcome.message else "works"
@@ -82,5 +82,5 @@ def _words(outcome: Outcome) -> str:
     return f"rejected with `{error}`: {_CLASS.sub('Model', message)}"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
