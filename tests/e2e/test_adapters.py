@@ -67,7 +67,7 @@ def plain_losses(settings: dict[str, Any], batches: list[Any]) -> tuple[list[flo
     return losses, peft.get_peft_model_state_dict(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, every=2))
 def test_a_run_equals_plain_peft(base: dict[str, Any], tmp_path: Path, kind: str) -> None:
     """The same adapters are drawn, the same dropout, and the same losses follow, for 20 steps."""
     batches: list[Any] = []

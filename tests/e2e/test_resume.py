@@ -119,7 +119,11 @@ MODES: dict[tuple[str, str], list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=[pytest.mark.slow] * (number % 2)) for number, mode in enumerate(MODES)],
+    ids=" ".join,
+)
 def test_resume_is_exact_in_all_modes(
     runs: Runs, base: dict[str, Any], tmp_path: Path, mode: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

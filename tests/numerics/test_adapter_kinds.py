@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.thinning import thinned
+
 pytest.importorskip("peft", reason="needs the whole installation")
 
 import peft
@@ -159,7 +161,7 @@ def assert_equal(plain: Any, models: list[Any]) -> None:
         assert difference(expected, found, 0.0) is None
 
 
-@pytest.mark.parametrize("kind", WORK)
+@pytest.mark.parametrize("kind", thinned(WORK, every=2))
 def test_equal_to_plain_peft(kind: str) -> None:
     config = WORK[kind]
     early, late = stream(adapted(build(), config())), adapted(stream(build()), config())

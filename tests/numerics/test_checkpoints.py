@@ -410,7 +410,7 @@ def save_and_go_on(device: Any, folder: Path, **options: Any) -> Digests:
     return train_and_save(device, folder, (0, 1), 4, **options)
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("name", thinned(CONTROLS, every=2))
 def test_each_dropped_wait_spoils_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = CONTROLS[name]
     expected = states(4, **options)

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import horizon_lm
-from horizon_lm.kernels import adamw
+from horizon_lm.kernels import updates
 from horizon_lm.kernels.bits import inlined, nearest
 from horizon_lm.optim import update_tasks
 
@@ -92,9 +92,9 @@ def test_modes_keep_updates_that_rounding_to_nearest_loses(
     exact, _ = fine_tune(pretrained, lr, "float32")
     learned = before - exact
     results = {name: fine_tune(pretrained, lr, **MODES[name]) for name in modes}
-    monkeypatch.setitem(adamw._WEIGHTS, "bf16", (adamw._WEIGHTS["bf16"][0], _write_nearest))
+    monkeypatch.setitem(updates.WEIGHT_CODECS, "bf16", (updates.WEIGHT_CODECS["bf16"][0], _write_nearest))
     for name in ("update_kernel", "rows_kernel"):  # compiled anew; other tests keep theirs
-        monkeypatch.setattr(update_tasks, name, cache(getattr(adamw, name).__wrapped__))
+        monkeypatch.setattr(update_tasks, name, cache(getattr(updates, name).__wrapped__))
     lost, unchanged = fine_tune(pretrained, lr, "bf16")
 
     print(f"lr {lr}: before {before:.4f}, float32 {exact:.4f}; nearest {lost:.4f} ({unchanged:.1%} never changed)")

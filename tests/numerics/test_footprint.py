@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_lm.cost.block_probe import run_on_meta
 from tests.storages import StorageMeter
+from tests.thinning import thinned
 
 MODELS = {
     "llama": {"num_key_value_heads": 2},
@@ -38,8 +39,9 @@ def call_of_a_block(
     return block, tuple(a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args), kwargs
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize(("rows", "length"), [(2, 128), (3, 320)])
+@pytest.mark.parametrize(
+    ("family", "rows", "length"), thinned([(family, *size) for family in MODELS for size in ((2, 128), (3, 320))])
+)
 def test_a_block_takes_the_measured_footprint(family: str, rows: int, length: int) -> None:
     block, args, kwargs = call_of_a_block(family, rows, length)
     found = run_on_meta(block, args, kwargs, torch.bfloat16).footprint

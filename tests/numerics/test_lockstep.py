@@ -1,6 +1,7 @@
 """Batches that are computed together, unit by unit, equal batches that plain autograd computes one after the other."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import TokenError
 from tests.families import FAMILIES, batch, build
 from tests.numerics.test_parity import _without_dropout, assert_close_gradients, gradients
+from tests.thinning import thinned
 
 
 def batches(vary: bool = True) -> list[dict[str, torch.Tensor]]:
@@ -80,9 +82,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "simulated"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "family", "device"),
+    thinned(itertools.product(VARIANTS, ["llama", "gpt2", "mixtral"], ["cpu", "simulated"]), every=5),
+)
 def test_settings(name: str, family: str, device: str) -> None:
     reference = _without_dropout(build(family))
     model = horizon_lm.stream(copy.deepcopy(reference), device, precision="float32", **VARIANTS[name])

@@ -1,6 +1,7 @@
 """Loss, logits and gradients equal plain Hugging Face autograd, bit for bit unless the order of summation differs."""
 
 import copy
+import itertools
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 import horizon_lm
 from horizon_lm.engine.passes.recompute import micro_batch_seeds
 from tests.families import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
+from tests.thinning import thinned
 
 WHOLE = {"precision": "float32", "head": "whole", "check_recompute": True}
 
@@ -67,9 +69,9 @@ def test_bit_equal(family: str, padding: str, device: str) -> None:
         assert got.aux_loss > 0
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])  # three rows in three or two micro-batches
-@pytest.mark.parametrize("head", ["whole", "chunked"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(  # three rows in three or two micro-batches
+    ("family", "head", "micro_batch_size"), thinned(itertools.product(FAMILIES, ["whole", "chunked"], [1, 2]))
+)
 def test_micro_batches_and_chunks(family: str, head: str, micro_batch_size: int) -> None:
     reference = _without_dropout(build(family))
     model = horizon_lm.stream(

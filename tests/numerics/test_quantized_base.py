@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.thinning import thinned
+
 pytest.importorskip("peft", reason="needs the whole installation")
 
 from peft import LoraConfig, get_peft_model
@@ -386,8 +388,17 @@ def test_races(published: Any, tmp_path: Path, family: str, kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("precision", ["fp32_master", "bf16", "float32"])
-@pytest.mark.parametrize(("family", "kind"), [("llama", "4bit"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "kind", "precision"),
+    thinned(
+        [
+            (*published, precision)
+            for published in (("llama", "4bit"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"))
+            for precision in ("fp32_master", "bf16", "float32")
+        ],
+        every=4,
+    ),
+)
 def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, precision: str) -> None:
     """Host memory and traffic are those of the plan to the byte, and the base never moves out."""
     folder = published(family, kind)

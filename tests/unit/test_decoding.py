@@ -11,6 +11,7 @@ import torch
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.kernels import decoding
 from tests.packed import CASES, packed_case
+from tests.thinning import thinned
 
 KERNELS = "horizon_lm.kernels.decoding_kernels"
 RUNS = [(name, torch.bfloat16) for name in CASES] + [
@@ -29,7 +30,7 @@ def interpreted() -> Any:
     sys.modules.pop(KERNELS, None)
 
 
-@pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), thinned(RUNS, every=2), ids=str)
 def test_kernels_equal_torch(interpreted: Any, name: str, dtype: torch.dtype) -> None:
     codec, shape, packed = packed_case(name)
     expected = codec.decode(packed, torch.empty(shape, dtype=dtype))
