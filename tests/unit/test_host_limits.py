@@ -1,11 +1,16 @@
 """Limits on a run's host memory, and the cost of transfers if it cannot be page-locked."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from horizon_lm import resources
+from horizon_lm.optim.lion import Lion
 from horizon_lm.planning.plan import make_plan
+from horizon_lm.planning.remedies import _fewer_bytes_per_parameter
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.step_time import staged, step_time
 from horizon_lm.preflight.this_machine import _ADDRESS_BYTES, _host_limits
@@ -69,3 +74,26 @@ def test_plan_without_page_locking_is_slower_and_says_why() -> None:
     assert unlocked.time.seconds == step_time(unlocked.step, staged(HARDWARE)).seconds
     assert unlocked.time.seconds > locked.time.seconds
     assert unlocked.host.num_bytes == locked.host.num_bytes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"moments": "bfloat16"},
+        {"precision": "float32", "grad_bytes": 4},
+        {"precision": "float32", "grad_bytes": 4, "grad_dtype": torch.float32, "optimizer": Lion.planned()},
+    ],
+    ids=str,
+)
+def test_changes_save_the_bytes_that_they_state(settings: dict[str, Any]) -> None:
+    request = Request(per_device_train_batch_size=4, activation_checkpoints="host", **settings)
+    outline, where = dense(), Machine("here", False, HARDWARE)
+    num_params = sum(map(sum, [*outline.sizes.blocks, outline.sizes.table, outline.sizes.head, outline.sizes.outer]))
+    before = make_plan(outline, request, where).host.num_bytes
+    for change in _fewer_bytes_per_parameter(request):
+        stated = re.search(r"(\d+) bytes less per parameter", change.cost)
+        assert stated is not None
+        saved = before - make_plan(outline, replace(request, **change.of_request), where).host.num_bytes
+        # 8-bit moments have scales, and updates in the backward pass need the gradients of a few units.
+        assert saved / num_params == pytest.approx(int(stated[1]), rel=0.15)

@@ -180,20 +180,21 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
 
 
 def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
+    moment_bytes = request.optimizer.moment_bytes
     if request.moments == "float32":
-        less = 2 * request.optimizer.num_moments
+        less = moment_bytes("float32") - moment_bytes("bfloat16")
         yield _plain(f"moments in bf16 with stochastic rounding: {less} bytes less per parameter", moments="bfloat16")
     if request.moments != "8bit":
-        less = 3 * request.optimizer.num_moments
+        less = moment_bytes(request.moments) - moment_bytes("8bit")
         yield _plain(f"8-bit moments: {less} bytes less per parameter, but less exact updates", moments="8bit")
     if request.precision != "bf16":
-        less = 4 if request.precision == "float32" else 2
-        cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
         grad_bytes = 2 if request.grad_dtype is None else request.grad_bytes
+        less = 2 + request.grad_bytes - grad_bytes
+        cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
         yield Change({"precision": "bf16"}, cost, {"precision": "bf16", "grad_bytes": grad_bytes}, {})
     if not request.update_in_backward and not request.skips_steps:
         settings = {"update_in_backward": True, "max_grad_norm": 0}
-        cost = "no gradient store: 2 bytes less per parameter, but no clipping of the global norm"
+        cost = f"no gradient store: {request.grad_bytes} bytes less per parameter, but no clipping of the global norm"
         yield Change(settings, cost, {"update_in_backward": True}, {})
 
 
