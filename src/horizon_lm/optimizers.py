@@ -43,3 +43,9 @@ def by_other_name(theirs: str) -> tuple[str, str] | None:
 def users_of(setting: str) -> tuple[str, ...]:
     """Return the names of the optimizers that use a setting."""
     return tuple(name for name, each in OPTIMIZERS.items() if setting in each.settings)
+
+
+def name_in_transformers(ours: str, moments: str) -> str:
+    """Return transformers' name for an optimizer with such moments, or else for the optimizer with any."""
+    others = OPTIMIZERS[ours].others
+    return next((theirs for theirs, kind in others.items() if kind == moments), next(iter(others)))

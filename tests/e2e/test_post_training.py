@@ -227,6 +227,24 @@ def test_transformers_callbacks(base: dict[str, Any]) -> None:
     assert (Path(base["output_dir"]) / "checkpoint-1").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({}, "adamw_torch"), ({"moments": "8bit"}, "adamw_8bit"), ({"optim": "lion", "adam_beta2": 0.99}, "lion_32bit")],
+    ids=str,
+)
+def test_callbacks_see_transformers_name_of_the_optimizer(
+    base: dict[str, Any], settings: dict[str, Any], name: str
+) -> None:
+    seen = []
+
+    class Noting(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(args.optim.value)
+
+    horizon_lm.train({**base, **settings, "max_steps": 1, "save_strategy": "no"}, callbacks=[Noting()], **QUIET)
+    assert seen == [name]
+
+
 class Requester(TrainerCallback):
     """A callback that requests the next action at each event."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.optimizers import name_in_transformers
 from horizon_lm.training.callback_state import (
     callback_state,
     restore_callbacks,
@@ -195,6 +196,7 @@ def _training_arguments(config: RunConfig) -> dict[str, Any]:
     shared = {name: value for name, value in config.model_dump().items() if name in known and value is not None}
     for name in ("resume_from_checkpoint", "load_best_model_at_end", "greater_is_better", "save_only_model"):
         shared.pop(name, None)
+    shared["optim"] = name_in_transformers(config.optim, config.moments)
     shared |= {"report_to": "none", "push_to_hub": False, "use_cpu": config.device == "cpu"}  # left to the loop
     if config.has_held_out:
         shared.setdefault("metric_for_best_model", "loss")
