@@ -129,6 +129,7 @@ def test_update_in_backward_gives_the_same_bits(precision: str, moments: str) ->
     ("precision", "moments"), [("float32", "bfloat16"), ("fp32_master", "float32"), ("bf16", "8bit")]
 )
 def test_resume_is_exact(precision: str, moments: str, tmp_path: Path) -> None:
+    pytest.importorskip("xxhash", reason="needs the whole installation")
     model, optimizer = streamed(precision, moments=moments)
     train(model, optimizer, range(3))
     horizon_lm.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
@@ -145,6 +146,7 @@ def test_resume_is_exact(precision: str, moments: str, tmp_path: Path) -> None:
 
 
 def test_moments_of_another_optimizer_are_rejected(tmp_path: Path) -> None:
+    pytest.importorskip("xxhash", reason="needs the whole installation")
     model, optimizer = streamed("fp32_master")
     other = horizon_lm.stream(families.build("llama"))
     adamw = horizon_lm.AdamW(other)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import (
     ApertusConfig,
@@ -223,6 +224,8 @@ def test_weights_that_transformers_keeps_in_float32_are_computed_with_in_float32
     model_type: str, head: str, way: str, tmp_path: Path
 ) -> None:
     """Forward and backward equal those of transformers in bfloat16, bit for bit, if the weights have no more bits."""
+    if model_type == "deepseek_v4" and transformers.__version__ < "5.23":
+        pytest.skip("this transformers cannot compute it in bfloat16")
     model, batch = build(model_type), text_batch(model_type)
     model.bfloat16().save_pretrained(tmp_path)
     plain, again = (type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).train() for _ in range(2))
