@@ -184,7 +184,7 @@ MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of each moment
 
 @dataclass(frozen=True, slots=True)
 class PlannedOptimizer:
-    """What a plan knows of an optimizer. An update reads and writes its moments once.
+    """The figures of an optimizer that a plan needs. An update reads and writes its moments once.
 
     Attributes:
         name: as in reports.
