@@ -21,8 +21,8 @@ from horizon_lm.schedule.ops import Stream
 from tests.distributed.pool import TIMEOUT, Pool
 from tests.distributed.test_training import assert_same
 from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train
-from tests.emulated import EmulatedGpu, emulated_gpu
-from tests.threaded import ThreadedDevice
+from tests.support.emulated_gpu import EmulatedGpu, emulated_gpu
+from tests.support.threaded_device import ThreadedDevice
 
 CORES = 16
 Use = tuple[Outcome, set[int], int, list[str]]

@@ -18,11 +18,11 @@ import horizon_lm
 from horizon_lm.distributed import same_files
 from horizon_lm.errors import ConfigError
 from horizon_lm.store.checkpoint_reader import Checkpoint
-from tests import families
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, whole
 from tests.numerics.test_quantized_base import save_published
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 MESHES = [Training(shard=2), Training(shard=4), Training(replicate=2)]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def model_of(folder: Path, name: str) -> Path:
-    families.build(name.partition(",")[0], **FAMILIES[name]).save_pretrained(folder / name)
+    tiny_models.build(name.partition(",")[0], **FAMILIES[name]).save_pretrained(folder / name)
     return folder / name
 
 
@@ -128,7 +128,7 @@ def test_peak_of_loading_is_the_store(pool: Pool, tmp_path: Path) -> None:
         "vocab_size": 1024,
         "num_hidden_layers": 2,
     }
-    model = families.build("qwen3_moe", **size)
+    model = tiny_models.build("qwen3_moe", **size)
     largest = max(parameter.numel() * 4 for parameter in model.parameters())
     model.save_pretrained(tmp_path)
     del model
@@ -145,9 +145,9 @@ def differing(rank: int, how: str) -> dict[str, tuple[int, torch.Tensor]]:
     torch.manual_seed(rank)
     settings: dict[str, Any] = {"device": "cpu", "precision": "float32", "device_mesh": mesh}
     if how == "from_config":
-        model = horizon_lm.from_config(families.build("llama").config, **settings)
+        model = horizon_lm.from_config(tiny_models.build("llama").config, **settings)
     else:
-        made = type(families.build("llama"))(families.build("llama").config)
+        made = type(tiny_models.build("llama"))(tiny_models.build("llama").config)
         made.model.norm.register_buffer("bias", torch.tensor([float(rank)]))
         if how == "adapters":
             made = get_peft_model(made, LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian"))
@@ -166,9 +166,9 @@ def test_ranks_start_with_the_weights_of_the_first(pool: Pool, how: str) -> None
     first, second = whole(outcomes[:2], 2), whole(outcomes[2:], 2)
     torch.manual_seed(0)
     if how == "from_config":
-        alone = horizon_lm.from_config(families.build("llama").config, "cpu", "float32")
+        alone = horizon_lm.from_config(tiny_models.build("llama").config, "cpu", "float32")
     else:
-        made = type(families.build("llama"))(families.build("llama").config)
+        made = type(tiny_models.build("llama"))(tiny_models.build("llama").config)
         if how == "adapters":
             made = get_peft_model(made, LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian"))
         alone = horizon_lm.stream(made, "cpu", "float32")
@@ -223,7 +223,7 @@ def copy_with_a_flipped_bit(folder: Path, target: Path, at: float) -> str:
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A model of some MB, too large for a sample, and the file of its slabs."""
     folder = tmp_path_factory.mktemp("large")
-    model = families.build("llama", vocab_size=4096, hidden_size=128, intermediate_size=512)
+    model = tiny_models.build("llama", vocab_size=4096, hidden_size=128, intermediate_size=512)
     model.save_pretrained(folder / "model")
     slabs = {key: value for key, (_, value) in load(str(folder / "model"))[0].items()}
     torch.save(slabs, folder / "slabs")
@@ -328,7 +328,9 @@ def test_ranks_with_another_folder_are_rejected(pool: Pool, tmp_path: Path, larg
 def test_adapters_with_another_config_are_rejected(pool: Pool, tmp_path: Path, large: tuple[str, str]) -> None:
     """Their weights are copied from the first rank, but not what they are multiplied with."""
     for alpha in (8, 16):
-        adapters = get_peft_model(families.build("llama"), LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"]))
+        adapters = get_peft_model(
+            tiny_models.build("llama"), LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
+        )
         adapters.peft_config["default"].base_model_name_or_path = str(model_of(tmp_path / f"base {alpha}", "llama"))
         adapters.save_pretrained(tmp_path / str(alpha))
     cases = [[str(tmp_path / "8"), str(tmp_path / "8")], [str(tmp_path / "8"), str(tmp_path / "16")]]

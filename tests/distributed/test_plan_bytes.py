@@ -14,11 +14,11 @@ from horizon_lm.planning.memory import host_bytes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.schedule.ops import Kind
-from tests import families
 from tests.distributed.pool import Pool
 from tests.distributed.training import Training, build
 from tests.numerics.test_plan_bytes import HERE, LENGTH, outline_of
-from tests.outlines import machine
+from tests.support import tiny_models
+from tests.support.handmade_outlines import machine
 
 ROWS = 3
 FLOAT32, BFLOAT16 = {"grad_dtype": torch.float32}, {"precision": "bf16", "grad_dtype": None}
@@ -59,7 +59,7 @@ def compare(rank: int, training: Training) -> tuple[Bytes, Bytes]:
     mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(training, device_mesh=mesh)
     adapters = Adapters(r=4, lora_alpha=8, target_modules="all-linear") if training.adapters else None
-    made = families.build(training.family, **training.overrides)
+    made = tiny_models.build(training.family, **training.overrides)
     outline = outline_of(made, training.trainable, adapters)
     return measure(model, optimizer, outline, training, rank)
 

@@ -25,7 +25,7 @@ from tests.distributed.test_training import assert_same
 from tests.distributed.training import Outcome, Training, train, whole
 from tests.numerics.test_plan_bytes import LENGTH
 from tests.numerics.test_quantized_base import adapter_folder, save_published
-from tests.threaded import ThreadedDevice
+from tests.support.threaded_device import ThreadedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DOUBLE = {

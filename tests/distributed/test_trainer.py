@@ -20,7 +20,7 @@ from horizon_lm.errors import ConfigError, StreamingError
 from tests.distributed.pool import Pool
 from tests.e2e import tiny
 from tests.seams.compare import difference
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 from tests.trainer import rows
 from tests.trainer.test_held_batches import history
 from tests.trainer.test_trainers import TRAINERS, make

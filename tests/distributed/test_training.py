@@ -23,11 +23,11 @@ from horizon_lm.errors import (
     StreamingError,
     SummedLossWarning,
 )
-from tests import families
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train, whole
-from tests.thinning import thinned
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
+from tests.support.threaded_device import ThreadedDevice
 
 
 def assert_same(outcomes: list[Outcome], expected: Outcome, training: Training) -> None:
@@ -278,7 +278,7 @@ def adapted(rank: int, training: Training, folder: str) -> str:
     train(model, optimizer, training, [rank])
     model.save_pretrained(folder, is_main_process=rank == 0)
     copying = get_peft_model(
-        families.build("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        tiny_models.build("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
     )
     with pytest.raises(ModelNotSupportedError) as error:
         horizon_lm.stream(copying, "cpu", device_mesh=mesh)
@@ -302,7 +302,7 @@ def reading(rank: int) -> list[str]:
     model, _ = build(Training(), device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
     errors = []
     assert model.lm_head.weight.grad is None
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     weight, grad = model.lm_head.weight, model.lm_head.weight.grad
     assert (grad.shape, grad.dtype) == (weight.shape, torch.float32)
     uses = [
@@ -333,7 +333,7 @@ def noisy(rank: int) -> tuple[list[float], float]:
     add_noise = lambda module, args, output: output + torch.rand_like(output)  # noqa: E731
     model.get_input_embeddings().register_forward_hook(add_noise)
     torch.manual_seed(0)
-    losses = [float(model(**families.batch()).loss) for _ in range(2)]
+    losses = [float(model(**tiny_models.batch()).loss) for _ in range(2)]
     return losses, float(torch.rand(()))
 
 
@@ -349,7 +349,7 @@ def ending(rank: int) -> str:
     if rank:
         return ""
     with pytest.raises(RankLostError) as error:
-        model(**families.batch())
+        model(**tiny_models.batch())
     return str(error.value)
 
 
@@ -362,8 +362,8 @@ def without_number_of_targets(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SummedLossWarning)
         for _ in range(2):
-            model(**families.batch()).loss.backward()
-        model(**families.batch(), num_items_in_batch=20)
+            model(**tiny_models.batch()).loss.backward()
+        model(**tiny_models.batch(), num_items_in_batch=20)
     return [str(each.message) for each in caught if each.category is SummedLossWarning]
 
 

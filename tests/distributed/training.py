@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
 from horizon_lm.model.freezing import freeze
-from tests import families
 from tests.numerics.test_adapters import adapted
+from tests.support import tiny_models
 
 IGNORE = -100
 
@@ -80,7 +80,7 @@ class Outcome:
 def batches_of(training: Training, step: int) -> list[dict[str, Any]]:
     """Return the batch of each rank, of different lengths."""
     seeds = [0] * training.world if training.equal else range(training.world)
-    made = [families.batch(seed=100 * step + seed, padding="right", rows=2) for seed in seeds]
+    made = [tiny_models.batch(seed=100 * step + seed, padding="right", rows=2) for seed in seeds]
     total = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in made)
     return [batch | {"num_items_in_batch": total} for batch in made]
 
@@ -97,7 +97,7 @@ def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
 
 def build(training: Training, **settings: Any) -> tuple[Any, Any]:
     later = training.adapters == "later"
-    make = partial(adapted, kind=training.adapters) if training.adapters and not later else families.build
+    make = partial(adapted, kind=training.adapters) if training.adapters and not later else tiny_models.build
     model = make(training.family, **training.overrides)
     freeze(model, training.trainable)
     model = horizon_lm.stream(model, **({"device": "cpu", "precision": "float32"} | training.settings | settings))

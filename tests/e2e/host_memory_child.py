@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import horizon_lm
-from tests import families
+from tests.support import tiny_models
 
 ROWS, LENGTH, CHUNK = 2, 64, 64
 
@@ -42,7 +42,7 @@ def step(model, optimizer, vocabulary: int) -> float:
 
 def main(folder: str, precision: str, output: str) -> None:
     torch.set_num_threads(1)
-    tiny = horizon_lm.stream(families.build("llama", tie_word_embeddings=True), precision=precision)
+    tiny = horizon_lm.stream(tiny_models.build("llama", tie_word_embeddings=True), precision=precision)
     tiny_optimizer = horizon_lm.AdamW(tiny)
     for _ in range(2):
         step(tiny, tiny_optimizer, 90)  # load every import and kernel that training needs

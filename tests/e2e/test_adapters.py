@@ -17,7 +17,7 @@ from horizon_lm.training.seeds import seed_step
 from tests.e2e import resuming, tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs, assert_resumes
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}

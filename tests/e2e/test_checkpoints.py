@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 import horizon_lm
 from horizon_lm.errors import CheckpointWarning, ConfigError
 from horizon_lm.store.checkpoint_loader import Checkpoint
-from tests import families
 from tests.e2e import tiny
 from tests.e2e.command import run
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 UP = "model.layers.1.mlp.up_proj.weight"
 Edit = Callable[[Path], None]
@@ -189,7 +189,7 @@ def test_valid_checkpoints_are_not_warned_about(folder: Path) -> None:
 )
 def test_shapes_of_converted_tensors_are_checked(family: str, tmp_path: Path) -> None:
     """One tensor at a time is one element too short, including tensors that are stacked, split or renamed."""
-    families.build(family).save_pretrained(tmp_path)
+    tiny_models.build(family).save_pretrained(tmp_path)
     opened(tmp_path)
     for name in list(load_file(tmp_path / "model.safetensors")):
         before = (tmp_path / "model.safetensors").read_bytes()
@@ -200,7 +200,7 @@ def test_shapes_of_converted_tensors_are_checked(family: str, tmp_path: Path) ->
 
 
 def test_missing_buffer_is_warned_about(tmp_path: Path) -> None:
-    families.build("deepseek_v3").save_pretrained(tmp_path)
+    tiny_models.build("deepseek_v3").save_pretrained(tmp_path)
     tensors(lambda found: found.pop("model.layers.1.mlp.gate.e_score_correction_bias"))(tmp_path)
     with pytest.warns(
         CheckpointWarning, match=r"e_score_correction_bias\) is missing and will have the values of a new"
@@ -215,7 +215,7 @@ def test_missing_buffer_is_warned_about(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [0, 5, -1])
 def test_tied_head_with_other_weights_is_kept(tmp_path: Path, row: int) -> None:
     """As in transformers, which unties it, however few values differ. The plan counts it, and the exported config is true."""
-    families.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    tiny_models.build("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     tiny.build_tokenizer().save_pretrained(tmp_path / "model")
     tied = run("plan", "--model", tmp_path / "model").output
 
@@ -241,7 +241,7 @@ def test_tied_head_with_other_weights_is_kept(tmp_path: Path, row: int) -> None:
 @pytest.mark.parametrize("names", [["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
 @pytest.mark.parametrize("precision", ["fp32_master", "bf16", "float32"])
 def test_tied_head_under_its_other_name(names: list[str], precision: str, tmp_path: Path) -> None:
-    reference = families.build("llama", tie_word_embeddings=True)
+    reference = tiny_models.build("llama", tie_word_embeddings=True)
     reference.save_pretrained(tmp_path)
 
     def rename(found: dict[str, torch.Tensor]) -> None:

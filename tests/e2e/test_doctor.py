@@ -21,7 +21,7 @@ from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.catalog import read_profile
 from tests.e2e.command import run
-from tests.emulated import emulated_gpu
+from tests.support.emulated_gpu import emulated_gpu
 
 QUICK = Rounds(seconds=0.0, at_least=1, quick=True)
 RATES = ("device_bandwidth", "op_seconds", "link_in", "link_out", "link_both", "host_memory", "cores")

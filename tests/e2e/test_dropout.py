@@ -16,8 +16,8 @@ from horizon_lm.data.loader import Sampler, collate
 from horizon_lm.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.objective.base import evaluation_mode
 from horizon_lm.training.train import train
-from tests import families
 from tests.e2e import tiny
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_one_micro_batch_equals_hugging_face_with_step_seeds(dropout_model: Path
 
 
 def test_evaluation_restores_all_generators() -> None:
-    model = horizon_lm.stream(families.build("gpt2"), device_micro_batch_size=1)
+    model = horizon_lm.stream(tiny_models.build("gpt2"), device_micro_batch_size=1)
 
     def drawn() -> tuple[Any, ...]:
         return random.random(), np.random.rand(), torch.rand(3).tolist()
@@ -130,5 +130,5 @@ def test_evaluation_restores_all_generators() -> None:
     set_seed(0)
     with evaluation_mode(model):
         drawn()
-        model(**families.batch())
+        model(**tiny_models.batch())
     assert drawn() == expected

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
-from tests import families
 from tests.e2e import tiny
 from tests.e2e.command import run
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_equal_those_of_peft(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    model = families.build("qwen3_moe" if kind == "experts" else "llama")
+    model = tiny_models.build("qwen3_moe" if kind == "experts" else "llama")
     base, adapter = save(tmp_path, model, dtype, **KINDS[kind])
     expected = merged_by_peft(base, adapter)
     assert run("merge", adapter, tmp_path / "merged").exit_code == 0
@@ -73,7 +73,7 @@ def test_merged_weights_equal_those_of_peft(tmp_path: Path, kind: str, dtype: to
 
 
 def test_shards_and_dtype(tmp_path: Path) -> None:
-    base, adapter = save(tmp_path, families.build("llama"), torch.bfloat16)
+    base, adapter = save(tmp_path, tiny_models.build("llama"), torch.bfloat16)
     horizon_lm.merge_adapter(adapter, tmp_path / "merged", dtype="float32", max_shard_size="20KB")
     assert len(list((tmp_path / "merged").glob("model-*.safetensors"))) > 2
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
@@ -81,7 +81,7 @@ def test_shards_and_dtype(tmp_path: Path) -> None:
 
 
 def test_another_base_is_named(tmp_path: Path) -> None:
-    base, adapter = save(tmp_path, families.build("llama"), torch.float32)
+    base, adapter = save(tmp_path, tiny_models.build("llama"), torch.float32)
     (adapter / "adapter_config.json").write_text(
         (adapter / "adapter_config.json").read_text().replace(json.dumps(str(base)), '"/nowhere/base"')
     )
@@ -92,7 +92,7 @@ def test_another_base_is_named(tmp_path: Path) -> None:
 
 
 def test_bad_adapters(tmp_path: Path) -> None:
-    base, adapter = save(tmp_path, families.build("llama"), torch.float32)
+    base, adapter = save(tmp_path, tiny_models.build("llama"), torch.float32)
     state = load_file(adapter / "adapter_model.safetensors")
     one = next(iter(state))
 
@@ -151,7 +151,7 @@ def test_memory_is_that_of_one_unit(tmp_path: Path) -> None:
     size = (base / "model.safetensors").stat().st_size
     block = 4 * (4 * 512 * 512 + 3 * 512 * 1408)
     (tmp_path / "small").mkdir()
-    _, small = save(tmp_path / "small", families.build("llama"), torch.float32)
+    _, small = save(tmp_path / "small", tiny_models.build("llama"), torch.float32)
     command = [sys.executable, "-c", PEAK, adapter, tmp_path / "merged", small, tmp_path / "small" / "merged"]
     # Large tensors get mappings of their own from glibc; so shall these small ones, or its heap would be measured.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}

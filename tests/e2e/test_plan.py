@@ -15,7 +15,7 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.planning.catalog import own_profile_path
 from tests.e2e import tiny
 from tests.e2e.command import run
-from tests.outlines import machine
+from tests.support.handmade_outlines import machine
 
 GIB = 2**30
 

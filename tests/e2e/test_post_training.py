@@ -29,10 +29,10 @@ from horizon_lm.training.rows import load_data
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.samples import SamplePrompts
 from horizon_lm.training.setup import load_tokenizer
-from tests import families
 from tests.e2e import tiny
 from tests.e2e.command import run
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 QUIET: dict[str, Any] = {"print_fn": lambda text: None}
 
@@ -569,8 +569,8 @@ def test_speed_excludes_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_eval_loss_of_experts_is_the_likelihood() -> None:
-    plain = families.build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).eval()
-    ids = families.batch()["input_ids"]
+    plain = tiny_models.build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).eval()
+    ids = tiny_models.batch()["input_ids"]
     mask = torch.ones_like(ids)
     batch = Batch(ids, mask, None, ids, ids[:, 1:].numel(), ids.numel(), (0, 1), ("", ""))
     logits = plain(input_ids=ids, attention_mask=mask, output_router_logits=False).logits

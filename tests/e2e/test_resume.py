@@ -18,10 +18,10 @@ from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
 from horizon_lm.planning.catalog import own_profile_path
 from horizon_lm.training import resume as resume_module
 from horizon_lm.training import train
-from tests import outlines
-from tests.dying import Death, dying
 from tests.e2e import resuming, tiny
 from tests.e2e.resuming import SAVING, Runs, assert_resumes, resume
+from tests.support import handmade_outlines
+from tests.support.dying_devices import Death, dying
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,9 @@ def test_moments_that_the_plan_has_chosen_are_kept(
 ) -> None:
     """Whatever the plan would choose on the machine that goes on."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    slow = outlines.machine(device="cpu", device_bandwidth=1e12, host_bandwidth={"2": 1e6})  # so updates are exposed
+    slow = handmade_outlines.machine(
+        device="cpu", device_bandwidth=1e12, host_bandwidth={"2": 1e6}
+    )  # so updates are exposed
     slow.save(own_profile_path())
     cut = {**base, "output_dir": str(tmp_path / "cut"), "moments": "auto", "max_steps": 3}
     runs.interrupt(cut, stop_after=2)

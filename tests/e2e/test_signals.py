@@ -13,7 +13,7 @@ import pytest
 from horizon_lm.checkpoints.manifest import read_manifest, verify
 from tests.e2e import tiny
 from tests.e2e.processes import SECONDS, RunProcess
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 # Prints when a row is tokenized, and then takes forever.
 SLOW_TOKENIZING = """

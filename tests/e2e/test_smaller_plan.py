@@ -18,7 +18,7 @@ from horizon_lm.training.loop import Loop
 from horizon_lm.training.train import train
 from horizon_lm.units import HEAD, block
 from tests.e2e import tiny
-from tests.short_of_memory import Computation, ShortDevice
+from tests.support.device_short_of_memory import Computation, ShortDevice
 
 BLOCKS = 6
 FIRST, LAST = (Kind.BACKWARD, block(0)), (Kind.FORWARD, block(BLOCKS - 1))

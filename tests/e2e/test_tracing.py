@@ -10,7 +10,7 @@ import pytest
 from horizon_lm.planning.catalog import own_profile_path
 from tests.e2e import tiny
 from tests.e2e.command import run
-from tests.outlines import machine
+from tests.support.handmade_outlines import machine
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from horizon_lm.engine.host.updates import PendingUpdates
 from horizon_lm.errors import DeviceMemoryError, PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.units import OUTER
-from tests import families
-from tests.dying import Death, DyingThreaded, dying
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.dying_devices import Death, DyingThreaded, dying
+from tests.support.threaded_device import ThreadedDevice
 
 DEVICES: dict[str, Callable[[Death], Any]] = {
     "inline": lambda death: dying(CpuDevice, death),
@@ -47,13 +47,13 @@ class Run:
 
     @classmethod
     def make(cls, device: Any, mode: str) -> "Run":
-        model = families.build("llama", num_hidden_layers=2)
+        model = tiny_models.build("llama", num_hidden_layers=2)
         streamed = horizon_lm.stream(model, device, precision="fp32_master", activation_checkpoints="host")
         return cls(streamed, horizon_lm.AdamW(streamed, lr=1e-2, **MODES[mode]))
 
     def step(self) -> None:
         self.stage = "forward"
-        loss = self.model(**families.batch(seed=self.finished)).loss
+        loss = self.model(**tiny_models.batch(seed=self.finished)).loss
         self.stage = "backward"
         loss.backward()
         self.stage = "update"
@@ -148,7 +148,7 @@ def late_run(mode: str = "normal") -> tuple[Run, Death]:
     run.step()
     death.arm(0)
     with pytest.raises(torch.AcceleratorError):
-        run.model(**families.batch())
+        run.model(**tiny_models.batch())
     return run, death
 
 
@@ -175,7 +175,7 @@ def test_a_settled_model_can_be_read_but_not_run(expected: Expected) -> None:
     assert all(torch.isfinite(w).all() for w in weights.values())
     assert optimizer["step"] == 1
     with pytest.raises(StreamingError, match="device has failed"):
-        run.model(**families.batch())
+        run.model(**tiny_models.batch())
     with pytest.raises(StreamingError):
         run.optimizer.step()
 
@@ -317,7 +317,7 @@ def test_a_failed_landing_is_an_error_to_its_update_and_to_the_step() -> None:
         return land(destination, source, add)
 
     link.land = fail_at_the_end
-    run.model(**families.batch()).loss.backward()
+    run.model(**tiny_models.batch()).loss.backward()
     with pytest.raises(torch.AcceleratorError):
         device._pool(Stream.HOST).wait()  # the update's thread has met the error
     with pytest.raises(torch.AcceleratorError):

@@ -19,7 +19,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.run_checkpoints import RunCheckpoints, checkpoints_in
 from tests.numerics.test_checkpoints import digest, opened, step
-from tests.recorded_disk import ModelDisk, Operation, RecordedDisk, Tree
+from tests.support.recorded_disk import ModelDisk, Operation, RecordedDisk, Tree
 
 MIXES = 8  # random mixes of what is there, after each operation
 States = dict[int, dict[str, str]]

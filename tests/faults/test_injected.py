@@ -13,8 +13,8 @@ from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind
-from tests import families
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 
 class InjectedError(Exception):
@@ -66,14 +66,18 @@ def fused(base: type[CpuDevice], fuse: Fuse, **options: Any) -> CpuDevice:
 
 def make(device: Any) -> tuple[Any, Any]:
     model = horizon_lm.stream(
-        families.build("llama"), device, precision="float32", activation_checkpoints="host", device_micro_batch_size=2
+        tiny_models.build("llama"),
+        device,
+        precision="float32",
+        activation_checkpoints="host",
+        device_micro_batch_size=2,
     )
     return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
 
 def step(model: Any, optimizer: Any, seed: int, updated: list[bool] | None = None) -> float:
     """Run a step; ``updated`` gets an entry when its gradients are complete."""
-    loss = model(**families.batch(seed=seed)).loss
+    loss = model(**tiny_models.batch(seed=seed)).loss
     loss.backward()
     if updated is not None:
         updated.append(True)
@@ -154,7 +158,9 @@ def test_a_fault_at_every_operation_of_an_update_in_backward(base: type[CpuDevic
     """A fault before the first update loses nothing; a later fault leaves a partial update, which every use reports."""
 
     def made(device: Any) -> tuple[Any, Any]:
-        model = horizon_lm.stream(families.build("llama"), device, precision="float32", activation_checkpoints="host")
+        model = horizon_lm.stream(
+            tiny_models.build("llama"), device, precision="float32", activation_checkpoints="host"
+        )
         return model, horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
 
     model, optimizer = made("cpu")
@@ -226,9 +232,9 @@ def test_a_fault_inside_an_update_leaves_a_partial_update(monkeypatch: pytest.Mo
     monkeypatch.setattr(update_tasks, "update_kernel", failing_kernel)
     step(model, optimizer, 2)
     with pytest.raises((InjectedError, PartialUpdateError)):  # raised in a thread, and again at the next use
-        model(**families.batch())
+        model(**tiny_models.batch())
     monkeypatch.undo()
-    for use in (lambda: model(**families.batch()), optimizer.step, model.state_dict):
+    for use in (lambda: model(**tiny_models.batch()), optimizer.step, model.state_dict):
         with pytest.raises(PartialUpdateError):
             use()
 
@@ -242,7 +248,7 @@ def test_a_fault_in_foreign_code_between_blocks(undisturbed: Any) -> None:
 
     handle = model.model.layers[1].register_forward_hook(hook)
     with pytest.raises(InjectedError):
-        model(**families.batch(seed=2))
+        model(**tiny_models.batch(seed=2))
     handle.remove()
     assert_idle(model)
     optimizer.zero_grad()
@@ -251,7 +257,7 @@ def test_a_fault_in_foreign_code_between_blocks(undisturbed: Any) -> None:
 
 def test_a_second_backward_pass_is_rejected() -> None:
     model, _ = make("cpu")
-    loss = model(**families.batch()).loss
+    loss = model(**tiny_models.batch()).loss
     loss.backward(retain_graph=True)
     with pytest.raises(StreamingError, match="second time"):
         loss.backward()
@@ -259,7 +265,7 @@ def test_a_second_backward_pass_is_rejected() -> None:
 
 def test_a_backward_pass_after_an_update_is_rejected() -> None:
     model, optimizer = make("cpu")
-    late = model(**families.batch(seed=3)).loss
+    late = model(**tiny_models.batch(seed=3)).loss
     step(model, optimizer, 1)
     with pytest.raises(StreamingError, match="changed between"):
         late.backward()
@@ -268,4 +274,4 @@ def test_a_backward_pass_after_an_update_is_rejected() -> None:
 def test_double_backward_is_rejected() -> None:
     model, _ = make("cpu")
     with pytest.raises(StreamingError, match="create_graph"):
-        model(**families.batch()).loss.backward(create_graph=True)
+        model(**tiny_models.batch()).loss.backward(create_graph=True)

@@ -11,8 +11,8 @@ import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.schedule.ops import Kind
-from tests import families
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.threaded_device import ThreadedDevice
 
 pytest.importorskip("pydantic", reason="needs the whole installation")
 
@@ -52,7 +52,7 @@ def hanging(base: type, kind: Kind, unit: str, reached: threading.Event, release
 
 
 def step(model: Any, optimizer: Any) -> float:
-    loss = model(**families.batch()).loss
+    loss = model(**tiny_models.batch()).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -73,7 +73,7 @@ def step(model: Any, optimizer: Any) -> float:
 def test_a_hanging_operation_is_named(base: type, kind: Kind, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, released, reported = threading.Event(), threading.Event(), threading.Event()
     device = hanging(base, kind, "block1", reached, released)
-    model = horizon_lm.stream(families.build("llama"), device, precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), device, precision="float32")
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
     assert model._horizon.engine.cursor.describe_unfinished() == []
     before = step(model, optimizer)
@@ -114,7 +114,7 @@ def test_operations_of_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> No
     """The adversary runs copies inside computations, in the thread of the training."""
     reached, released = threading.Event(), threading.Event()
     device = hanging(SimulatedDevice, Kind.STREAM_OUT, "block0", reached, released)
-    model = horizon_lm.stream(families.build("llama"), device, precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), device, precision="float32")
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
     step(model, optimizer)
     device.armed = True

@@ -106,8 +106,8 @@ def run(chosen: dict[str, str], folder: Path) -> dict[str, Any]:
 def _model(family: str, folder: Path) -> Path:
     import torch
 
-    from tests import families
     from tests.e2e import tiny
+    from tests.support import tiny_models
 
     tokenizer, target = tiny.build_tokenizer(), folder / "model"
     shared = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
@@ -115,7 +115,7 @@ def _model(family: str, folder: Path) -> Path:
     if family == "images":
         from transformers import AutoModelForCausalLM, Gemma3Config
 
-        text = families._COMMON | families.FAMILIES["gemma3_text"] | shared | {"num_hidden_layers": 4}
+        text = tiny_models._COMMON | tiny_models.FAMILIES["gemma3_text"] | shared | {"num_hidden_layers": 4}
         text.pop("attn_implementation", None)
         vision = {
             "hidden_size": 16,
@@ -136,7 +136,7 @@ def _model(family: str, folder: Path) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     else:
         name = {"tied": "llama", "untied": "qwen2", "experts": "qwen3_moe", "hybrid": "qwen3_next"}[family]
-        model = families.build(name, tie_word_embeddings=family == "tied", **shared).bfloat16()
+        model = tiny_models.build(name, tie_word_embeddings=family == "tied", **shared).bfloat16()
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     return target

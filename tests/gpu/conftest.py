@@ -14,8 +14,8 @@ import torch
 
 from horizon_lm.device.cuda import AllocatorMeter, CudaDevice
 from tests.gpu.spinning import SpinningDevice
-from tests.storages import StorageMeter
-from tests.threaded import ThreadedDevice
+from tests.support.tensor_memory import StorageMeter
+from tests.support.threaded_device import ThreadedDevice
 
 
 @dataclass(frozen=True)

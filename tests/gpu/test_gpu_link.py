@@ -12,9 +12,9 @@ from horizon_lm.device import cuda_link
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.cuda_link import CudaLink
-from tests import families
-from tests.emulated import GPU, emulated_gpu
 from tests.gpu.conftest import Accelerator
+from tests.support import tiny_models
+from tests.support.emulated_gpu import GPU, emulated_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -95,11 +95,15 @@ def test_memory_that_cannot_be_page_locked(only_cuda: Accelerator) -> None:
     losses = []
     for device in (CudaDevice(), NoPageLocking()):
         model = horizon_lm.stream(
-            families.build("llama"), device, compile=False, attn_implementation="eager", activation_checkpoints="host"
+            tiny_models.build("llama"),
+            device,
+            compile=False,
+            attn_implementation="eager",
+            activation_checkpoints="host",
         )
         optimizer = horizon_lm.AdamW(model, lr=1e-2)
         for seed in range(3):
-            loss = model(**families.batch(seed=seed, padding="none")).loss
+            loss = model(**tiny_models.batch(seed=seed, padding="none")).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

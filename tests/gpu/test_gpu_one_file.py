@@ -5,15 +5,15 @@ import copy
 import pytest
 import torch
 
-from tests import families
 from tests.gpu.conftest import Accelerator
-from tests.one_file import load, train, train_streamed
+from tests.support import tiny_models
+from tests.support.one_file_example import load, train, train_streamed
 
 pytestmark = pytest.mark.gpu
 
 
 def test_losses_are_those_of_the_library(accelerator: Accelerator) -> None:
-    module, model = load(), families.build("llama", num_hidden_layers=5)
+    module, model = load(), tiny_models.build("llama", num_hidden_layers=5)
     expected, _ = train_streamed(copy.deepcopy(model))
     got, _ = train(module, model)
     torch.testing.assert_close(torch.stack(got).cpu(), torch.stack(expected), rtol=1e-4, atol=1e-4)

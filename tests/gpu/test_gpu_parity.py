@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import horizon_lm
-from tests import families
 from tests.gpu.conftest import Accelerator
+from tests.support import tiny_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_plan")]  # recomputed blocks must be equal bit for bit
 
@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def _build(family: str) -> Any:
-    return families.build(family, **SIZES | FAMILIES[family])
+    return tiny_models.build(family, **SIZES | FAMILIES[family])
 
 
 def _batch(padding: str = "none") -> dict[str, torch.Tensor]:
@@ -113,8 +113,8 @@ def test_padded_rows_without_a_mask_equal_plain_autograd(accelerator: Accelerato
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
 def test_experts_without_tokens_have_no_gradient(accelerator: Accelerator, compiles: bool) -> None:
     """Two tokens reach at most four of eight experts. A grouped product may leave the others' gradients unwritten."""
-    model = families.build("qwen3_moe", num_experts=8, hidden_size=128, moe_intermediate_size=64).bfloat16().float()
-    batch = families.batch(rows=1, length=2, padding="none")
+    model = tiny_models.build("qwen3_moe", num_experts=8, hidden_size=128, moe_intermediate_size=64).bfloat16().float()
+    batch = tiny_models.batch(rows=1, length=2, padding="none")
     _, reference = _plain(model, batch, accelerator, torch.float32)
     stale = torch.full((2**24,), torch.nan, device=accelerator.torch_device)
     del stale  # the allocator hands out its memory again

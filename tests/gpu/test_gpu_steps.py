@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import horizon_lm
-from tests import families
 from tests.gpu.conftest import Accelerator
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,7 @@ def _step(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> torch.T
 )  # fmt: skip
 def test_the_host_never_waits_inside_a_step(accelerator: Accelerator, settings: dict[str, Any]) -> None:
     model = horizon_lm.stream(
-        families.build("llama", **_sizes(accelerator)), accelerator.open(), **{"compile": False} | settings
+        tiny_models.build("llama", **_sizes(accelerator)), accelerator.open(), **{"compile": False} | settings
     ).train()
     optimizer = horizon_lm.AdamW(model, max_grad_norm=1.0)
     batch = _batch(model, accelerator)
@@ -63,7 +63,7 @@ def test_the_guard_detects_a_synchronization(only_cuda: Accelerator) -> None:
 
 def _peak(accelerator: Accelerator, num_blocks: int, **settings: Any) -> tuple[int, Any]:
     """Return the peak device memory of the steps after the first two, and the model's streaming state."""
-    built = families.build("llama", num_hidden_layers=num_blocks, **_sizes(accelerator, large=True))
+    built = tiny_models.build("llama", num_hidden_layers=num_blocks, **_sizes(accelerator, large=True))
     gc.collect()
     with accelerator.meter() as meter:
         model = horizon_lm.stream(built.bfloat16(), accelerator.open(), "bf16", **settings).train()
@@ -104,13 +104,13 @@ def test_nothing_leaks(accelerator: Accelerator) -> None:
     """Memory is the same after 200 steps, or after fewer steps of a toy model."""
     part = 50 if accelerator.is_cuda else 8
     model = horizon_lm.stream(
-        families.build("llama"), accelerator.open(), "bf16", activation_checkpoints="host", compile=False
+        tiny_models.build("llama"), accelerator.open(), "bf16", activation_checkpoints="host", compile=False
     ).train()  # fmt: skip
     optimizer = horizon_lm.AdamW(model, max_grad_norm=1.0)
     seen = []
     with accelerator.meter() as meter:
         for step in range(4 * part):
-            _step(model, optimizer, families.batch(seed=step % 10, padding="none"))
+            _step(model, optimizer, tiny_models.batch(seed=step % 10, padding="none"))
             if step % part == part - 1:
                 horizon_lm.synchronize(model)
                 gc.collect()
@@ -122,9 +122,9 @@ def test_nothing_leaks(accelerator: Accelerator) -> None:
 
 def test_a_deleted_model_leaves_no_memory(accelerator: Accelerator) -> None:
     def train() -> None:
-        model = horizon_lm.stream(families.build("llama"), accelerator.open(), compile=False).train()
+        model = horizon_lm.stream(tiny_models.build("llama"), accelerator.open(), compile=False).train()
         optimizer = horizon_lm.AdamW(model)
-        _step(model, optimizer, families.batch(padding="none"))
+        _step(model, optimizer, tiny_models.batch(padding="none"))
         horizon_lm.synchronize(model)
 
     def use() -> None:
@@ -143,9 +143,9 @@ def test_a_deleted_model_leaves_no_memory(accelerator: Accelerator) -> None:
 
 
 def test_training_continues_after_out_of_memory(only_cuda: Accelerator) -> None:
-    model = horizon_lm.stream(families.build("llama"), only_cuda.open(), "float32", compile=False).train()
+    model = horizon_lm.stream(tiny_models.build("llama"), only_cuda.open(), "float32", compile=False).train()
     optimizer = horizon_lm.AdamW(model)
-    batch = families.batch(padding="none")
+    batch = tiny_models.batch(padding="none")
     _step(model, optimizer, batch)
     hook = model.model.layers[1].register_forward_hook(lambda *_: torch.empty(2**48, device="cuda"))
     with pytest.raises(torch.OutOfMemoryError):
@@ -160,7 +160,7 @@ def test_chunked_head_with_a_vocabulary_of_152k(only_cuda: Accelerator, objectiv
     """A chunked head takes a fraction of the memory that the logits of 8k tokens would take."""
     sizes = _sizes(only_cuda) | {"vocab_size": 151_936, "num_hidden_layers": 2}
     model = horizon_lm.stream(
-        families.build("llama", **sizes).bfloat16(), only_cuda.open(), "bf16", compile=False, head_chunk_tokens=512
+        tiny_models.build("llama", **sizes).bfloat16(), only_cuda.open(), "bf16", compile=False, head_chunk_tokens=512
     ).train()
     ids = torch.randint(3, 151_936, (4, 2048))
     logits = ids.numel() * 151_936 * 4
@@ -177,7 +177,7 @@ def test_chunked_head_with_a_vocabulary_of_152k(only_cuda: Accelerator, objectiv
 
 
 def test_random_weights_are_drawn_on_the_device(accelerator: Accelerator) -> None:
-    config = families.build("llama", **_sizes(accelerator)).config
+    config = tiny_models.build("llama", **_sizes(accelerator)).config
     torch.manual_seed(0)
     device = accelerator.open()
     model = horizon_lm.from_config(config, device, "bf16")

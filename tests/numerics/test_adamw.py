@@ -10,8 +10,8 @@ import torch
 import horizon_lm
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, PartialUpdateError, StreamingError
 from horizon_lm.optim import update_tasks
-from tests import families
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
 
@@ -19,7 +19,7 @@ HYPER = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
 def run(model: Any, optimizer: Any, num_steps: int, clip: float | None = None, backwards: int = 1) -> None:
     for step in range(num_steps):
         for part in range(backwards):
-            model(**families.batch(seed=10 * step + part), use_cache=False).loss.backward()
+            model(**tiny_models.batch(seed=10 * step + part), use_cache=False).loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -36,7 +36,7 @@ def masters(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("backwards", [1, 4])
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_equals_torch_in_float32(clip: float | None, backwards: int, tied: bool) -> None:
-    reference = families.build("llama", tie_word_embeddings=tied)
+    reference = tiny_models.build("llama", tie_word_embeddings=tied)
     start = {n: p.detach().clone() for n, p in reference.named_parameters()}
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head="whole")
     run(reference, torch.optim.AdamW(reference.parameters(), **HYPER), 5, clip, backwards)
@@ -48,15 +48,15 @@ def test_equals_torch_in_float32(clip: float | None, backwards: int, tied: bool)
 
 def test_fp32_master_is_an_exact_float32_master() -> None:
     """The same gradients give the same bits as an optimizer whose weights are float32."""
-    reference = families.build("llama")
+    reference = tiny_models.build("llama")
     split = horizon_lm.stream(copy.deepcopy(reference), precision="fp32_master", head="whole")
     plain = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head="whole")
     optimizers = [horizon_lm.AdamW(m, max_grad_norm=0.3, **HYPER) for m in (split, plain)]
     for step in range(10):
-        split(**families.batch(seed=step)).loss.backward()
+        split(**tiny_models.batch(seed=step)).loss.backward()
         for param in plain.parameters():
             param.grad = None
-        plain(**families.batch(seed=step)).loss.backward()
+        plain(**tiny_models.batch(seed=step)).loss.backward()
         for ours, other in zip(split.parameters(), plain.parameters(), strict=True):
             other.grad.copy_(ours.grad)  # both optimizers get the bf16 gradients
         for optimizer in optimizers:
@@ -69,7 +69,7 @@ def test_fp32_master_is_an_exact_float32_master() -> None:
 
 
 def test_bf16_follows_float32_on_average() -> None:
-    reference = families.build("llama")
+    reference = tiny_models.build("llama")
     start = {n: p.detach().clone() for n, p in reference.named_parameters()}
     model = horizon_lm.stream(copy.deepcopy(reference), precision="bf16", head="whole")
     hyper = HYPER | {"lr": 1e-4}  # far below the spacing of bf16 weights
@@ -83,7 +83,7 @@ def test_bf16_follows_float32_on_average() -> None:
 
 
 def test_schedulers_and_param_groups() -> None:
-    reference = families.build("llama")
+    reference = tiny_models.build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head="whole")
 
     def groups(m: Any) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def test_schedulers_and_param_groups() -> None:
     for each, optimizer in ((reference, theirs), (model, ours)):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
         for step in range(4):
-            each(**families.batch(seed=step), use_cache=False).loss.backward()
+            each(**tiny_models.batch(seed=step), use_cache=False).loss.backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -106,7 +106,7 @@ def test_schedulers_and_param_groups() -> None:
 
 def test_state_dict_resumes_training_bit_for_bit() -> None:
     def fresh() -> tuple[Any, Any]:
-        model = horizon_lm.stream(families.build("llama"), precision="float32", head="whole")
+        model = horizon_lm.stream(tiny_models.build("llama"), precision="float32", head="whole")
         return model, horizon_lm.AdamW(model, **HYPER)
 
     model, optimizer = fresh()
@@ -122,9 +122,9 @@ def test_state_dict_resumes_training_bit_for_bit() -> None:
 
 
 def test_the_norm_is_computed_from_stored_gradients() -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="fp32_master")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master")
     optimizer = horizon_lm.AdamW(model, max_grad_norm=0.1)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     expected = torch.cat([p.grad.float().flatten() for p in model.parameters()]).double().norm()
     optimizer.step()
     assert optimizer.grad_norm == pytest.approx(expected.item(), rel=1e-6)
@@ -132,10 +132,10 @@ def test_the_norm_is_computed_from_stored_gradients() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_non_finite_gradient_updates_no_weight(value: float) -> None:
-    model = horizon_lm.stream(families.build("llama"))
+    model = horizon_lm.stream(tiny_models.build("llama"))
     optimizer = horizon_lm.AdamW(model, max_grad_norm=1.0)
     before = masters(model)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     model.model.layers[1].mlp.up_proj.weight.grad[3, 4] = value
     with pytest.raises(NonFiniteError, match="block1"):
         optimizer.step()
@@ -146,13 +146,13 @@ def test_a_non_finite_gradient_updates_no_weight(value: float) -> None:
 
 
 def test_invalid_settings_are_rejected() -> None:
-    model = horizon_lm.stream(families.build("llama"))
+    model = horizon_lm.stream(tiny_models.build("llama"))
     with pytest.raises(ConfigError, match="out of range"):
         horizon_lm.AdamW(model, lr=-1)
     with pytest.raises(ConfigError, match="max_grad_norm"):
         horizon_lm.AdamW(model, max_grad_norm=0)
     with pytest.raises(ConfigError, match="streamed model"):
-        horizon_lm.AdamW(families.build("llama"))
+        horizon_lm.AdamW(tiny_models.build("llama"))
     for param in model.parameters():
         param.requires_grad_(False)
     with pytest.raises(ConfigError, match="frozen"):
@@ -160,7 +160,7 @@ def test_invalid_settings_are_rejected() -> None:
 
 
 def _frozen() -> Any:
-    return families.build("llama").requires_grad_(False)
+    return tiny_models.build("llama").requires_grad_(False)
 
 
 # The optimizer with given gradients
@@ -221,10 +221,10 @@ def test_fifty_steps_on_real_shapes_equal_torch() -> None:
 @pytest.mark.parametrize("backwards", [1, 4])
 @pytest.mark.parametrize("precision", ["float32", "fp32_master"])
 def test_the_norm_is_that_of_clip_grad_norm(precision: str, backwards: int, tied: bool) -> None:
-    model = horizon_lm.stream(families.build("llama", tie_word_embeddings=tied), precision=precision)
+    model = horizon_lm.stream(tiny_models.build("llama", tie_word_embeddings=tied), precision=precision)
     optimizer = horizon_lm.AdamW(model, max_grad_norm=0.1)
     for part in range(backwards):
-        model(**families.batch(seed=part)).loss.backward()
+        model(**tiny_models.batch(seed=part)).loss.backward()
     known = optimizer._squared_norms(
         {u: optimizer._present(u) for u in model._horizon.engine.store.units}
     )  # as summed during landing
@@ -242,17 +242,17 @@ def test_the_norm_is_that_of_clip_grad_norm(precision: str, backwards: int, tied
 
 
 def test_a_changed_gradient_is_squared_again() -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     optimizer = horizon_lm.AdamW(model, max_grad_norm=1e9)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     for param in model.parameters():
         param.grad.mul_(3)
     optimizer.step()
     tripled = optimizer.grad_norm
     model.zero_grad()
-    other = horizon_lm.stream(families.build("llama"), precision="float32")
+    other = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     plain = horizon_lm.AdamW(other)
-    other(**families.batch()).loss.backward()
+    other(**tiny_models.batch()).loss.backward()
     plain.step()
     assert tripled == pytest.approx(3 * plain.grad_norm, rel=1e-6)
 
@@ -275,10 +275,10 @@ def test_host_bytes_per_trainable_parameter(precision: str, options: dict[str, A
     options = dict(options)
     streamed = {"grad_dtype": options.pop("grad_dtype")} if "grad_dtype" in options else {}
     config = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2048, "num_hidden_layers": 6}
-    model = horizon_lm.stream(families.build("llama", **config), precision=precision, **streamed)
+    model = horizon_lm.stream(tiny_models.build("llama", **config), precision=precision, **streamed)
     optimizer = horizon_lm.AdamW(model, **options)
     for _ in range(2):
-        model(**families.batch()).loss.backward()
+        model(**tiny_models.batch()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     horizon_lm.synchronize(model)
@@ -291,7 +291,7 @@ def test_host_bytes_per_trainable_parameter(precision: str, options: dict[str, A
     assert per_param * num_params <= sum(by_kind.values()) - scales <= per_param * num_params + 2 * padding
     if options.get("update_in_backward"):
         largest, head = (sum(p.numel() for p in m.parameters()) for m in (model.model.layers[0], model.lm_head))
-        rows = (len(families.batch()["input_ids"].unique()) + 1) * 256
+        rows = (len(tiny_models.batch()["input_ids"].unique()) + 1) * 256
         assert 0 < slots <= 2 * (2 * largest + head + rows + 4096)
     else:
         assert slots == 0
@@ -300,7 +300,7 @@ def test_host_bytes_per_trainable_parameter(precision: str, options: dict[str, A
 def losses(model: Any, optimizer: Any, num_steps: int = 8) -> list[float]:
     got = []
     for step in range(num_steps):
-        loss = model(**families.batch(seed=step % 3)).loss
+        loss = model(**tiny_models.batch(seed=step % 3)).loss
         got.append(loss.item())
         loss.backward()
         optimizer.step()
@@ -312,7 +312,7 @@ def losses(model: Any, optimizer: Any, num_steps: int = 8) -> list[float]:
 @pytest.mark.parametrize("precision", ["fp32_master", "bf16"])
 def test_reduced_precision_moments_train_like_fp32(precision: str, moments: str) -> None:
     def run_with(kind: str) -> list[float]:
-        model = horizon_lm.stream(families.build("llama"), precision=precision)
+        model = horizon_lm.stream(tiny_models.build("llama"), precision=precision)
         return losses(model, horizon_lm.AdamW(model, lr=2e-3, moments=kind), 24)
 
     full, few = run_with("float32"), run_with(moments)
@@ -322,14 +322,14 @@ def test_reduced_precision_moments_train_like_fp32(precision: str, moments: str)
 
 def test_accumulation_in_fp32_rounds_less() -> None:
     def error(grad_dtype: torch.dtype | None) -> float:
-        model = horizon_lm.stream(families.build("llama"), precision="fp32_master", grad_dtype=grad_dtype)
+        model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master", grad_dtype=grad_dtype)
         exact: dict[str, torch.Tensor] = {}
         for part in range(8):
-            other = horizon_lm.stream(families.build("llama"), precision="fp32_master", grad_dtype=torch.float32)
-            other(**families.batch(seed=part)).loss.backward()
+            other = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master", grad_dtype=torch.float32)
+            other(**tiny_models.batch(seed=part)).loss.backward()
             for name, param in other.named_parameters():
                 exact[name] = exact.get(name, 0) + param.grad.double()
-            model(**families.batch(seed=part)).loss.backward()
+            model(**tiny_models.batch(seed=part)).loss.backward()
         name = "model.layers.1.mlp.up_proj.weight"
         return float((model.get_parameter(name).grad.double() - exact[name]).norm() / exact[name].norm())
 
@@ -340,7 +340,7 @@ def test_accumulation_in_fp32_rounds_less() -> None:
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 def test_state_of_every_moment_format_is_restored(moments: str) -> None:
     def fresh() -> tuple[Any, Any]:
-        model = horizon_lm.stream(families.build("llama"), precision="fp32_master")
+        model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master")
         return model, horizon_lm.AdamW(model, lr=1e-3, moments=moments)
 
     model, optimizer = fresh()
@@ -354,7 +354,7 @@ def test_state_of_every_moment_format_is_restored(moments: str) -> None:
             assert torch.equal(value, other_optimizer.state[same][key]), key
     wrong = "float32" if moments == "8bit" else "8bit"
     with pytest.raises(ConfigError, match="other moments"):
-        horizon_lm.AdamW(horizon_lm.stream(families.build("llama")), moments=wrong).load_state_dict(saved)
+        horizon_lm.AdamW(horizon_lm.stream(tiny_models.build("llama")), moments=wrong).load_state_dict(saved)
 
 
 # Updates in threads, and in the backward pass
@@ -365,7 +365,7 @@ def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatc
 
     from horizon_lm.optim import update_tasks
 
-    model = horizon_lm.stream(families.build("llama"))
+    model = horizon_lm.stream(tiny_models.build("llama"))
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
     gate, original = threading.Event(), update_tasks._Piece.run
 
@@ -373,7 +373,7 @@ def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatc
         gate.wait(30)
         original(work, link)
 
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     monkeypatch.setattr(update_tasks._Piece, "run", slow)
     optimizer.step()
@@ -388,11 +388,11 @@ def test_step_returns_before_the_updates_are_done(monkeypatch: pytest.MonkeyPatc
 
 
 def test_reading_a_gradient_after_the_step_waits_for_the_update() -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
-    other = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
+    other = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     for each in (model, other):
         optimizer = horizon_lm.AdamW(each, lr=1e-2)
-        each(**families.batch()).loss.backward()
+        each(**tiny_models.batch()).loss.backward()
         optimizer.step()
         if each is model:
             for param in model.parameters():
@@ -408,14 +408,14 @@ def test_update_in_backward_gives_the_same_bits(precision: str, tied: bool, micr
     results = []
     for in_backward in (False, True):
         model = horizon_lm.stream(
-            families.build("llama", tie_word_embeddings=tied), precision=precision,
+            tiny_models.build("llama", tie_word_embeddings=tied), precision=precision,
             device_micro_batch_size=micro_batch_size,
         )  # fmt: skip
         optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
         got = []
         for step in range(4):
-            loss = model(**families.batch(seed=step)).loss
+            loss = model(**tiny_models.batch(seed=step)).loss
             got.append(loss.item())
             loss.backward()
             if in_backward:
@@ -426,7 +426,7 @@ def test_update_in_backward_gives_the_same_bits(precision: str, tied: bool, micr
             optimizer.zero_grad()
             got.append(pytest.approx(optimizer.grad_norm, rel=1e-12))
             with torch.no_grad():
-                got.append(model(**families.batch(seed=50)).loss.item())
+                got.append(model(**tiny_models.batch(seed=50)).loss.item())
         results.append((got, masters(model)))
     assert results[0][0] == results[1][0]
     for name, master in results[0][1].items():
@@ -434,37 +434,37 @@ def test_update_in_backward_gives_the_same_bits(precision: str, tied: bool, micr
 
 
 def test_update_in_backward_rejects_unsupported_uses() -> None:
-    model = horizon_lm.stream(families.build("llama"))
+    model = horizon_lm.stream(tiny_models.build("llama"))
     for options in ({"max_grad_norm": 1.0}, {"non_finite": "skip"}):
         with pytest.raises(ConfigError, match="update_in_backward"):
             horizon_lm.AdamW(model, update_in_backward=True, **options)
     optimizer = horizon_lm.AdamW(model, update_in_backward=True)
-    first, second = model(**families.batch()).loss, model(**families.batch(seed=1)).loss
+    first, second = model(**tiny_models.batch()).loss, model(**tiny_models.batch(seed=1)).loss
     first.backward()
     with pytest.raises(StreamingError, match="changed between"):
         second.backward()
     optimizer.step()
     optimizer.zero_grad()
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     with pytest.raises(StreamingError, match=r"optimizer\.step\(\) after each backward"):
-        model(**families.batch()).loss.backward()
+        model(**tiny_models.batch()).loss.backward()
 
-    trained = horizon_lm.stream(families.build("llama"))
-    trained(**families.batch()).loss.backward()
+    trained = horizon_lm.stream(tiny_models.build("llama"))
+    trained(**tiny_models.batch()).loss.backward()
     with pytest.raises(ConfigError, match="before the first training step"):
         horizon_lm.AdamW(trained, update_in_backward=True)
 
 
 def test_a_unit_with_non_finite_gradients_is_not_updated_in_backward() -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
     before = masters(model)
     model.model.layers[1].register_forward_hook(lambda module, args, output: _poison_gradient(output))
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     with pytest.raises(NonFiniteError, match="the gradient of block1"):
         optimizer.step()
     with pytest.raises(PartialUpdateError):
-        model(**families.batch())
+        model(**tiny_models.batch())
     now = {name: model._horizon.engine.store.master(name) for name in before}
     assert all(value.isfinite().all() for value in now.values())
     assert not torch.equal(now["lm_head.weight"], before["lm_head.weight"])  # it was updated before the fault
@@ -478,11 +478,11 @@ def _poison_gradient(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_non_finite_step_is_skipped_on_request() -> None:
-    model = horizon_lm.stream(families.build("llama"))
+    model = horizon_lm.stream(tiny_models.build("llama"))
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=1.0, non_finite="skip")
     losses(model, optimizer, 1)
     before = masters(model)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = float("inf")
     with pytest.warns(NonFiniteWarning, match="block0"):
         optimizer.step()
@@ -494,12 +494,12 @@ def test_a_non_finite_step_is_skipped_on_request() -> None:
 
 
 def skipping(**options: Any) -> tuple[Any, Any]:
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     return model, horizon_lm.AdamW(model, lr=1e-2, non_finite="skip", **options)
 
 
 def spoiled_step(model: Any, optimizer: Any) -> None:
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = float("inf")
     optimizer.step()
 
@@ -539,7 +539,7 @@ def test_skips_are_counted_from_the_last_good_step() -> None:
 
 def test_frozen_parameters_take_no_memory_and_do_not_change() -> None:
     for in_backward in (False, True):
-        plain = families.build("llama")
+        plain = tiny_models.build("llama")
         plain.model.layers[0].requires_grad_(False)
         plain.model.embed_tokens.requires_grad_(False)
         model = horizon_lm.stream(plain, precision="fp32_master")
@@ -568,7 +568,7 @@ def test_size_of_pieces_changes_no_bit(monkeypatch: pytest.MonkeyPatch, moments:
     for smallest, enough in ((1 << 19, 64), (256, 4)):
         monkeypatch.setattr(update_tasks, "_PIECE_ELEMENTS", smallest)
         monkeypatch.setattr(update_tasks, "_ENOUGH_PIECES", enough)
-        model = horizon_lm.stream(families.build("llama"), precision="bf16")
+        model = horizon_lm.stream(tiny_models.build("llama"), precision="bf16")
         run(model, horizon_lm.AdamW(model, moments=moments, **HYPER), 2)
         found.append(masters(model))
     assert len(sizes) > 2  # one of the default, two of small pieces

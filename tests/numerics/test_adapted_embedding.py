@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
 
@@ -23,10 +23,10 @@ from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.memory import host_bytes
 from horizon_lm.planning.request import Machine, Request
-from tests import families
-from tests.emulated import emulated_gpu
 from tests.seams.compare import difference
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.emulated_gpu import emulated_gpu
+from tests.support.threaded_device import ThreadedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODULES = ["q_proj", "v_proj", "down_proj"]
@@ -49,7 +49,7 @@ FAMILIES = ["llama", "gemma3_text"]
 
 
 def build(family: str, tied: bool) -> Any:
-    return families.build(family, tie_word_embeddings=tied)
+    return tiny_models.build(family, tie_word_embeddings=tied)
 
 
 def adapted(model: Any, *configs: Any) -> Any:
@@ -77,12 +77,12 @@ def steps(model: Any, optimizer: Any, count: int = 4) -> tuple[list[torch.Tensor
     losses = []
     for seed in range(count):
         torch.manual_seed(seed)
-        loss = model.train()(**families.batch(seed=seed)).loss
+        loss = model.train()(**tiny_models.batch(seed=seed)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad(), model.disable_adapter():
-            base = model.eval()(**families.batch(seed=seed + 1)).loss
+            base = model.eval()(**tiny_models.batch(seed=seed + 1)).loss
         losses += [loss.detach().clone(), base.clone()]
     return losses, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -128,11 +128,11 @@ def test_the_copy_in_use_is_switched(kind: str) -> None:
         losses = []
         for name in ("adapter1", "default", "adapter1"):
             model.set_adapter(name)
-            loss = model.train()(**families.batch()).loss
+            loss = model.train()(**tiny_models.batch()).loss
             loss.backward()
             grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
             with torch.no_grad():
-                logits = model.eval()(input_ids=families.batch()["input_ids"]).logits
+                logits = model.eval()(input_ids=tiny_models.batch()["input_ids"]).logits
             losses.append((loss.detach(), logits, grads))
             model.zero_grad()
         results.append(losses)
@@ -166,7 +166,7 @@ def test_the_host_waits_for_no_lookup_on_an_emulated_gpu(kind: str) -> None:
         got = steps(*_with_optimizer(model))
         gpu.waits.clear()
         with torch.no_grad():
-            model.eval()(**families.batch())
+            model.eval()(**tiny_models.batch())
         waits = [wait for wait in gpu.waits if "embedding" in wait or "trained_tokens" in wait]
         assert not waits, waits
     assert [loss.item() for loss in got[0]] == [loss.item() for loss in expected[0]]

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 import horizon_lm
 from horizon_lm.errors import StreamingError
-from tests import families
 from tests.seams.compare import difference
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = [40, 1, 7, 22]
@@ -74,7 +74,7 @@ def adapted(model: Any, config: Any) -> Any:
 
 
 def build(tied: bool = False) -> Any:
-    return families.build("llama", tie_word_embeddings=tied)
+    return tiny_models.build("llama", tie_word_embeddings=tied)
 
 
 def stream(model: Any, **settings: Any) -> Any:
@@ -82,7 +82,7 @@ def stream(model: Any, **settings: Any) -> Any:
 
 
 def logits(model: Any, **arguments: Any) -> torch.Tensor:
-    batch = families.batch()
+    batch = tiny_models.batch()
     with torch.no_grad():
         return model.eval()(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **arguments
@@ -98,7 +98,7 @@ def trained(model: Any) -> list[float]:
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer, losses = torch.optim.SGD(params, lr=0.1), []
     for step in range(2):
-        loss = model.train()(**families.batch(seed=step)).loss
+        loss = model.train()(**tiny_models.batch(seed=step)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -133,7 +133,7 @@ def merged_and_disabled(model: Any) -> Iterator[Step]:
     model.merge_adapter()
     yield weights(model)
     with model.disable_adapter():
-        yield float(model.eval()(**families.batch()).loss.detach())
+        yield float(model.eval()(**tiny_models.batch()).loss.detach())
     merged = model.merge_and_unload()
     yield weights(merged)
     yield logits(merged)
@@ -211,7 +211,7 @@ def switched_while_merged(model: Any) -> Iterator[Step]:
     yield weights(model)
     model.merge_adapter(safe_merge=True)
     with model.disable_adapter():
-        yield float(model.train()(**families.batch()).loss.detach())
+        yield float(model.train()(**tiny_models.batch()).loss.detach())
     yield logits(model)
 
 
@@ -251,7 +251,7 @@ def weighted_by_svd(model: Any) -> Iterator[Step]:
 
 def mixed(model: Any) -> Iterator[Step]:
     """Each row of a batch has an adapter of its own."""
-    rows = len(families.batch()["input_ids"])
+    rows = len(tiny_models.batch()["input_ids"])
     yield logits(model, adapter_names=["other", "__base__", *["default"] * (rows - 2)])
     yield logits(model)
 
@@ -360,6 +360,6 @@ def test_adapters_on_the_meta_device(tmp_path: Path) -> None:
 def test_adapters_that_were_never_filled_are_named() -> None:
     model = stream(build())
     peft.inject_adapter_in_model(lora()(), model, low_cpu_mem_usage=True)
-    for use in (lambda: model(**families.batch()), lambda: horizon_lm.AdamW(model)):
+    for use in (lambda: model(**tiny_models.batch()), lambda: horizon_lm.AdamW(model)):
         with pytest.raises(StreamingError, match="have no values yet"):
             use()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
 
@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 
 import horizon_lm
 from horizon_lm.errors import HorizonError, ModelNotSupportedError, StreamingError
-from tests import families
 from tests.seams.compare import difference
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODULES = ["q_proj", "v_proj", "down_proj"]
@@ -125,7 +125,7 @@ REJECTED: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 
 def build(tied: bool = False) -> Any:
-    return families.build("llama", tie_word_embeddings=tied)
+    return tiny_models.build("llama", tie_word_embeddings=tied)
 
 
 def adapted(model: Any, config: Any) -> Any:
@@ -142,7 +142,7 @@ def adapted(model: Any, config: Any) -> Any:
 
 def gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    loss = model.train()(**families.batch()).loss
+    loss = model.train()(**tiny_models.batch()).loss
     loss.backward()
     return float(loss), {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -201,7 +201,7 @@ def test_a_model_is_as_before_once_rejected_adapters_are_gone() -> None:
     model.zero_grad()
     tuned = get_peft_model(model, REJECTED["TinyLora"][0]())
     with pytest.raises(ModelNotSupportedError):
-        tuned(**families.batch())
+        tuned(**tiny_models.batch())
     tuned.unload()
     model.requires_grad_(True)
     assert difference(expected, gradients(model)[1], 0.0) is None
@@ -213,14 +213,14 @@ def test_eva_and_corda_from_data() -> None:
     def eva(model: Any) -> Any:
         model = get_peft_model(model, WORK["eva"]())
         peft.initialize_lora_eva_weights(
-            model, [families.batch(seed=step) for step in range(3)], show_progress_bar=False
+            model, [tiny_models.batch(seed=step) for step in range(3)], show_progress_bar=False
         )
         return model
 
     def corda(model: Any) -> Any:
         config = lora(init_lora_weights="corda", corda_config=peft.tuners.lora.config.CordaConfig(corda_method="kpm"))()
         with torch.no_grad():
-            preprocess_corda(model, config, run_model=lambda: model(**families.batch(rows=1)))
+            preprocess_corda(model, config, run_model=lambda: model(**tiny_models.batch(rows=1)))
         return get_peft_model(model, config)
 
     from peft.tuners.lora.corda import preprocess_corda
@@ -251,7 +251,7 @@ def test_adalora_moves_its_ranks_while_training() -> None:
         params = [param for param in model.parameters() if param.requires_grad]
         optimizer: Any = torch.optim.AdamW(params, lr=1e-2)
         for step in range(6):
-            model.train()(**families.batch(seed=step)).loss.backward()
+            model.train()(**tiny_models.batch(seed=step)).loss.backward()
             optimizer.step()
             model.base_model.update_and_allocate(step)
             optimizer.zero_grad()

@@ -15,9 +15,9 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
 from horizon_lm.planning.memory import slab_elements
-from tests import families
 from tests.seams.compare import difference
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2", "phi3", "mixtral", "qwen3_moe", "granite")
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ CASES = [
 def adapted(family: str, kind: str = "lora", **config: Any) -> Any:
     """Return a model with adapters that are not zero, the same each time."""
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if family == "gpt2" else {}
-    model = families.build(family, **no_dropout, **config)
+    model = tiny_models.build(family, **no_dropout, **config)
     targets: Any = ["q_proj", "v_proj", "o_proj"] if family in MIXTURES else "all-linear"
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": targets} | KINDS[kind]
     torch.manual_seed(1)
@@ -67,7 +67,7 @@ def test_gradients_of_adapters_are_bit_equal(family: str, kind: str) -> None:
     for step in range(2):  # the second accumulates on the first
         for each in (plain, model):
             torch.manual_seed(step)
-            each.train()(**families.batch(seed=step)).loss.backward()
+            each.train()(**tiny_models.batch(seed=step)).loss.backward()
         grads = [{n: p.grad for n, p in each.named_parameters() if p.requires_grad} for each in (plain, model)]
         assert all(grad is not None for grad in grads[0].values())
         assert difference(*grads, 0.0) is None
@@ -89,7 +89,7 @@ def test_twenty_steps_equal_torch(family: str, kind: str) -> None:
         losses = []
         for each, optimizer in pairs:
             torch.manual_seed(step)
-            loss = each.train()(**families.batch(seed=step)).loss
+            loss = each.train()(**tiny_models.batch(seed=step)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -111,21 +111,23 @@ def test_modules_to_save(module: str) -> None:
     def build() -> Any:
         torch.manual_seed(1)
         config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[module])
-        return get_peft_model(families.build("llama"), config)
+        return get_peft_model(tiny_models.build("llama"), config)
 
     plain, model = build(), horizon_lm.stream(build(), precision="float32")
     for each in (plain, model):
-        each(**families.batch()).loss.backward()
+        each(**tiny_models.batch()).loss.backward()
     grads = [{n: p.grad for n, p in each.named_parameters() if p.requires_grad} for each in (plain, model)]
     assert any("modules_to_save" in name for name in grads[0])
     assert difference(*grads, 0.0) is None
     for param in (p for each in (plain, model) for n, p in each.named_parameters() if "modules_to_save" in n):
         param.data.mul_(1.5)
     with torch.no_grad():
-        assert float(model(**families.batch()).loss) == pytest.approx(float(plain(**families.batch()).loss), rel=1e-6)
+        assert float(model(**tiny_models.batch()).loss) == pytest.approx(
+            float(plain(**tiny_models.batch()).loss), rel=1e-6
+        )
         with plain.disable_adapter(), model.disable_adapter():
-            assert float(model(**families.batch()).loss) == pytest.approx(
-                float(plain(**families.batch()).loss), rel=1e-6
+            assert float(model(**tiny_models.batch()).loss) == pytest.approx(
+                float(plain(**tiny_models.batch()).loss), rel=1e-6
             )
 
 
@@ -138,7 +140,7 @@ def test_shared_templates_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         for first, layer in zip(layers[0], block, strict=True):
             monkeypatch.setattr(layer, "scaling", first.scaling)
     for each in (plain, model):
-        each(**families.batch()).loss.backward()
+        each(**tiny_models.batch()).loss.backward()
     grads = [{n: p.grad for n, p in each.named_parameters() if p.requires_grad} for each in (plain, model)]
     assert difference(*grads, 0.0) is not None
 
@@ -155,7 +157,7 @@ def test_traffic_of_adapters() -> None:
         engine = model._horizon.engine
         for step in range(3):
             before = dict(engine.device.counters.moved)
-            model(**families.batch(seed=step)).loss.backward()
+            model(**tiny_models.batch(seed=step)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             moved = {op: n - before.get(op, 0) for op, n in engine.device.counters.moved.items()}
@@ -171,7 +173,7 @@ def test_host_bytes_of_a_frozen_base() -> None:
     """2 bytes a parameter of the base, 16 a parameter of the adapters: fp32 masters, gradients and moments."""
     model = horizon_lm.stream(adapted("llama"), precision="fp32_master")
     optimizer = horizon_lm.AdamW(model, lr=1e-3)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     optimizer.step()
     trained = slab_elements([param.numel() for param in model.parameters() if param.requires_grad])
     kinds = horizon_lm.stats(model)["host_bytes_by_kind"]
@@ -190,7 +192,7 @@ def test_blocks_below_the_first_adapter_are_computed_once() -> None:
         if any(f".layers.{u}." in name for u in (0, 1)):
             param.requires_grad_(False)
     model = horizon_lm.stream(model, precision="float32", resident_blocks=0, activation_checkpoints="host")
-    model(**families.batch(rows=3)).loss.backward()
+    model(**tiny_models.batch(rows=3)).loss.backward()
     engine = model._horizon.engine
     loads = [
         engine.device.counters.moved[f"stream_in:block{u}"] / engine.store.units[f"block{u}"].weights.nbytes
@@ -216,7 +218,7 @@ def test_a_frozen_base_stays_frozen() -> None:
     model = horizon_lm.stream(adapted("llama"), precision="fp32_master")
     next(param for name, param in model.named_parameters() if "base_layer" in name).requires_grad_(True)
     with pytest.raises(StreamingError, match="unfreeze its weights before"):
-        model(**families.batch()).loss.backward()
+        model(**tiny_models.batch()).loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -229,7 +231,7 @@ def test_a_frozen_base_stays_frozen() -> None:
 )  # fmt: skip
 def test_layers_without_a_setting(family: str, names: set[str]) -> None:
     """A run that names no layers adapts those of PEFT's choice, or those of attention if PEFT has no choice for the model."""
-    model = Adapters().add_to(families.build(family), draw=True)
+    model = Adapters().add_to(tiny_models.build(family), draw=True)
     assert {
         name.rpartition(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name
     } == names

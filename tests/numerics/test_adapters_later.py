@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import horizon_lm
 from horizon_lm.errors import StreamingError
-from tests import families
 from tests.seams.compare import difference
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -39,14 +39,14 @@ def adapted(model: Any, **config: Any) -> Any:
 def pair(precision: str = "float32", family: str = "llama") -> tuple[Any, Any]:
     """Return a plain model, and the same streamed, without adapters."""
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if family == "gpt2" else {}
-    plain, model = (families.build(family, **no_dropout) for _ in range(2))
+    plain, model = (tiny_models.build(family, **no_dropout) for _ in range(2))
     return plain, horizon_lm.stream(model, precision=precision)
 
 
 def gradients(model: Any, step: int = 0) -> dict[str, Any]:
     """Return the loss and the gradients of a batch, and clear them."""
     torch.manual_seed(step)
-    loss = model.train()(**families.batch(seed=step)).loss
+    loss = model.train()(**tiny_models.batch(seed=step)).loss
     loss.backward()
     found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -54,7 +54,7 @@ def gradients(model: Any, step: int = 0) -> dict[str, Any]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    batch = families.batch()
+    batch = tiny_models.batch()
     with torch.no_grad():
         return model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
@@ -88,14 +88,14 @@ def test_added_to_a_streamed_model(family: str, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("precision", ["fp32_master", "bf16"])
 def test_added_before_and_after(precision: str) -> None:
     """In 16 bits, too, adapters train alike, and take the same memory."""
-    models = [families.build("llama").bfloat16() for _ in range(2)]
+    models = [tiny_models.build("llama").bfloat16() for _ in range(2)]
     early = horizon_lm.stream(adapted(models[0]), precision=precision)
     late = adapted(horizon_lm.stream(models[1], precision=precision))
     assert difference(gradients(early), gradients(late), 0.0) is None
     for model in (early, late):
         optimizer = horizon_lm.AdamW(model, lr=1e-2)
         for step in range(3):
-            model(**families.batch(seed=step)).loss.backward()
+            model(**tiny_models.batch(seed=step)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     states = [each.get_base_model().state_dict() for each in (early, late)]
@@ -105,12 +105,12 @@ def test_added_before_and_after(precision: str) -> None:
 
 def test_masters_of_the_base_are_kept() -> None:
     """Low halves that have bits are not thrown away, and adapters that are trained keep theirs."""
-    model = adapted(horizon_lm.stream(families.build("llama"), precision="fp32_master"))
+    model = adapted(horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master"))
     store = model._horizon.engine.store
-    expected = families.build("llama").get_parameter("model.layers.0.mlp.up_proj.weight")
+    expected = tiny_models.build("llama").get_parameter("model.layers.0.mlp.up_proj.weight")
     assert torch.equal(store.master("model.layers.0.mlp.up_proj.base_layer.weight"), expected)
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     horizon_lm.synchronize(model)
@@ -157,7 +157,7 @@ def test_the_adapter_to_train_is_switched_between_trainings() -> None:
             streams = hasattr(model, "_horizon")
             kind: Any = horizon_lm.AdamW(model, lr=1e-2) if streams else torch.optim.AdamW(params, lr=1e-2)
             for step in range(2):
-                model(**families.batch(seed=step)).loss.backward()
+                model(**tiny_models.batch(seed=step)).loss.backward()
                 kind.step()
                 kind.zero_grad()
         trained.append({name: param.detach().clone() for name, param in model.named_parameters()})
@@ -165,13 +165,13 @@ def test_the_adapter_to_train_is_switched_between_trainings() -> None:
 
 
 def test_opened_from_a_folder(tmp_path: Path) -> None:
-    adapted(families.build("llama")).save_pretrained(tmp_path)
+    adapted(tiny_models.build("llama")).save_pretrained(tmp_path)
     plain, model = pair()
     opened = [PeftModel.from_pretrained(each, tmp_path, is_trainable=True) for each in (plain, model)]
     assert_same(*opened)
     opened[1].save_pretrained(tmp_path / "again")
     assert torch.equal(
-        logits(PeftModel.from_pretrained(families.build("llama"), tmp_path / "again")), logits(opened[0])
+        logits(PeftModel.from_pretrained(tiny_models.build("llama"), tmp_path / "again")), logits(opened[0])
     )
     for each in opened:
         each.load_adapter(tmp_path, "second")
@@ -209,12 +209,12 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_merged_and_unmerged(kind: str, late: bool) -> None:
     """The weights are those of plain PEFT, bit for bit; blocks that are resident are loaded again."""
     config, options = KINDS[kind]
-    plain = adapted(families.build("llama"), **config)
+    plain = adapted(tiny_models.build("llama"), **config)
     settings: dict[str, Any] = {"precision": "float32", "resident_blocks": 2, "activation_checkpoints": "host"}
     if late:
-        model = adapted(horizon_lm.stream(families.build("llama"), **settings), **config)
+        model = adapted(horizon_lm.stream(tiny_models.build("llama"), **settings), **config)
     else:
-        model = horizon_lm.stream(adapted(families.build("llama"), **config), **settings)
+        model = horizon_lm.stream(adapted(tiny_models.build("llama"), **config), **settings)
     separate = logits(model)
     for each in (plain, model):
         each.merge_adapter(**options)
@@ -234,8 +234,10 @@ UNUSED = KINDS | {"tokens": (TOKENS, {}), "tokens, safely": (TOKENS, {"safe_merg
 def test_merged_before_any_use(kind: str, precision: str) -> None:
     """The base has all bits of the merge, although the model has not noticed its new adapters yet."""
     config, options = UNUSED[kind]
-    plain = adapted(families.build("llama"), **config)
-    used, model = (adapted(horizon_lm.stream(families.build("llama"), precision=precision), **config) for _ in range(2))
+    plain = adapted(tiny_models.build("llama"), **config)
+    used, model = (
+        adapted(horizon_lm.stream(tiny_models.build("llama"), precision=precision), **config) for _ in range(2)
+    )
     logits(used)
     found = []
     for each in (used, model):
@@ -253,15 +255,15 @@ def test_merged_before_any_use(kind: str, precision: str) -> None:
 
 def test_a_merged_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
     """Also if it was not used between adding and merging, and by other code that writes a frozen base in bf16."""
-    plain = adapted(families.build("llama")).merge_and_unload()
-    model = adapted(horizon_lm.stream(families.build("llama"), precision="float32")).merge_and_unload()
+    plain = adapted(tiny_models.build("llama")).merge_and_unload()
+    model = adapted(horizon_lm.stream(tiny_models.build("llama"), precision="float32")).merge_and_unload()
     model.save_pretrained(tmp_path)
     opened = type(plain).from_pretrained(tmp_path)
     assert difference(dict(plain.named_parameters()), dict(opened.named_parameters()), 0.0) is None
-    frozen = horizon_lm.stream(adapted(families.build("llama")), precision="fp32_master")
+    frozen = horizon_lm.stream(adapted(tiny_models.build("llama")), precision="fp32_master")
     name, param = next((n, p) for n, p in frozen.named_parameters() if "base_layer" in n)
     param.data.mul_(2)
-    expected = adapted(families.build("llama")).get_parameter(name).bfloat16() * 2
+    expected = adapted(tiny_models.build("llama")).get_parameter(name).bfloat16() * 2
     logits(frozen)
     assert torch.equal(frozen.get_parameter(name), expected)
 
@@ -269,8 +271,8 @@ def test_a_merged_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp32_master"])
 def test_merged_for_good(precision: str) -> None:
     """A model without adapters is left, which is streamed. In 16 bits it is that of plain PEFT with a base in bf16."""
-    plain = adapted(families.build("llama").bfloat16())
-    early = adapted(families.build("llama").bfloat16())
+    plain = adapted(tiny_models.build("llama").bfloat16())
+    early = adapted(tiny_models.build("llama").bfloat16())
     if precision == "float32":
         plain, early = plain.float(), early.float()
     model = horizon_lm.stream(early, precision=precision)
@@ -281,7 +283,7 @@ def test_merged_for_good(precision: str) -> None:
     else:
         assert difference(*[{n: p.detach().clone() for n, p in each.items()} for each in weights], 0.0) is None
     assert not merged[1]._horizon.engine.parts.adapters
-    ids = families.batch()["input_ids"]
+    ids = tiny_models.batch()["input_ids"]
     with torch.no_grad():
         got = merged[1].eval()(input_ids=ids).logits
         assert (
@@ -291,36 +293,36 @@ def test_merged_for_good(precision: str) -> None:
 
 
 def test_what_was_made_before_the_adapters_is_rejected() -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
-    loss = model(**families.batch()).loss
+    loss = model(**tiny_models.batch()).loss
     peft = get_peft_model(model, LoraConfig(**LORA))
     assert peft._horizon is not None
     for use in (optimizer.step, optimizer.zero_grad, loss.backward):
         with pytest.raises(StreamingError, match="create the optimizer after the adapters"):
             use()
-    fill(peft)(**families.batch()).loss.backward()
+    fill(peft)(**tiny_models.batch()).loss.backward()
     with pytest.raises(StreamingError, match="create the optimizer after the adapters"):
         optimizer.landed_grad_norm()  # which our trainer logs before a step
     peft.add_adapter("other", LoraConfig(**OTHER))
     with pytest.raises(StreamingError, match="gradients are held"):
-        peft(**families.batch())
+        peft(**tiny_models.batch())
     peft.zero_grad()
-    peft(**families.batch())
+    peft(**tiny_models.batch())
 
 
 def test_other_changes_of_the_structure_are_still_rejected() -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     block = model.model.layers[0]
     block.mlp.up_proj = torch.nn.Linear(*reversed(block.mlp.up_proj.weight.shape), bias=False)
     with pytest.raises(StreamingError, match="Change the model first"):
-        model(**families.batch())
+        model(**tiny_models.batch())
 
 
 def test_switching_in_lock_step() -> None:
     """Without gradients, each function sees its own switches; with gradients, a switch that others would see is rejected."""
     plain, model = (adapted(each) for each in pair())
-    batches = [families.batch(seed=step) for step in range(3)]
+    batches = [tiny_models.batch(seed=step) for step in range(3)]
 
     def against_base(each: Any, batch: Any) -> torch.Tensor:
         with torch.no_grad(), each.disable_adapter():

@@ -11,9 +11,9 @@ import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.planning.residency import ExpectedBatch
-from tests import families
-from tests.emulated import EmulatedGpu, emulated_gpu
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.emulated_gpu import EmulatedGpu, emulated_gpu
+from tests.support.threaded_device import ThreadedDevice
 
 ROWS, LONGEST = 2, 40
 LENGTHS = list(range(4, LONGEST + 1, 4))  # ten
@@ -65,7 +65,7 @@ def test_host_memory_is_bounded_by_the_longest_batch(order: str, in_backward: bo
     """The buffers of shorter batches take no additional memory."""
 
     def train(lengths: list[int]) -> tuple[list[int], Any]:
-        model = horizon_lm.stream(families.build("llama"), "cpu", "float32", activation_checkpoints="host")
+        model = horizon_lm.stream(tiny_models.build("llama"), "cpu", "float32", activation_checkpoints="host")
         optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
         seen = []
         for length in lengths:
@@ -87,7 +87,7 @@ def test_page_locked_memory_is_bounded_by_the_longest_batch(gpu: EmulatedGpu, ex
 
     def train(lengths: list[int]) -> tuple[Any, list[int]]:
         model = horizon_lm.stream(
-            families.build("llama"), CudaDevice(), "float32", activation_checkpoints="host", compile=False
+            tiny_models.build("llama"), CudaDevice(), "float32", activation_checkpoints="host", compile=False
         )
         if expected:
             model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
@@ -107,7 +107,9 @@ def test_page_locked_memory_is_bounded_by_the_longest_batch(gpu: EmulatedGpu, ex
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
 def test_more_distinct_ids_do_not_synchronize(in_backward: bool) -> None:
     """Buffers are allocated for as many rows as a batch of this size can read."""
-    model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", activation_checkpoints="host")
+    model = horizon_lm.stream(
+        tiny_models.build("llama"), device := Counting(), "float32", activation_checkpoints="host"
+    )
     optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
     step(model, optimizer, LONGEST, distinct=2)
     before = device.num_synchronizations
@@ -120,7 +122,9 @@ def test_more_distinct_ids_do_not_synchronize(in_backward: bool) -> None:
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
 def test_batches_up_to_the_expected_one_do_not_synchronize(in_backward: bool) -> None:
-    model = horizon_lm.stream(families.build("llama"), device := Counting(), "float32", activation_checkpoints="host")
+    model = horizon_lm.stream(
+        tiny_models.build("llama"), device := Counting(), "float32", activation_checkpoints="host"
+    )
     model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
     optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
     step(model, optimizer, LENGTHS[0], distinct=2)
@@ -137,7 +141,7 @@ def test_a_batch_with_more_distinct_ids_than_expected() -> None:
     """The expected number of distinct ids is not a limit."""
     losses = []
     for expected in (None, ExpectedBatch(ROWS * 8, distinct_tokens=3)):
-        model = horizon_lm.stream(families.build("llama"), "simulated", "float32", activation_checkpoints="host")
+        model = horizon_lm.stream(tiny_models.build("llama"), "simulated", "float32", activation_checkpoints="host")
         if expected is not None:
             model._horizon.engine.expect(expected)
         optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
@@ -150,7 +154,7 @@ def test_batch_lengths_do_not_change_results(in_backward: bool) -> None:
     """With late copies, a buffer that is replaced too early would lose a copy to or from it."""
 
     def train(device: Any) -> list[float]:
-        model = horizon_lm.stream(families.build("llama"), device, "float32", activation_checkpoints="host")
+        model = horizon_lm.stream(tiny_models.build("llama"), device, "float32", activation_checkpoints="host")
         optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
         return [step(model, optimizer, length, distinct=ROWS * length) for length in ORDERS["mixed"]]
 
@@ -162,7 +166,7 @@ def test_batch_lengths_do_not_change_results(in_backward: bool) -> None:
 def test_an_abandoned_forward_pass_of_another_length_frees_its_buffers() -> None:
     """The buffers of an abandoned forward pass return to the pool, are too small there, and are freed."""
     model = horizon_lm.stream(
-        families.build("llama"), device := ThreadedDevice(1), "float32", activation_checkpoints="host"
+        tiny_models.build("llama"), device := ThreadedDevice(1), "float32", activation_checkpoints="host"
     )
     optimizer = horizon_lm.AdamW(model)
     abandoned = model(**batch(8, 5)).loss

@@ -31,11 +31,11 @@ from horizon_lm.optim import update_tasks
 from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import LastUse, Pass, ScheduleError, Stream, Wait
-from tests import families
-from tests.schedule_proofs import each_wait, without_wait
-from tests.storages import StorageMeter
-from tests.thinning import thinned
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.schedule_proofs import each_wait, without_wait
+from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
+from tests.support.threaded_device import ThreadedDevice
 
 Digests = dict[str, str]
 MODES = product(("float32", "fp32_master", "bf16"), ("float32", "bfloat16", "8bit"), (False, True), (False, True))
@@ -46,7 +46,7 @@ def opened(
     device: Any = "cpu", precision: str = "float32", moments: str = "float32", in_backward: bool = False, tied: bool = False,
     family: str = "llama", seed: int = 0, frozen: str = "", size: Mapping[str, int] | None = None, **settings: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    plain = families.build(family, seed, tie_word_embeddings=tied, **size or {})
+    plain = tiny_models.build(family, seed, tie_word_embeddings=tied, **size or {})
     for name, param in plain.named_parameters():
         param.requires_grad_(not frozen or frozen not in name)
     model = horizon_lm.stream(plain, device, precision=precision, **settings)
@@ -55,7 +55,7 @@ def opened(
 
 
 def step(model: Any, optimizer: Any, seed: int) -> float:
-    loss = model(**families.batch(seed=seed)).loss
+    loss = model(**tiny_models.batch(seed=seed)).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -183,7 +183,7 @@ def test_a_save_copies_nothing_and_delays_updates_alone(tmp_path: Path) -> None:
     step(model, optimizer, 0)
     before = sum(engine.store.num_bytes.values())
     saving = save_checkpoint(tmp_path / "one", model, optimizer, wait=False, disk=disk)
-    model(**families.batch(seed=1)).loss.backward()
+    model(**tiny_models.batch(seed=1)).loss.backward()
     optimizer.step()
     waiting = {task.op.unit for task in engine.updates._running if any(not each.done for each in task.waits)}
     assert waiting == {"outer", "block0", "block1", "block2", "head"}
@@ -258,7 +258,7 @@ def test_weights_load_without_an_optimizer(tmp_path: Path) -> None:
     model, optimizer = opened(precision="fp32_master")
     step(model, optimizer, 0)
     save_checkpoint(tmp_path / "one", model, optimizer)
-    other = horizon_lm.stream(families.build("llama", 1), "cpu", precision="fp32_master")
+    other = horizon_lm.stream(tiny_models.build("llama", 1), "cpu", precision="fp32_master")
     load_checkpoint(tmp_path / "one", other)
     for name in model._horizon.engine.store.unit_of:
         masters = [each._horizon.engine.store.master(name) for each in (model, other)]
@@ -312,7 +312,7 @@ def test_other_groups_are_rejected(tmp_path: Path) -> None:
 def test_a_checkpoint_inside_a_step_is_rejected(tmp_path: Path) -> None:
     """Some weights are updated and some are not: neither this step's state nor the last one's."""
     model, optimizer = opened(in_backward=True)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     with pytest.raises(StreamingError, match=r"after optimizer\.step"):
         save_checkpoint(tmp_path / "one", model, optimizer)
     optimizer.step()
@@ -341,7 +341,7 @@ def test_an_update_that_fails_ends_the_checkpoint_that_waits_for_it(
     model, optimizer = opened(device())
     step(model, optimizer, 0)
     save_checkpoint(tmp_path / "good", model, optimizer)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     monkeypatch.setattr(update_tasks.Pieces, "run", _fail)
     optimizer.step()
     saving = save_checkpoint(tmp_path / "bad", model, optimizer, wait=False)

@@ -12,7 +12,7 @@ from horizon_lm.cost.block_probe import run_on_meta
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.hub import meta_copy
-from tests import families
+from tests.support import tiny_models
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt_neox"])
@@ -26,11 +26,11 @@ from tests import families
     ],
 )
 def test_the_same_numbers(family: str, settings: dict[str, Any]) -> None:
-    plain = families.build(family)
+    plain = tiny_models.build(family)
     settings = {"precision": "float32", "check_recompute": True} | settings
     whole = horizon_lm.stream(copy.deepcopy(plain), **settings)
     chunked = horizon_lm.stream(plain, mlp_chunk_tokens=5, **settings)
-    batch = families.batch()
+    batch = tiny_models.batch()
     assert batch["input_ids"].shape[1] % 5  # the last chunk is shorter
     losses = [m(**batch).loss for m in (whole, chunked)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
@@ -40,7 +40,7 @@ def test_the_same_numbers(family: str, settings: dict[str, Any]) -> None:
 
 
 def test_chunks_reduce_peak_memory() -> None:
-    block = meta_copy(families.build("llama", hidden_size=64, intermediate_size=512).model.layers[0])
+    block = meta_copy(tiny_models.build("llama", hidden_size=64, intermediate_size=512).model.layers[0])
     chunked = meta_copy(block)
     assert chunk_mlps(chunked, 16) == 1
     hidden = torch.empty(1, 512, 64, dtype=torch.bfloat16)
@@ -54,7 +54,7 @@ def test_chunks_reduce_peak_memory() -> None:
 
 def test_models_without_a_feed_forward_layer_are_rejected() -> None:
     with pytest.raises(ModelNotSupportedError, match="mlp_chunk_tokens"):
-        horizon_lm.stream(families.build("mixtral"), mlp_chunk_tokens=8)
+        horizon_lm.stream(tiny_models.build("mixtral"), mlp_chunk_tokens=8)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

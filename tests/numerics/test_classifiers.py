@@ -20,8 +20,8 @@ from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError, StreamingError
 from horizon_lm.model.units import find_parts
-from tests import families
-from tests.emulated import emulated_gpu
+from tests.support import tiny_models
+from tests.support.emulated_gpu import emulated_gpu
 
 CLASSIFIERS = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "mixtral", "qwen3_moe", "falcon",
@@ -32,12 +32,12 @@ HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 def build(family: str = "llama", **overrides: Any) -> Any:
     """Return a plain classifier with three labels, without dropout."""
     settings = {"num_labels": 3} | overrides
-    return families.build(family, model_class=AutoModelForSequenceClassification, **settings).eval()
+    return tiny_models.build(family, model_class=AutoModelForSequenceClassification, **settings).eval()
 
 
 def batch(labels: Any = (0, 2, 1), pads: bool = True, **options: Any) -> dict[str, torch.Tensor]:
     """Return a batch with a label for each row. Without ``pads``, other tokens than the padding token are masked."""
-    made = families.batch(**options)
+    made = tiny_models.batch(**options)
     ids = made["input_ids"].masked_fill(made["attention_mask"] == 0, 0) if pads else made["input_ids"]
     return made | {"input_ids": ids, "labels": torch.tensor(labels)}
 
@@ -100,7 +100,7 @@ def test_problem_types(family: str, num_labels: int, labels: Any, problem: str) 
 def test_a_loss_of_pairs_from_the_logits() -> None:
     """Compare the loss of a reward model, which the caller computes."""
     plain = build(num_labels=1)
-    model, inputs = stream(plain), families.batch(rows=4)
+    model, inputs = stream(plain), tiny_models.batch(rows=4)
     del inputs["labels"]
     for each in (plain, model):
         chosen, rejected = each(**inputs).logits.squeeze(-1).chunk(2)
@@ -197,7 +197,7 @@ def test_saved_folders_are_those_of_transformers(family: str, tmp_path: Path) ->
 )  # fmt: skip
 def test_a_causal_language_model_gets_a_new_score(family: str, tied: bool, saved: torch.dtype, tmp_path: Path) -> None:
     """Compare a score drawn for a causal language model with that of transformers, from the same seed."""
-    families.build(family, tie_word_embeddings=tied).to(saved).save_pretrained(tmp_path)
+    tiny_models.build(family, tie_word_embeddings=tied).to(saved).save_pretrained(tmp_path)
     torch.manual_seed(3)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, dtype=torch.float32)
     torch.manual_seed(3)
@@ -212,7 +212,7 @@ def test_a_causal_language_model_gets_a_new_score(family: str, tied: bool, saved
 
 
 def test_a_new_score_is_saved_in_the_dtype_of_the_others(tmp_path: Path) -> None:
-    families.build("llama").save_pretrained(tmp_path / "base")
+    tiny_models.build("llama").save_pretrained(tmp_path / "base")
     with pytest.warns(CheckpointWarning):
         model = horizon_lm.from_pretrained(
             tmp_path / "base", device="cpu", num_labels=1, model_class=AutoModelForSequenceClassification
@@ -266,7 +266,7 @@ def test_encoders_are_rejected_by_name(tmp_path: Path) -> None:
 
 
 def test_classifiers_of_tokens_are_rejected_by_name() -> None:
-    model = families.build("llama", model_class=AutoModelForTokenClassification)
+    model = tiny_models.build("llama", model_class=AutoModelForTokenClassification)
     with pytest.raises(ModelNotSupportedError, match="LlamaForTokenClassification of type 'llama' is not in the table"):
         horizon_lm.stream(model, device="cpu")
 
@@ -279,7 +279,7 @@ def test_a_classifier_is_not_read_as_a_language_model(tied: bool, tmp_path: Path
 
 
 def test_types_without_a_classifier_are_rejected(tmp_path: Path) -> None:
-    families.build("olmo2").save_pretrained(tmp_path)
+    tiny_models.build("olmo2").save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(re.sub(r'"model_type": "\w+"', '"model_type": "granite"', text))
     with pytest.raises(ModelNotSupportedError, match="'granite' has no sequence classification model in transformers"):
@@ -297,7 +297,7 @@ def test_other_classes_are_rejected(tmp_path: Path) -> None:
 def test_a_classifier_has_no_log_probabilities_of_tokens() -> None:
     model = stream(build())
     with pytest.raises(StreamingError, match="LlamaForSequenceClassification gives scores of rows"):
-        horizon_lm.token_logprobs(model, **families.batch())
+        horizon_lm.token_logprobs(model, **tiny_models.batch())
 
 
 # TRL

@@ -16,8 +16,8 @@ import horizon_lm
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import compiling
 from horizon_lm.model.block_template import structure_key
-from tests import families
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.threaded_device import ThreadedDevice
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"),
@@ -47,14 +47,14 @@ CHUNKED = {"attn_implementation": "varlen", "mlp_chunk_tokens": 21}
 )
 def test_equal_to_eager_and_compiled_once(family: str, settings: dict[str, Any]) -> None:
     """Rows are padded, so that ``varlen`` computes them by segment."""
-    plain = families.build(family)
+    plain = tiny_models.build(family)
     settings = {"precision": "float32", "check_recompute": True} | settings
     eager = horizon_lm.stream(copy.deepcopy(plain), **settings)
     compiled = horizon_lm.stream(plain, compile=True, **settings)
     torch._dynamo.reset()
     counters.clear()
     for seed in (0, 1):
-        expected, got = (gradients(m, families.batch(seed=seed)) for m in (eager, compiled))
+        expected, got = (gradients(m, tiny_models.batch(seed=seed)) for m in (eager, compiled))
         torch.testing.assert_close(got[0], expected[0], rtol=1e-6, atol=0)
         for a, b in zip(got[1], expected[1], strict=True):
             assert (a - b).norm() <= 3e-6 * b.norm().clamp(min=1e-3)  # another order of summation: 1.2e-6 on some CPUs
@@ -75,7 +75,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {  # family,
 
 
 def shaped(kind: str, rows: int, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, families.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+    ids = torch.randint(3, tiny_models.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
     batch = {"input_ids": ids, "labels": ids}
     if kind.startswith("padded"):
         mask = torch.ones_like(ids)
@@ -92,7 +92,7 @@ def shaped(kind: str, rows: int, length: int) -> dict[str, torch.Tensor]:
 def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_BACKEND", "aot_eager")  # a backend that counts graphs before code is generated
     family, sizes, settings, graphs = KINDS[kind]
-    model = horizon_lm.stream(families.build(family, **sizes), precision="float32", compile=True, **settings)
+    model = horizon_lm.stream(tiny_models.build(family, **sizes), precision="float32", compile=True, **settings)
     torch._dynamo.reset()
     counters.clear()
 
@@ -126,11 +126,11 @@ def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.Monk
 )
 def test_recompute_equals_the_compiled_forward(settings: dict[str, Any]) -> None:
     """With dropout, micro-batches of two sizes, and kept graphs, the engine compares every bit."""
-    model = families.build("gpt2")
+    model = tiny_models.build("gpt2")
     assert model.config.attn_pdrop > 0
     streamed = horizon_lm.stream(model, precision="float32", compile=True, check_recompute=True, **settings)
     for seed in (0, 1):
-        loss, grads = gradients(streamed, families.batch(rows=3, seed=seed))
+        loss, grads = gradients(streamed, tiny_models.batch(rows=3, seed=seed))
         assert torch.isfinite(loss)
         assert all(g.isfinite().all() for g in grads)
 
@@ -145,17 +145,19 @@ class Measured(ThreadedDevice):
 @pytest.mark.parametrize("padding", ["none", "right"])
 def test_planning_causes_no_extra_compilation(padding: str) -> None:
     device = Measured(1, spare=400_000)
-    model = horizon_lm.stream(families.build("llama"), device, precision="float32", compile=True, head_chunk_tokens=64)
+    model = horizon_lm.stream(
+        tiny_models.build("llama"), device, precision="float32", compile=True, head_chunk_tokens=64
+    )
     torch._dynamo.reset()
     counters.clear()
     for seed in (0, 1):
-        gradients(model, families.batch(seed=seed, padding=padding))
+        gradients(model, tiny_models.batch(seed=seed, padding=padding))
     assert model._horizon.planner.plan is not None
     assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_settings() -> None:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     with pytest.raises(ConfigError, match="compile is 'yes'"):
         horizon_lm.stream(model, compile="yes")
     assert not horizon_lm.stream(model)._horizon.engine.options.compile  # auto, on the CPU

@@ -20,9 +20,9 @@ from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.errors import PageLockWarning
 from horizon_lm.store.arena import Arena
-from tests import families
-from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.emulated_gpu import EmulatedGpu, OnGpu, emulated_gpu
+from tests.support.thinned_cases import thinned
 
 PIECE = 3 * PAGE
 
@@ -43,12 +43,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(device: Any, precision: str = "float32", steps: int = 2, **settings: Any) -> tuple[list[float], Any]:
     """Return the losses of a few steps, and the model."""
     model = horizon_lm.stream(
-        families.build("llama"), device, precision, activation_checkpoints="host", compile=False, **settings
+        tiny_models.build("llama"), device, precision, activation_checkpoints="host", compile=False, **settings
     )
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
     losses = []
     for seed in range(steps):
-        loss = model(**families.batch(seed=seed, padding="none")).loss
+        loss = model(**tiny_models.batch(seed=seed, padding="none")).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -159,7 +159,7 @@ def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch:
         lock(self, buffer)
 
     monkeypatch.setattr(PageLocks, "lock", watch)
-    model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
+    model = horizon_lm.stream(tiny_models.build("llama"), CudaDevice(), "float32", compile=False)
     assert len(seen) == len([slabs for slabs in model._horizon.engine.store.units.values() if slabs.weights.numel()])
     assert all(seen)
 
@@ -203,10 +203,10 @@ def test_segments_expand_unless_the_user_says_otherwise(
 
 
 def test_cached_memory_is_freed_after_each_rehearsal(gpu: EmulatedGpu) -> None:
-    model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
+    model = horizon_lm.stream(tiny_models.build("llama"), CudaDevice(), "float32", compile=False)
     trims = []
     for length in (8, 8, 24, 16):
-        model(**families.batch(length=length, padding="none")).loss.backward()
+        model(**tiny_models.batch(length=length, padding="none")).loss.backward()
         model.zero_grad()
         trims.append(gpu.trims)
     assert trims == [1, 1, 2, 2]
@@ -240,9 +240,9 @@ def test_cublas_workspaces_are_allocated_first_and_counted(gpu: EmulatedGpu) -> 
     for workspace in (0, 2**25):
         gpu.workspace = workspace
         gpu.multiplying.clear()
-        model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
+        model = horizon_lm.stream(tiny_models.build("llama"), CudaDevice(), "float32", compile=False)
         assert torch.cuda.memory_allocated() == workspace
-        model(**families.batch(padding="none")).loss.backward()
+        model(**tiny_models.batch(padding="none")).loss.backward()
         peaks.append(model._horizon.planner.plan.peak)
     assert peaks[1] - peaks[0] == 2**25
 
@@ -251,12 +251,12 @@ def test_cublas_workspaces_are_allocated_first_and_counted(gpu: EmulatedGpu) -> 
     Version(transformers.__version__) < Version("5.23"),
     reason="older rotary embeddings multiply matrices, in each thread",
 )
-@pytest.mark.parametrize("family", thinned(families.FAMILIES, every=6))
+@pytest.mark.parametrize("family", thinned(tiny_models.FAMILIES, every=6))
 def test_threads_in_lock_step_need_no_workspace(gpu: EmulatedGpu, family: str) -> None:
     """cuBLAS would keep one for each batch of a step, a gigabyte for 32 of them: units are computed by the caller's thread."""
-    model = horizon_lm.stream(families.build(family), CudaDevice(), "float32", compile=False)
+    model = horizon_lm.stream(tiny_models.build(family), CudaDevice(), "float32", compile=False)
     gpu.multiplying.clear()
-    batch = families.batch(padding="none", rows=1)
+    batch = tiny_models.batch(padding="none", rows=1)
     losses = horizon_lm.run_together([lambda: model(**batch).loss] * 3)
     torch.mm(*[torch.ones(2, 2, device="cuda")] * 2)
     assert gpu.multiplying == {threading.get_ident()}

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP
 import horizon_lm
 from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.errors import ConfigError
-from tests import families
 from tests.numerics.test_quantized_base import TILE, opened, save_by_bitsandbytes, save_plain, save_published
-from tests.packed import published as components_of
 from tests.seams.compare import difference
+from tests.support import tiny_models
+from tests.support.quantized_tensors import published as components_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIGS = {"mxfp4": Mxfp4Config(dequantize=True), "fp8": FineGrainedFP8Config(dequantize=True)}
@@ -60,7 +60,7 @@ def test_gradients_and_steps_are_those_of_the_decoded_model(tmp_path: Path, fami
     for step in range(3):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             optimizer.zero_grad()
-            each.train()(**families.batch(seed=step)).loss.backward()
+            each.train()(**tiny_models.batch(seed=step)).loss.backward()
         grads = [{name: param.grad for name, param in each.named_parameters()} for each in (plain, model)]
         assert difference(*grads, 0.0) is None
         for optimizer in optimizers:

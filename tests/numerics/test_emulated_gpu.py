@@ -14,11 +14,11 @@ import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import PageLockWarning
 from horizon_lm.planning.residency import Residency
-from tests import families
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import build
-from tests.emulated import EmulatedGpu, OnGpu, emulated_gpu
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.emulated_gpu import EmulatedGpu, OnGpu, emulated_gpu
+from tests.support.thinned_cases import thinned
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "planned": {},
@@ -36,8 +36,8 @@ LOOKS_AT_MASKS = ("gemma2", "qwen3_next")
 PROGRAM = """
 import torch
 from horizon_lm.device.cuda_link import CudaLink
-from tests.emulated import emulated_gpu
-from tests.numerics.test_emulated_gpu import CudaDevice, families, horizon_lm
+from tests.support.emulated_gpu import emulated_gpu
+from tests.numerics.test_emulated_gpu import CudaDevice, horizon_lm, tiny_models
 
 def land(*args, land=CudaLink.land):
     for _ in range(2000):
@@ -46,8 +46,8 @@ def land(*args, land=CudaLink.land):
 
 CudaLink.land = land
 with emulated_gpu():
-    model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False)
-    model(**families.batch()).loss.backward()
+    model = horizon_lm.stream(tiny_models.build("llama"), CudaDevice(), "float32", compile=False)
+    model(**tiny_models.batch()).loss.backward()
 """
 
 
@@ -66,7 +66,7 @@ def _train(
     for seed in range(4):
         if gpu is not None and seed == 2:
             gpu.waits.clear()
-        batch = families.batch(seed=seed, padding=padding)
+        batch = tiny_models.batch(seed=seed, padding=padding)
         if padding == "none":
             del batch["attention_mask"]
         loss = model(**batch).loss
@@ -84,17 +84,17 @@ def _assert_same_as_on_the_cpu(family: str, padding: str, gpu: EmulatedGpu, **se
     emulated GPU.
     """
     settings = {"precision": "float32", "compile": False} | settings
-    model = horizon_lm.stream(families.build(family), CudaDevice(), **settings)
+    model = horizon_lm.stream(tiny_models.build(family), CudaDevice(), **settings)
     attention = model.config._attn_implementation
     losses, waits = _train(model, padding, gpu)
-    reference = horizon_lm.stream(families.build(family), "cpu", **settings | {"attn_implementation": attention})
+    reference = horizon_lm.stream(tiny_models.build(family), "cpu", **settings | {"attn_implementation": attention})
     expected, _ = _train(reference, padding)
     assert losses == expected
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
     return waits
 
 
-@pytest.mark.parametrize(("family", "padding"), thinned(itertools.product(families.FAMILIES, ("none", "right"))))
+@pytest.mark.parametrize(("family", "padding"), thinned(itertools.product(tiny_models.FAMILIES, ("none", "right"))))
 def test_families(gpu: EmulatedGpu, family: str, padding: str) -> None:
     files = {wait.rpartition(":")[0].rpartition("/")[2] for wait in _assert_same_as_on_the_cpu(family, padding, gpu)}
     assert files <= ({"masking_utils.py"} if family in LOOKS_AT_MASKS else set())
@@ -111,7 +111,7 @@ def test_settings(gpu: EmulatedGpu, family: str, settings: str) -> None:
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_host_never_waits_inside_a_dense_step(gpu: EmulatedGpu, settings: str) -> None:
     settings = {"precision": "float32", "compile": False} | SETTINGS[settings]
-    model = horizon_lm.stream(families.build("llama"), CudaDevice(), **settings)
+    model = horizon_lm.stream(tiny_models.build("llama"), CudaDevice(), **settings)
     _, waits = _train(model, "none", gpu, max_grad_norm=1.0)
     assert waits == []
 
@@ -161,7 +161,7 @@ def test_a_plan_for_the_current_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "model"
-    families.build("llama", vocab_size=600).save_pretrained(folder)
+    tiny_models.build("llama", vocab_size=600).save_pretrained(folder)
     run = plan_config(
         model_name_or_path=str(folder),
         device="cuda",
@@ -193,7 +193,7 @@ def test_ids_changed_by_other_code_are_read_again(gpu: EmulatedGpu) -> None:
     losses = []
     for device in (CudaDevice(), "cpu"):
         model = horizon_lm.stream(
-            families.build("llama"), device, "float32", compile=False, attn_implementation="varlen"
+            tiny_models.build("llama"), device, "float32", compile=False, attn_implementation="varlen"
         )
         model.model.embed_tokens.register_forward_pre_hook(change)
         losses.append(_train(model, "none")[0])

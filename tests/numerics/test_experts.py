@@ -11,8 +11,8 @@ import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.model.source import ModelSource
-from tests import families
-from tests.emulated import emulated_gpu
+from tests.support import tiny_models
+from tests.support.emulated_gpu import emulated_gpu
 
 
 class Unwritten(torch.autograd.Function):
@@ -45,9 +45,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def gradients(device: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of a batch of two tokens, which leaves at least four of eight experts without tokens."""
-    model = horizon_lm.stream(families.build("qwen3_moe", num_experts=8), device, precision="float32", compile=False)
+    model = horizon_lm.stream(tiny_models.build("qwen3_moe", num_experts=8), device, precision="float32", compile=False)
     model.set_experts_implementation("grouped_mm")
-    model(**families.batch(rows=1, length=2, padding="none")).loss.backward()
+    model(**tiny_models.batch(rows=1, length=2, padding="none")).loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -75,5 +75,5 @@ def test_the_stand_in_leaves_them_unwritten(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("family", "experts"), [("mixtral", 4), ("qwen3_moe", 4), ("deepseek_v3", 4), ("llama", 0)])
 def test_a_plan_knows_their_number(family: str, experts: int) -> None:
-    config = families.build(family).config
+    config = tiny_models.build(family).config
     assert outline_model(ModelSource(config, family), length=8, dtype=torch.bfloat16).experts == experts

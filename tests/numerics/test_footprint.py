@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_lm.cost.block_probe import run_on_meta
-from tests.storages import StorageMeter
-from tests.thinning import thinned
+from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
 
 MODELS = {
     "llama": {"num_key_value_heads": 2},

@@ -10,8 +10,8 @@ import horizon_lm
 from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.errors import ConfigError, GradientMismatchError
 from horizon_lm.model.block_template import StreamedBlock
-from tests.families import FAMILIES, batch, build
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
+from tests.support.tiny_models import FAMILIES, batch, build
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},

@@ -10,7 +10,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
-from tests import families
+from tests.support import tiny_models
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
@@ -35,13 +35,13 @@ class PublishedLion(torch.optim.Optimizer):
 
 
 def streamed(precision: str = "float32", **options: Any) -> tuple[Any, Any]:
-    model = horizon_lm.stream(families.build("llama"), precision=precision)
+    model = horizon_lm.stream(tiny_models.build("llama"), precision=precision)
     return model, horizon_lm.Lion(model, **(HYPER | options))
 
 
 def train(model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
-        model(**families.batch(seed=step)).loss.backward()
+        model(**tiny_models.batch(seed=step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     horizon_lm.synchronize(model)
@@ -68,8 +68,8 @@ def fed(model: Any, optimizer: Any, num_steps: int) -> None:
 
 def test_twenty_steps_equal_the_published_optimizer() -> None:
     model, optimizer = streamed()
-    model(**families.batch()).loss.backward()  # allocates the gradients
-    reference = families.build("llama")
+    model(**tiny_models.batch()).loss.backward()  # allocates the gradients
+    reference = tiny_models.build("llama")
     for param in reference.parameters():
         param.grad = torch.zeros_like(param)
     start = copy.deepcopy(reference.state_dict())
@@ -86,7 +86,7 @@ def test_fp32_master_is_an_exact_float32_master() -> None:
     """The same gradients give the same bits as weights in float32."""
     models = [streamed(precision) for precision in ("fp32_master", "float32")]
     for model, optimizer in models:
-        model(**families.batch()).loss.backward()
+        model(**tiny_models.batch()).loss.backward()
         generator = torch.Generator().manual_seed(0)
         for _ in range(5):
             for param in model.parameters():
@@ -99,12 +99,12 @@ def test_fp32_master_is_an_exact_float32_master() -> None:
 def test_bf16_follows_float32_on_average() -> None:
     model, optimizer = streamed("bf16", lr=1e-4)  # far below the spacing of bf16 weights
     start = masters(model)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     fed(model, optimizer, 20)
     horizon_lm.synchronize(model)
     exact, exact_optimizer = streamed("float32", lr=1e-4)
     exact.load_state_dict(start)
-    exact(**families.batch()).loss.backward()
+    exact(**tiny_models.batch()).loss.backward()
     fed(exact, exact_optimizer, 20)
     horizon_lm.synchronize(exact)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -148,7 +148,7 @@ def test_resume_is_exact(precision: str, moments: str, tmp_path: Path) -> None:
 def test_moments_of_another_optimizer_are_rejected(tmp_path: Path) -> None:
     pytest.importorskip("xxhash", reason="needs the whole installation")
     model, optimizer = streamed("fp32_master")
-    other = horizon_lm.stream(families.build("llama"))
+    other = horizon_lm.stream(tiny_models.build("llama"))
     adamw = horizon_lm.AdamW(other)
     with pytest.raises(ConfigError, match=r"has no eps in group 0; it is not from an AdamW"):
         adamw.load_state_dict(optimizer.state_dict())
@@ -165,7 +165,7 @@ def test_moments_of_another_optimizer_are_rejected(tmp_path: Path) -> None:
 def test_moments_take_half_of_adamw(moments: str) -> None:
     found = []
     for cls in (horizon_lm.Lion, horizon_lm.AdamW):
-        model = horizon_lm.stream(families.build("llama"))
+        model = horizon_lm.stream(tiny_models.build("llama"))
         cls(model, moments=moments)
         found.append(horizon_lm.stats(model)["host_bytes_by_kind"]["moments"])
     assert 2 * found[0] == found[1]
@@ -177,7 +177,7 @@ def test_reduced_precision_moments_train_like_fp32(moments: str) -> None:
         model, optimizer = streamed("fp32_master", moments=kind, lr=3e-4)
         found = []
         for step in range(24):
-            loss = model(**families.batch(seed=step % 3)).loss
+            loss = model(**tiny_models.batch(seed=step % 3)).loss
             found.append(loss.item())
             loss.backward()
             optimizer.step()
@@ -190,8 +190,8 @@ def test_reduced_precision_moments_train_like_fp32(moments: str) -> None:
 
 
 def test_settings_are_checked() -> None:
-    model = horizon_lm.stream(families.build("llama"))
+    model = horizon_lm.stream(tiny_models.build("llama"))
     with pytest.raises(ConfigError, match=r"lr=-1, betas=\(0\.9, 0\.99\), weight_decay=0\.0: out of range"):
         horizon_lm.Lion(model, lr=-1)
     with pytest.raises(ConfigError, match=r"horizon_lm\.Lion"):
-        horizon_lm.Lion(families.build("llama"))
+        horizon_lm.Lion(tiny_models.build("llama"))

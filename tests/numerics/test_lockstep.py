@@ -10,9 +10,9 @@ import torch
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import TokenError
-from tests.families import FAMILIES, batch, build
 from tests.numerics.test_parity import _without_dropout, assert_close_gradients, gradients
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
+from tests.support.tiny_models import FAMILIES, batch, build
 
 
 def batches(vary: bool = True) -> list[dict[str, torch.Tensor]]:

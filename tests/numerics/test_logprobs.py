@@ -12,9 +12,9 @@ import horizon_lm
 from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import find_parts
-from tests import families
-from tests.storages import StorageMeter
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
 
 CHUNKED = {"head": "chunked", "head_chunk_tokens": 5}
 
@@ -53,9 +53,9 @@ def assert_same_gradients(streamed: Any, plain: Any, tolerance: float) -> None:
     ),
 )
 def test_values_and_gradients(family: str, settings: dict[str, Any], temperature: float) -> None:
-    plain = families.build(family).eval()
+    plain = tiny_models.build(family).eval()
     streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **settings)
-    ids = families.batch()["input_ids"]
+    ids = tiny_models.batch()["input_ids"]
     labels = ids.clone()
     labels[0, :3] = -100
     got = horizon_lm.token_logprobs(
@@ -73,8 +73,8 @@ def test_values_and_gradients(family: str, settings: dict[str, Any], temperature
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("gemma2", 0.7), ("granite", 0.7)])
 def test_statistics_without_gradients(family: str, temperature: float, head: dict[str, Any]) -> None:
     """Those that DPO and GRPO of TRL log: they equal those of all logits, and leave the gradients as they are."""
-    plain = families.build(family).eval()
-    ids = families.batch()["input_ids"]
+    plain = tiny_models.build(family).eval()
+    ids = tiny_models.batch()["input_ids"]
     labels = ids.clone()
     labels[0, :3] = -100
     scaled = plain(input_ids=ids, use_cache=False).logits.double().detach() / temperature
@@ -100,9 +100,9 @@ def test_statistics_without_gradients(family: str, temperature: float, head: dic
 
 def test_two_forward_passes_before_one_backward_pass() -> None:
     """Two forward passes precede the backward pass, as in preference losses; neither owns the buffer of the head."""
-    plain = families.build("llama").eval()
+    plain = tiny_models.build("llama").eval()
     streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **CHUNKED)
-    batches = [families.batch(seed=seed)["input_ids"] for seed in (1, 2)]
+    batches = [tiny_models.batch(seed=seed)["input_ids"] for seed in (1, 2)]
     chosen, rejected = (horizon_lm.token_logprobs(streamed, input_ids=b, labels=b).logprobs.sum() for b in batches)
     torch.nn.functional.softplus(rejected - chosen).backward()
     own = [of_logits(plain(input_ids=b, use_cache=False).logits, b, 1.0)[0].sum() for b in batches]
@@ -111,8 +111,8 @@ def test_two_forward_passes_before_one_backward_pass() -> None:
 
 
 def test_shifted_labels_no_labels_and_no_trained_token() -> None:
-    streamed = horizon_lm.stream(families.build("llama"), precision="float32", **CHUNKED)
-    ids = families.batch()["input_ids"]
+    streamed = horizon_lm.stream(tiny_models.build("llama"), precision="float32", **CHUNKED)
+    ids = tiny_models.batch()["input_ids"]
     shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
     a = horizon_lm.token_logprobs(streamed, input_ids=ids, labels=ids)
     b = horizon_lm.token_logprobs(streamed, input_ids=ids, shift_labels=shifted)
@@ -127,7 +127,7 @@ def test_shifted_labels_no_labels_and_no_trained_token() -> None:
     with pytest.raises(ValueError, match="labels"):
         horizon_lm.token_logprobs(streamed, input_ids=ids)
     with pytest.raises(StreamingError, match="streamed model"):
-        horizon_lm.token_logprobs(families.build("llama"), input_ids=ids, labels=ids)
+        horizon_lm.token_logprobs(tiny_models.build("llama"), input_ids=ids, labels=ids)
 
 
 @pytest.mark.parametrize("objective", thinned(["logprobs", "loss"]))
@@ -164,15 +164,15 @@ def test_vocabulary_of_152k(objective: str) -> None:
     assert peaks[384] < peaks[192] + 2**20
 
 
-@pytest.mark.parametrize("family", families.MOE_WITH_AUXILIARY_LOSS)
+@pytest.mark.parametrize("family", tiny_models.MOE_WITH_AUXILIARY_LOSS)
 @pytest.mark.parametrize("head", ["chunked", "whole"])
 def test_auxiliary_loss_of_experts_is_returned(family: str, head: str) -> None:
     """A loss from log-probabilities and the auxiliary loss equals the model's own loss, and so do its gradients."""
-    inputs = families.batch()
-    plain = families.build(family)
+    inputs = tiny_models.batch()
+    plain = tiny_models.build(family)
     expected = plain(**inputs).loss
     expected.backward()
-    streamed = horizon_lm.stream(families.build(family), precision="float32", head=head)
+    streamed = horizon_lm.stream(tiny_models.build(family), precision="float32", head=head)
     output = horizon_lm.token_logprobs(streamed, **inputs)
     assert output.aux_loss is not None
     loss = -output.logprobs.sum() / (inputs["labels"][:, 1:] != -100).sum() + output.aux_loss

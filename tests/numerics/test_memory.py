@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import horizon_lm
-from tests import families
-from tests.storages import StorageMeter
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
 
 
 def test_the_storage_meter_counts_live_bytes() -> None:
@@ -24,7 +24,7 @@ def test_the_storage_meter_counts_live_bytes() -> None:
 
 
 def _streamed(num_blocks: int, micro_batch_size: int | None, **options: Any) -> Any:
-    model = families.build("llama", num_hidden_layers=num_blocks, hidden_size=64, intermediate_size=128)
+    model = tiny_models.build("llama", num_hidden_layers=num_blocks, hidden_size=64, intermediate_size=128)
     return horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, activation_checkpoints="host", **options)
 
 
@@ -43,7 +43,7 @@ def test_device_peak_does_not_depend_on_depth(precision: str, micro_batch_size: 
         model = _streamed(num_blocks, micro_batch_size, precision=precision)
         with meter:
             for _ in range(2):
-                model(**families.batch(rows=8, length=32)).loss.backward()
+                model(**tiny_models.batch(rows=8, length=32)).loss.backward()
         peaks[num_blocks], counted[num_blocks] = meter.peak, horizon_lm.stats(model)["device_bytes_peak"]
     print(f"{precision}, {8 // micro_batch_size} micro-batches: {peaks}, buffers {counted}")
     assert counted[4] == counted[64]
@@ -53,10 +53,10 @@ def test_device_peak_does_not_depend_on_depth(precision: str, micro_batch_size: 
 def test_device_peak_grows_when_boundaries_stay_on_the_device() -> None:
     peaks = []
     for num_blocks in (4, 64):
-        model = families.build("llama", num_hidden_layers=num_blocks)
+        model = tiny_models.build("llama", num_hidden_layers=num_blocks)
         streamed = horizon_lm.stream(model, precision="float32")
         with StorageMeter() as meter:
-            streamed(**families.batch(rows=8, length=32)).loss.backward()
+            streamed(**tiny_models.batch(rows=8, length=32)).loss.backward()
         peaks.append(meter.peak)
     assert peaks[1] > peaks[0] + 50 * 8 * 32 * 32 * 4  # one additional hidden state per block
 
@@ -66,12 +66,12 @@ def test_device_peak_grows_when_boundaries_stay_on_the_device() -> None:
 def test_bytes_moved_per_step(head: str, micro_batch_size: int | None) -> None:
     rows, num_blocks = 6, 5
     model = _streamed(num_blocks, micro_batch_size, precision="fp32_master", head=head)
-    model(**families.batch(rows=rows)).loss.backward()
+    model(**tiny_models.batch(rows=rows)).loss.backward()
     stats, store = horizon_lm.stats(model), model._horizon.engine.store
     slab = {unit: slabs.weights.numel() * 2 for unit, slabs in store.units.items()}
 
     moved: Counter[str] = Counter(stats["moved_bytes"])
-    unique = families.batch(rows=rows)["input_ids"].unique().numel()
+    unique = tiny_models.batch(rows=rows)["input_ids"].unique().numel()
     for u in range(num_blocks):
         assert moved[f"stream_in:block{u}"] == 2 * slab[f"block{u}"]
         assert moved[f"stream_out:block{u}"] == slab[f"block{u}"]
@@ -87,7 +87,7 @@ def test_bytes_moved_per_step(head: str, micro_batch_size: int | None) -> None:
 
 def test_host_bytes_per_parameter() -> None:
     for precision, per_parameter in (("float32", 16), ("fp32_master", 14), ("bf16", 12)):
-        model = families.build("llama", hidden_size=128, intermediate_size=256, vocab_size=1024)
+        model = tiny_models.build("llama", hidden_size=128, intermediate_size=256, vocab_size=1024)
         num_params = sum(p.numel() for p in model.parameters())
         streamed = horizon_lm.stream(model, precision=precision)
         horizon_lm.AdamW(streamed)
@@ -95,7 +95,7 @@ def test_host_bytes_per_parameter() -> None:
 
 
 def test_frozen_parameters_cost_only_their_weights() -> None:
-    model = families.build("llama", hidden_size=128, intermediate_size=256, vocab_size=1024)
+    model = tiny_models.build("llama", hidden_size=128, intermediate_size=256, vocab_size=1024)
     for name, param in model.named_parameters():
         param.requires_grad_("layers.2" in name)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

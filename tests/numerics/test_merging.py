@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("peft", reason="needs the whole installation")
 
-from tests import merging
 from tests.census.tiny_models import model_types
+from tests.support import merged_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROVEN = set(json.loads((Path(__file__).parents[2] / "src/horizon_lm/model/proven.json").read_text())["types"])
@@ -24,19 +24,19 @@ SAMPLE = [
 
 @pytest.mark.parametrize(("base", "kind"), SAMPLE)
 def test_merged_folders(tmp_path: Path, base: str, kind: str) -> None:
-    assert merging.compare(tmp_path, base, kind) == []
+    assert merged_adapters.compare(tmp_path, base, kind) == []
 
 
 # PEFT's own forward of two kinds fails with the shapes of DeepSeek's attention.
 FAILING = [(base, kind) for base in ("buffers", "buffers bf16", "fp8 experts") for kind in ("Gralora", "OFT")]
-ALL = [(base, kind) for base in merging.BASES for kind in merging.KINDS if (base, kind) not in FAILING]
-ALL += [(base, kind) for base in ("biases", "tied biases", "nested nf4") for kind in merging.OF_BIASES]
+ALL = [(base, kind) for base in merged_adapters.BASES for kind in merged_adapters.KINDS if (base, kind) not in FAILING]
+ALL += [(base, kind) for base in ("biases", "tied biases", "nested nf4") for kind in merged_adapters.OF_BIASES]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("base", "kind"), ALL)
 def test_all_merged_folders(tmp_path: Path, base: str, kind: str) -> None:
-    assert merging.compare(tmp_path, base, kind) == []
+    assert merged_adapters.compare(tmp_path, base, kind) == []
 
 
 # transformers opens a folder of the first as another model; PEFT reads adapters of the second under names that it does not have.
@@ -46,4 +46,4 @@ NOT_READ = {"emu3", "laguna"}
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(PROVEN & set(model_types("causal")) - NOT_READ))
 def test_all_types(tmp_path: Path, model_type: str) -> None:
-    assert merging.compare_type(tmp_path, model_type) == []
+    assert merged_adapters.compare_type(tmp_path, model_type) == []

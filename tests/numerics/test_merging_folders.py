@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError
-from tests import families, merging
 from tests.e2e.command import run
 from tests.numerics.test_adapter_kinds import lora, method
+from tests.support import merged_adapters, tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WEIGHTS = "adapter_model.safetensors"
@@ -25,47 +25,47 @@ WEIGHTS = "adapter_model.safetensors"
 
 def save(folder: Path, config: Any, **settings: Any) -> Path:
     """Write a base and adapters of it, and return the adapters' folder."""
-    merging.save_plain(families.build("llama", **settings), folder / "base", torch.float32)
-    merging.save_adapter(merging.opened(folder / "base"), folder / "base", folder / "adapter", config)
+    merged_adapters.save_plain(tiny_models.build("llama", **settings), folder / "base", torch.float32)
+    merged_adapters.save_adapter(merged_adapters.opened(folder / "base"), folder / "base", folder / "adapter", config)
     return folder / "adapter"
 
 
 @pytest.mark.parametrize("base", ["tied", "tied bf16", "buffers bf16", "experts"])
 def test_adapters_that_change_nothing_give_the_base_back(tmp_path: Path, base: str) -> None:
-    folder, plain = merging.save_base(tmp_path, base)
+    folder, plain = merged_adapters.save_base(tmp_path, base)
     modules = ["o_proj", "lm_head", "embed_tokens"] if base == "tied" else ["o_proj"]
-    merging.save_adapter(plain(), folder, tmp_path / "adapter", lora(target_modules=modules)(), scale=0)
+    merged_adapters.save_adapter(plain(), folder, tmp_path / "adapter", lora(target_modules=modules)(), scale=0)
     horizon_lm.merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    before, after = merging.stored(folder), merging.stored(tmp_path / "merged")
+    before, after = merged_adapters.stored(folder), merged_adapters.stored(tmp_path / "merged")
     assert before.keys() == after.keys()
-    assert all(merging.same(after[name], value) for name, value in before.items())
+    assert all(merged_adapters.same(after[name], value) for name, value in before.items())
     configs = [json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "merged")]
     assert configs[0] == configs[1]
 
 
 def test_tensors_of_no_part_of_the_model(tmp_path: Path) -> None:
     """They are kept; quantized ones are decoded, as nothing says that they are quantized any more."""
-    folder, plain = merging.save_base(tmp_path, "fp8")
+    folder, plain = merged_adapters.save_base(tmp_path, "fp8")
     state = load_file(folder / "model.safetensors")
     layer = "model.layers.0.self_attn.o_proj.weight"
     state |= {"extra.weight": state[layer].clone(), "extra.weight_scale_inv": state[f"{layer}_scale_inv"].clone()}
     save_file(state | {"other.count": torch.arange(3)}, folder / "model.safetensors", {"format": "pt"})
-    merging.save_adapter(plain(), folder, tmp_path / "adapter", lora(target_modules=["q_proj"])())
+    merged_adapters.save_adapter(plain(), folder, tmp_path / "adapter", lora(target_modules=["q_proj"])())
     horizon_lm.merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    written = merging.stored(tmp_path / "merged")
-    assert merging.same(written["extra.weight"], written[layer])
-    assert merging.same(written["other.count"], torch.arange(3))
+    written = merged_adapters.stored(tmp_path / "merged")
+    assert merged_adapters.same(written["extra.weight"], written[layer])
+    assert merged_adapters.same(written["other.count"], torch.arange(3))
     assert not [name for name in written if "scale_inv" in name]
 
 
 def test_another_dtype_leaves_buffers_as_they_are(tmp_path: Path) -> None:
-    folder, plain = merging.save_base(tmp_path, "buffers")
-    merging.save_adapter(plain(), folder, tmp_path / "adapter", lora(target_modules=["o_proj"])())
+    folder, plain = merged_adapters.save_base(tmp_path, "buffers")
+    merged_adapters.save_adapter(plain(), folder, tmp_path / "adapter", lora(target_modules=["o_proj"])())
     horizon_lm.merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="bfloat16", max_shard_size="20KB")
-    before, written = merging.stored(folder), merging.stored(tmp_path / "merged")
+    before, written = merged_adapters.stored(folder), merged_adapters.stored(tmp_path / "merged")
     buffers = [name for name in before if "e_score_correction_bias" in name]
     assert buffers
-    assert all(merging.same(written[name], before[name]) for name in buffers)
+    assert all(merged_adapters.same(written[name], before[name]) for name in buffers)
     assert {written[name].dtype for name in before.keys() - set(buffers)} == {torch.bfloat16}
 
 
@@ -117,9 +117,9 @@ def test_values_that_are_not_finite(tmp_path: Path, value: float) -> None:
 
 
 def test_a_merge_that_overflows(tmp_path: Path) -> None:
-    merging.save_plain(families.build("llama"), tmp_path / "base", torch.float16)
-    merging.save_adapter(
-        merging.opened(tmp_path / "base"), tmp_path / "base", tmp_path / "adapter", lora()(), scale=300
+    merged_adapters.save_plain(tiny_models.build("llama"), tmp_path / "base", torch.float16)
+    merged_adapters.save_adapter(
+        merged_adapters.opened(tmp_path / "base"), tmp_path / "base", tmp_path / "adapter", lora()(), scale=300
     )
     with pytest.raises(ConfigError, match=r"NaN or infinite values .* in the merged model, in torch\.float16"):
         horizon_lm.merge_adapter(tmp_path / "adapter", tmp_path / "merged")
@@ -127,20 +127,25 @@ def test_a_merge_that_overflows(tmp_path: Path) -> None:
 
 
 def test_adapters_of_a_resized_vocabulary(tmp_path: Path) -> None:
-    merging.save_plain(families.build("llama"), tmp_path / "base", torch.float32)
-    resized = merging.opened(tmp_path / "base")
-    resized.resize_token_embeddings(families.VOCABULARY + 3)
+    merged_adapters.save_plain(tiny_models.build("llama"), tmp_path / "base", torch.float32)
+    resized = merged_adapters.opened(tmp_path / "base")
+    resized.resize_token_embeddings(tiny_models.VOCABULARY + 3)
     config = lora(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])()
-    merging.save_adapter(resized, tmp_path / "base", tmp_path / "adapter", config)
+    merged_adapters.save_adapter(resized, tmp_path / "base", tmp_path / "adapter", config)
     with pytest.raises(ConfigError, match="has 100 rows, and that of the base 97; resize the vocabulary"):
         horizon_lm.merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     torch.manual_seed(0)
-    other = merging.opened(tmp_path / "base")
-    other.resize_token_embeddings(families.VOCABULARY + 3)
+    other = merged_adapters.opened(tmp_path / "base")
+    other.resize_token_embeddings(tiny_models.VOCABULARY + 3)
     other.save_pretrained(tmp_path / "resized")
     horizon_lm.merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "resized")
-    expected = peft.PeftModel.from_pretrained(merging.opened(tmp_path / "resized"), tmp_path / "adapter")
-    assert merging.distance(merging.logits(merging.opened(tmp_path / "merged")), merging.logits(expected)) < 1e-5
+    expected = peft.PeftModel.from_pretrained(merged_adapters.opened(tmp_path / "resized"), tmp_path / "adapter")
+    assert (
+        merged_adapters.distance(
+            merged_adapters.logits(merged_adapters.opened(tmp_path / "merged")), merged_adapters.logits(expected)
+        )
+        < 1e-5
+    )
 
 
 CODE = """
@@ -157,7 +162,7 @@ class OwnModel(LlamaForCausalLM):
 @pytest.fixture
 def own_code(tmp_path: Path) -> Path:
     folder = tmp_path / "base"
-    merging.save_plain(families.build("llama"), folder, torch.float32)
+    merged_adapters.save_plain(tiny_models.build("llama"), folder, torch.float32)
     (folder / "own_code.py").write_text(CODE)
     config = json.loads((folder / "config.json").read_text())
     config |= {
@@ -174,11 +179,16 @@ def opened_with_code(folder: Path) -> Any:
 
 
 def test_adapters_of_a_model_with_its_own_code(tmp_path: Path, own_code: Path) -> None:
-    merging.save_adapter(opened_with_code(own_code), own_code, tmp_path / "adapter", lora()())
+    merged_adapters.save_adapter(opened_with_code(own_code), own_code, tmp_path / "adapter", lora()())
     assert run("merge", tmp_path / "adapter", tmp_path / "merged").exit_code == 2
     assert run("merge", tmp_path / "adapter", tmp_path / "merged", "--trust-remote-code").exit_code == 0
     expected = peft.PeftModel.from_pretrained(opened_with_code(own_code), tmp_path / "adapter")
-    assert merging.distance(merging.logits(opened_with_code(tmp_path / "merged")), merging.logits(expected)) < 1e-5
+    assert (
+        merged_adapters.distance(
+            merged_adapters.logits(opened_with_code(tmp_path / "merged")), merged_adapters.logits(expected)
+        )
+        < 1e-5
+    )
 
 
 def test_a_checkpoint_of_a_model_with_its_own_code(tmp_path: Path, own_code: Path) -> None:
@@ -187,14 +197,16 @@ def test_a_checkpoint_of_a_model_with_its_own_code(tmp_path: Path, own_code: Pat
     horizon_lm.save_checkpoint(tmp_path / "checkpoint", model)
     assert run("export", tmp_path / "checkpoint", tmp_path / "out").exit_code == 2
     assert run("export", tmp_path / "checkpoint", tmp_path / "out", "--trust-remote-code").exit_code == 0
-    assert torch.equal(merging.logits(opened_with_code(tmp_path / "out")), merging.logits(opened_with_code(own_code)))
+    assert torch.equal(
+        merged_adapters.logits(opened_with_code(tmp_path / "out")), merged_adapters.logits(opened_with_code(own_code))
+    )
 
 
 @pytest.mark.parametrize("way", ["save_pretrained", "export", "export of an older checkpoint"])
 def test_an_own_head_under_a_config_that_says_tied(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = families.build("llama", tie_word_embeddings=False)
+    plain = tiny_models.build("llama", tie_word_embeddings=False)
     plain.config.tie_word_embeddings = True
-    expected = merging.logits(plain)
+    expected = merged_adapters.logits(plain)
     model = horizon_lm.stream(plain, precision="float32")
     if way == "save_pretrained":
         model.save_pretrained(tmp_path / "out")
@@ -203,6 +215,9 @@ def test_an_own_head_under_a_config_that_says_tied(tmp_path: Path, way: str, mon
             monkeypatch.setattr("horizon_lm.store.checkpoint_writer.true_config", lambda model: model.config)
         horizon_lm.save_checkpoint(tmp_path / "checkpoint", model)
         horizon_lm.export_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
-    for opened in (horizon_lm.from_pretrained(tmp_path / "out", "cpu", "float32"), merging.opened(tmp_path / "out")):
-        assert merging.distance(merging.logits(opened), expected) < 1e-5
+    for opened in (
+        horizon_lm.from_pretrained(tmp_path / "out", "cpu", "float32"),
+        merged_adapters.opened(tmp_path / "out"),
+    ):
+        assert merged_adapters.distance(merged_adapters.logits(opened), expected) < 1e-5
     assert model.config.tie_word_embeddings

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import horizon_lm
-from tests import families
 from tests.seams.compare import difference
+from tests.support import tiny_models
 
 
 class Receiver:
@@ -29,9 +29,9 @@ class Receiver:
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
 @pytest.mark.parametrize("precision", ["float32", "fp32_master"])
 def test_a_receiver_gets_the_tensors_of_the_checkpoint(family: str, precision: str, tmp_path: Any) -> None:
-    model = horizon_lm.stream(families.build(family), precision=precision)
+    model = horizon_lm.stream(tiny_models.build(family), precision=precision)
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     optimizer.step()  # its updates may be running
     receiver = Receiver()
     receiver.load_weights(horizon_lm.named_weights(model))

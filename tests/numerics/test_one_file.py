@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import families
-from tests.emulated import emulated_gpu
-from tests.one_file import BATCHES, PATH, Weights, load, train, train_streamed
-from tests.race_checker import RaceChecker
+from tests.support import tiny_models
+from tests.support.emulated_gpu import emulated_gpu
+from tests.support.one_file_example import BATCHES, PATH, Weights, load, train, train_streamed
+from tests.support.race_checker import RaceChecker
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("num_hidden_layers", [1, 2, 5])
 @pytest.mark.parametrize("tied", [False, True])
 def test_equals_the_library(one_file: ModuleType, tied: bool, num_hidden_layers: int) -> None:
-    model = families.build("llama", tie_word_embeddings=tied, num_hidden_layers=num_hidden_layers)
+    model = tiny_models.build("llama", tie_word_embeddings=tied, num_hidden_layers=num_hidden_layers)
     expected = train_streamed(copy.deepcopy(model))
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     got = train(one_file, model)
@@ -45,7 +45,7 @@ def test_equals_the_library(one_file: ModuleType, tied: bool, num_hidden_layers:
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_other_bit_is_a_difference(one_file: ModuleType, tied: bool, name: str) -> None:
-    model = families.build("llama", tie_word_embeddings=tied)
+    model = tiny_models.build("llama", tie_word_embeddings=tied)
     expected = train_streamed(copy.deepcopy(model))
     model.get_parameter(name).data.view(torch.int32).view(-1)[7] ^= 1
     assert name in differences(train(one_file, model), expected)
@@ -88,7 +88,7 @@ def train_checked(
         patch.setattr(module, "streams", checker)
         patch.setattr(module, "StreamedLlama", checked)
         with checker:
-            got = train(module, families.build("llama", num_hidden_layers=5), TWO_BATCHES)
+            got = train(module, tiny_models.build("llama", num_hidden_layers=5), TWO_BATCHES)
         return checker, [wait.split()[0] for wait in gpu.waits], got
 
 
@@ -97,7 +97,7 @@ def test_streams_do_not_race(one_file: ModuleType) -> None:
     assert not checker.races
     assert checker.num_copies > 0
     assert waits == ["to", "to", "to", "cpu"] * len(TWO_BATCHES)  # the batch to the GPU, and the gradients of rows back
-    assert not differences(got, train(one_file, families.build("llama", num_hidden_layers=5), TWO_BATCHES))
+    assert not differences(got, train(one_file, tiny_models.build("llama", num_hidden_layers=5), TWO_BATCHES))
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,24 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, ForeignWriteWarning
-from tests import families
+from tests.support import tiny_models
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
 
 
 def ours(precision: str = "float32", plain: Any = None, **options: Any) -> tuple[Any, Any]:
-    model = horizon_lm.stream(plain or families.build("llama"), precision=precision, head="whole")
+    model = horizon_lm.stream(plain or tiny_models.build("llama"), precision=precision, head="whole")
     return model, horizon_lm.AdamW(model, **HYPER | options)
 
 
 def theirs(plain: Any = None, **options: Any) -> tuple[Any, Any]:
-    model = plain or families.build("llama")
+    model = plain or tiny_models.build("llama")
     return model, torch.optim.AdamW(model.parameters(), **HYPER | options)
 
 
 def steps(model: Any, optimizer: Any, *seeds: int) -> None:
     for seed in seeds:
-        model(**families.batch(seed=seed), use_cache=False).loss.backward()
+        model(**tiny_models.batch(seed=seed), use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -104,7 +104,7 @@ def test_a_parameter_without_torch_state_starts_fresh() -> None:
     model, optimizer = ours(plain=copy.deepcopy(reference))
     steps(model, optimizer, 8, 9)
     for seed in (1, 2):
-        reference(**families.batch(seed=seed), use_cache=False).loss.backward()
+        reference(**tiny_models.batch(seed=seed), use_cache=False).loss.backward()
         reference.model.norm.weight.grad = None
         reference_optimizer.step()
         reference_optimizer.zero_grad()
@@ -157,7 +157,7 @@ def test_param_groups_may_be_added_but_only_from_the_same_model() -> None:
     changed = {name for name, value in masters(model).items() if not torch.equal(value, before[name])}
     assert {name.split(".")[2] for name in changed} == {"0", "1"}
     with pytest.raises(ConfigError, match="not of this model"):
-        horizon_lm.AdamW(model, params=families.build("llama").parameters())
+        horizon_lm.AdamW(model, params=tiny_models.build("llama").parameters())
 
 
 # A run that is stopped and resumed
@@ -171,7 +171,7 @@ def test_resumed_training_is_bit_equal(precision: str, moments: str) -> None:
     model_state, state = saved(model, optimizer)
     at_save = masters(model)
     steps(model, optimizer, 4, 5)
-    other, other_optimizer = ours(precision, families.build("llama", seed=9), moments=moments)
+    other, other_optimizer = ours(precision, tiny_models.build("llama", seed=9), moments=moments)
     steps(other, other_optimizer, 7)
     lost = (
         pytest.warns(ForeignWriteWarning, match="load the optimizer's state")
@@ -206,7 +206,7 @@ def test_stochastic_rounding_resumes_its_sequence() -> None:
 
     def alternating(model: Any, optimizer: Any, *numbers: int) -> None:
         for number in numbers:
-            model(**families.batch(seed=number), use_cache=False).loss.backward()
+            model(**tiny_models.batch(seed=number), use_cache=False).loss.backward()
             for index, param in enumerate(model.parameters()):
                 if index % 2 == number % 2:
                     param.grad = None
@@ -288,7 +288,7 @@ def test_a_mismatched_state_changes_nothing(name: str) -> None:
     steps(other, other_optimizer, 1, 2)
     state = copy.deepcopy(other_optimizer.state_dict())
     change(state)
-    model, optimizer = ours("fp32_master", families.build("llama", seed=9))
+    model, optimizer = ours("fp32_master", tiny_models.build("llama", seed=9))
     steps(model, optimizer, 3)
     before, at_first = copy.deepcopy(optimizer.state_dict()), masters(model)
     with pytest.raises(ConfigError, match=message):

@@ -13,8 +13,8 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import attention
 from horizon_lm.model.hub import build_skeleton
 from horizon_lm.model.units import find_parts
-from tests import families
 from tests.e2e import tiny
+from tests.support import tiny_models
 
 # Convolutions and recurrent states cross the boundaries of packed rows, and some models build masks that ignore them.
 REJECTED = ("opt", "qwen3_next", "gpt_oss", "falcon")
@@ -27,8 +27,8 @@ def packed(seed: int) -> dict[str, torch.Tensor]:
     """Return two packed rows of two rows each. The first rows depend on ``seed``; only the second rows are
     trained on.
     """
-    ids = torch.randint(3, families.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    ids[:, :FIRST] = torch.randint(3, families.VOCABULARY, (2, FIRST), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(3, tiny_models.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids[:, :FIRST] = torch.randint(3, tiny_models.VOCABULARY, (2, FIRST), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[:, : FIRST + 1] = -100
     positions = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)]).expand(2, -1).clone()
@@ -38,8 +38,8 @@ def packed(seed: int) -> dict[str, torch.Tensor]:
 def second(family: str, attn: str, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the logits of the second rows and all gradients, except for the embeddings of the first rows' tokens."""
     attention.register()
-    options = {"output_router_logits": False} if family in families.MOE_WITH_AUXILIARY_LOSS else {}
-    model = families.build(family, **options)
+    options = {"output_router_logits": False} if family in tiny_models.MOE_WITH_AUXILIARY_LOSS else {}
+    model = tiny_models.build(family, **options)
     model = horizon_lm.stream(model, precision="float32", head="whole", attn_implementation=attn)
     inputs = packed(seed)
     output = model(**inputs)
@@ -53,7 +53,7 @@ def second(family: str, attn: str, seed: int) -> tuple[torch.Tensor, dict[str, t
 
 CASES = [
     (family, attn)
-    for family in families.FAMILIES
+    for family in tiny_models.FAMILIES
     for attn in ("sdpa", "eager")
     if family not in REJECTED and not (attn == "sdpa" and family in WITHOUT_SDPA)
 ]
@@ -71,10 +71,10 @@ def test_packed_row_does_not_depend_on_the_previous_row(family: str, attn: str) 
         assert torch.equal(grads[name], other[name]), name
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_families_that_would_leak_are_rejected(family: str) -> None:
     """Leaking families are recognized by the masks that the model builds, not by a list of names."""
-    model = families.build(family)
+    model = tiny_models.build(family)
     parts = find_parts(build_skeleton(model.config))
     used = model.config._attn_implementation
     if family in REJECTED:
@@ -87,7 +87,7 @@ def test_families_that_would_leak_are_rejected(family: str) -> None:
 @pytest.mark.parametrize("family", ["falcon", "qwen3_next"])
 def test_rejected_families_do_leak(family: str) -> None:
     """This test fails once a rejection is no longer needed."""
-    attn = families.build(family).config._attn_implementation
+    attn = tiny_models.build(family).config._attn_implementation
     logits, again = (second(family, attn, seed)[0] for seed in (1, 2))
     assert not torch.allclose(logits, again)
 
@@ -95,7 +95,7 @@ def test_rejected_families_do_leak(family: str) -> None:
 @pytest.mark.usefixtures("whole_installation")
 def test_run_that_would_leak_does_not_start(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    families.build("falcon", vocab_size=400).save_pretrained(folder)
+    tiny_models.build("falcon", vocab_size=400).save_pretrained(folder)
     tiny.build_tokenizer().save_pretrained(folder)
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
     run = {

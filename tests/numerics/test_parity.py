@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 
 import horizon_lm
 from horizon_lm.engine.passes.recompute import micro_batch_seeds
-from tests.families import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
+from tests.support.tiny_models import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
 
 WHOLE = {"precision": "float32", "head": "whole", "check_recompute": True}
 

@@ -21,10 +21,10 @@ from horizon_lm.planning.memory import host_bytes
 from horizon_lm.planning.request import ForwardBatch, Machine, Request
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import EMBED, HEAD, OUTER
-from tests import families
 from tests.census.tiny_models import build
-from tests.storages import StorageMeter
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
 
 HERE = Machine("here", True, None)
 LENGTH = 24
@@ -104,7 +104,7 @@ def outline_of(model: Any, trainable: str | None = None, adapters: Adapters | No
 
 def batch(rows: int) -> dict[str, torch.Tensor]:
     """Return a batch that needs the most memory: as many distinct tokens as possible, and padding."""
-    ids = torch.arange(rows * LENGTH).view(rows, LENGTH) % families.VOCABULARY
+    ids = torch.arange(rows * LENGTH).view(rows, LENGTH) % tiny_models.VOCABULARY
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
@@ -119,10 +119,10 @@ def train(streamed: Any, case: Case, steps: int = 2) -> None:
     horizon_lm.synchronize(streamed)
 
 
-@pytest.mark.parametrize(("seed", "family"), thinned(itertools.product(range(3), families.FAMILIES), every=5))
+@pytest.mark.parametrize(("seed", "family"), thinned(itertools.product(range(3), tiny_models.FAMILIES), every=5))
 def test_allocated_bytes_equal_planned_bytes(family: str, seed: int) -> None:
     case = draw_case(random.Random(f"{family} {seed}"))
-    model = families.build(family)
+    model = tiny_models.build(family)
     pattern = trainable(model, case.frozen)
     step = choose(outline_of(model, pattern), case.request, HERE).step
     freeze(model, pattern)
@@ -177,7 +177,7 @@ LONG = {"shape": (2, 480), "device_micro_batch_size": 1}  # longer than any wind
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        *thinned(itertools.product(families.FAMILIES, SETTINGS[:2]), every=5),
+        *thinned(itertools.product(tiny_models.FAMILIES, SETTINGS[:2]), every=5),
         *thinned(
             itertools.product(("llama", "gpt2", "gemma2", "mixtral", "qwen3_next", "deepseek_v3"), SETTINGS[2:]),
             every=7,
@@ -194,7 +194,7 @@ def test_activations_match_plan(family: str, options: dict[str, Any]) -> None:
         "max_position_embeddings": 128,
         "vocab_size": 600,
     } | WIDER.get(family, {})
-    model = families.build(family, **wide, output_router_logits=False)
+    model = tiny_models.build(family, **wide, output_router_logits=False)
     rows, length = options.get("shape", (4, 96))
     options = {name: value for name, value in options.items() if name != "shape"}
     options = {"precision": "float32", "head_chunk_tokens": None, "grad_dtype": None} | options
@@ -230,7 +230,7 @@ DEFAULTS: dict[str, Any] = {
 
 def test_frozen_blocks_have_no_boundaries() -> None:
     """Only blocks with a gradient keep a boundary, which moves to the host and back."""
-    model = families.build("llama", num_hidden_layers=5)
+    model = tiny_models.build("llama", num_hidden_layers=5)
     outline = outline_model(
         ModelSource(model.config, "tiny"), length=LENGTH, dtype=torch.float32, trainable="layers.3.*|layers.4.*"
     )
@@ -242,7 +242,7 @@ def test_frozen_blocks_have_no_boundaries() -> None:
 
 
 def test_eager_scores_are_planned_quadratically() -> None:
-    config = families.build("gpt_oss").config
+    config = tiny_models.build("gpt_oss").config
     short, long = (outline_model(ModelSource(config, "tiny"), length=n, dtype=torch.float32) for n in (64, 512))
     batch = ForwardBatch(1, 512)
     settings = {"per_device_train_batch_size": 1, "forwards": (batch,)}
@@ -254,7 +254,7 @@ def test_eager_scores_are_planned_quadratically() -> None:
 @pytest.mark.parametrize("head", ["chunked", "whole"])
 def test_heads_of_other_losses_match_plan(head: str, values: tuple[str, ...]) -> None:
     """The vocabulary is so large that the loss determines the peak."""
-    model = families.build("llama", vocab_size=20_000, max_position_embeddings=128)
+    model = tiny_models.build("llama", vocab_size=20_000, max_position_embeddings=128)
     outline = outline_model(ModelSource(model.config, "tiny"), length=96, dtype=torch.float32, head_values=values)
     options = {**DEFAULTS, "head": head, "head_chunk_tokens": 128 if head == "chunked" else None}
     step = choose(outline, Case(4, options, "float32", False, frozenset()).request, HERE).step

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError, TokenError
-from tests import families
 from tests.seams.compare import difference
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CAUSAL = {"task_type": "CAUSAL_LM"}
@@ -37,7 +37,7 @@ def adapted(model: Any, config: Any) -> Any:
 
 def worlds(config: Callable[[], Any], **settings: Any) -> tuple[Any, list[Any]]:
     """Return a plain model with a prompt, and streamed ones whose prompt was added before and after."""
-    plain, first, second = (families.build("llama") for _ in range(3))
+    plain, first, second = (tiny_models.build("llama") for _ in range(3))
     early = horizon_lm.stream(adapted(first, config()), precision="float32", **settings)
     return adapted(plain, config()), [
         early,
@@ -47,7 +47,7 @@ def worlds(config: Callable[[], Any], **settings: Any) -> tuple[Any, list[Any]]:
 
 def batch() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return arguments, and labels of which the first of some rows are trained: a prompt comes before them."""
-    given = families.batch(padding="right")
+    given = tiny_models.batch(padding="right")
     labels = given.pop("labels").clone()
     labels[0, :2] = -100
     return given, labels
@@ -105,7 +105,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_prompts_are_rejected_by_name(kind: str) -> None:
-    model = adapted(horizon_lm.stream(families.build("llama"), precision="float32"), OTHERS[kind]())
+    model = adapted(horizon_lm.stream(tiny_models.build("llama"), precision="float32"), OTHERS[kind]())
     given, labels = batch()
     with pytest.raises(ModelNotSupportedError, match=f"PEFT's {kind} is not streamed"):
         horizon_lm.token_logprobs(model, labels=labels, **given)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
 
@@ -31,11 +31,11 @@ from horizon_lm.planning.choose import choose
 from horizon_lm.planning.memory import host_bytes
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.store.quantized_checkpoint import Quantized
-from tests import families
-from tests.emulated import emulated_gpu
-from tests.packed import published as components_of
 from tests.seams.compare import difference
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.emulated_gpu import emulated_gpu
+from tests.support.quantized_tensors import published as components_of
+from tests.support.threaded_device import ThreadedDevice
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 TILE = (16, 16)
@@ -51,7 +51,7 @@ def save_plain(family: str, folder: Path, **config: Any) -> None:
         sizes = sizes | {"moe_intermediate_size": 32}
     if family == "deepseek_v3":  # transformers' decoder takes a last row of smaller tiles for one of equal tiles
         sizes = sizes | {"qk_rope_head_dim": 16}
-    families.build(family, **sizes, **config).to(torch.bfloat16).save_pretrained(folder)
+    tiny_models.build(family, **sizes, **config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def save_published(family: str, kind: str, folder: Path, **config: Any) -> Path:
@@ -140,7 +140,7 @@ def test_a_published_folder_computes_what_its_library_decodes(published: Any, fa
     model = opened(folder, kind)
     plain = dequantized(folder, kind, model)
     with torch.no_grad():
-        got, expected = (each.eval()(**families.batch()).loss for each in (model, plain))
+        got, expected = (each.eval()(**tiny_models.batch()).loss for each in (model, plain))
     assert float(got) == pytest.approx(float(expected), rel=3e-6)
     store = model._horizon.engine.store
     assert set(store.codecs) <= set(dict(model.named_parameters()))
@@ -189,7 +189,7 @@ def test_adapters_on_a_quantized_base(published: Any, tmp_path: Path, family: st
     before = {name: store.packed(name).clone() for name in store.codecs}
     assert before
     for each in (plain, model):
-        each.train()(**families.batch()).loss.backward()
+        each.train()(**tiny_models.batch()).loss.backward()
     grads = [{n: p.grad for n, p in each.named_parameters() if p.requires_grad} for each in (plain, model)]
     assert difference(*grads, 0.0) is None
     trained = [param for param in plain.parameters() if param.requires_grad]
@@ -198,7 +198,7 @@ def test_adapters_on_a_quantized_base(published: Any, tmp_path: Path, family: st
         losses = []
         for each, optimizer in pairs:
             optimizer.zero_grad()
-            loss = each(**families.batch(seed=step)).loss
+            loss = each(**tiny_models.batch(seed=step)).loss
             loss.backward()
             optimizer.step()
             losses.append(float(loss))
@@ -237,7 +237,7 @@ def test_placeholders(published: Any, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     assert torch.equal(plain.get_parameter(name), decoded)
     assert dict(horizon_lm.named_weights(model))[name].equal(decoded)
-    tokens = families.batch()["input_ids"][:1, :5]
+    tokens = tiny_models.batch()["input_ids"][:1, :5]
     settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
     assert torch.equal(model.generate(tokens, **settings), plain.generate(tokens, **settings))
 
@@ -245,13 +245,13 @@ def test_placeholders(published: Any, tmp_path: Path) -> None:
 def test_a_flipped_bit_changes_the_loss(published: Any) -> None:
     model = opened(published("gpt_oss", "mxfp4"), "mxfp4")
     store = model._horizon.engine.store
-    before = float(model(**families.batch()).loss)
+    before = float(model(**tiny_models.batch()).loss)
     for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj"):
         packed = store.packed(name)
         packed ^= 0x88  # the signs of all codes, and the scales
-        assert float(model(**families.batch()).loss) != before
+        assert float(model(**tiny_models.batch()).loss) != before
         packed ^= 0x88
-        assert float(model(**families.batch()).loss) == before
+        assert float(model(**tiny_models.batch()).loss) == before
 
 
 def damage(tensors: dict[str, torch.Tensor], kind: str, how: str) -> str:
@@ -366,7 +366,7 @@ def train(model: Any, steps: int = 2) -> list[torch.Tensor]:
     """Train adapters, and return them."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
     for step in range(steps):
-        model.train()(**families.batch(seed=step)).loss.backward()
+        model.train()(**tiny_models.batch(seed=step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     horizon_lm.synchronize(model.base_model.model)
@@ -444,7 +444,7 @@ def test_an_emulated_gpu(
         got = train(model)
         gpu.waits.clear()
         with torch.no_grad():
-            model(**families.batch())
+            model(**tiny_models.batch())
         waits = list(gpu.waits)
         assert all(map(torch.equal, got, expected))
         assert not [wait for wait in waits if "codecs" in wait or "cuda_link" in wait], waits

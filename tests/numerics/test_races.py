@@ -15,9 +15,9 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Pass, ScheduleError, Stream, Wait
 from horizon_lm.units import OUTER
-from tests import families
-from tests.schedule_proofs import Passes, check, each_wait, sequences, without_wait
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.schedule_proofs import Passes, check, each_wait, sequences, without_wait
+from tests.support.thinned_cases import thinned
 from tests.unit.test_schedule import passes
 
 Result = tuple[list[float], list[torch.Tensor]]
@@ -40,7 +40,7 @@ def losses_of(model: Any, num_steps: int) -> Iterator[float]:
     optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
     def forward(seed: int) -> torch.Tensor:
-        return model(**families.batch(seed=seed)).loss
+        return model(**tiny_models.batch(seed=seed)).loss
 
     for step in range(num_steps):
         with torch.no_grad():
@@ -81,7 +81,7 @@ def losses_of_one_backward(model: Any, num_steps: int) -> Iterator[float]:
     optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
 
     def forward(seed: int) -> torch.Tensor:
-        return model(**families.batch(seed=seed)).loss
+        return model(**tiny_models.batch(seed=seed)).loss
 
     def step(loss: torch.Tensor) -> None:
         loss.backward()
@@ -124,7 +124,7 @@ def train(
     **settings: Any,
 ) -> Result:  # fmt: skip
     """Return losses and final weights. Stop at the first unexpected loss."""
-    model = horizon_lm.stream(families.build("llama", tie_word_embeddings=tied), device, **settings)
+    model = horizon_lm.stream(tiny_models.build("llama", tie_word_embeddings=tied), device, **settings)
     losses: list[float] = []
     for loss in (losses_of_one_backward if update_in_backward else losses_of)(model, num_steps):
         losses.append(loss)

@@ -10,8 +10,8 @@ import horizon_lm
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import HEAD, block
-from tests import families
-from tests.short_of_memory import Computation, ShortDevice
+from tests.support import tiny_models
+from tests.support.device_short_of_memory import Computation, ShortDevice
 
 LARGE: dict[str, Any] = {
     "activation_checkpoints": "device",
@@ -28,13 +28,13 @@ SMALL: dict[str, Any] = {
 
 
 def make(device: ShortDevice, options: dict[str, Any], in_backward: bool) -> tuple[Any, Any]:
-    model = horizon_lm.stream(families.build("llama"), device, precision="bf16", **options)
+    model = horizon_lm.stream(tiny_models.build("llama"), device, precision="bf16", **options)
     return model, horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
 
 
 def step(model: Any, optimizer: Any, seed: int) -> list[torch.Tensor]:
     """Run a step, and return the weights after it."""
-    model(**families.batch(seed=seed)).loss.backward()
+    model(**tiny_models.batch(seed=seed)).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     horizon_lm.synchronize(model)
@@ -59,7 +59,7 @@ def test_a_reconfigured_engine_equals_a_fresh_one(failure: Computation | None, i
         with pytest.raises(torch.OutOfMemoryError):
             step(model, optimizer, seed=1)
     else:
-        model(**families.batch(seed=0)).loss.backward()  # its gradients are dropped
+        model(**tiny_models.batch(seed=0)).loss.backward()  # its gradients are dropped
     optimizer.zero_grad()
     assert device.counters.allocated_total > 0
     forward = model._horizon

@@ -8,7 +8,7 @@ import torch
 from horizon_lm.model import segment_attention as module
 from horizon_lm.model.attention import Segments
 from horizon_lm.model.segment_attention import _attend, _differentiate, by_segment, segment_attention
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 LENGTHS = [[5, 2], [1, 6]]
 CASES: dict[str, dict[str, Any]] = {

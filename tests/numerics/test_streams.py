@@ -19,11 +19,11 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
-from tests import families
 from tests.numerics.test_races import SETTINGS, Result, same, train
-from tests.storages import StorageMeter
-from tests.thinning import thinned
-from tests.threaded import ThreadedDevice
+from tests.support import tiny_models
+from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
+from tests.support.threaded_device import ThreadedDevice
 
 SLOW: dict[str, list[Stream] | None] = {"in": [Stream.COPY_IN], "out": [Stream.COPY_OUT], "both": None, "none": []}
 
@@ -107,14 +107,14 @@ class Failing(ThreadedDevice):
 
 def _make(device: Any) -> tuple[Any, Any]:
     model = horizon_lm.stream(
-        families.build("llama"), device, precision="float32", activation_checkpoints="host", resident_blocks=1
+        tiny_models.build("llama"), device, precision="float32", activation_checkpoints="host", resident_blocks=1
     )
     return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
 
 def _step(model: Any, optimizer: Any, seed: int, updated: list[bool] | None = None) -> float:
     """Run a step; ``updated`` gets an entry when its gradients are complete."""
-    loss = model(**families.batch(seed=seed)).loss
+    loss = model(**tiny_models.batch(seed=seed)).loss
     loss.backward()
     if updated is not None:
         updated.append(True)
@@ -182,7 +182,7 @@ def test_threads_end_with_the_model() -> None:
 )  # fmt: skip
 def test_using_spare_memory_changes_no_result(spare: int, planned: Residency) -> None:
     def run(device: Any) -> tuple[list[float], list[torch.Tensor], Any]:
-        model = horizon_lm.stream(families.build("llama"), device, head_chunk_tokens=64)
+        model = horizon_lm.stream(tiny_models.build("llama"), device, head_chunk_tokens=64)
         optimizer = horizon_lm.AdamW(model, lr=1e-2)
         return [_step(model, optimizer, seed) for seed in range(4)], _weights(model), model._horizon.engine
 
@@ -216,12 +216,12 @@ def test_planning_is_repeated_after_a_failure(monkeypatch: pytest.MonkeyPatch) -
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("full")
 
-    model = horizon_lm.stream(families.build("llama"), ThreadedDevice(1, spare=400_000, measures=True))
+    model = horizon_lm.stream(tiny_models.build("llama"), ThreadedDevice(1, spare=400_000, measures=True))
     with monkeypatch.context() as patch:
         patch.setattr(residency_planner, "measured_footprint", full)
         with pytest.raises(torch.OutOfMemoryError):
-            model(**families.batch(rows=4))
-    model(**families.batch(rows=2)).loss.backward()
+            model(**tiny_models.batch(rows=4))
+    model(**tiny_models.batch(rows=2)).loss.backward()
     engine = model._horizon.engine
     assert model._horizon.planner.plan is not None
     assert engine.residency == model._horizon.planner.plan.residency
@@ -251,7 +251,7 @@ def test_the_planned_peak_is_not_exceeded(spare: int, name: str) -> None:
     options = dict(PEAKS[name])
     sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 997}
     depth = {} if options.get("family") == "deepseek_v3" else {"num_hidden_layers": 8}
-    built = families.build(options.pop("family", "llama"), **sizes, **depth)
+    built = tiny_models.build(options.pop("family", "llama"), **sizes, **depth)
     device = ThreadedDevice(1, delay=1e-4, spare=spare, measures=True)
     shapes = [(8, 64), options.pop("then", (8, 64))]
     evaluate, freeze = options.pop("evaluate", False), options.pop("freeze", False)
@@ -286,14 +286,14 @@ def test_a_larger_batch_is_planned_again(family: str, update_in_backward: bool) 
     """Updates, including the embedding's, may be running when the plan is made."""
 
     def run(device: Any) -> tuple[Any, list[float], list[Any]]:
-        model = horizon_lm.stream(families.build(family), device, head_chunk_tokens=64)
+        model = horizon_lm.stream(tiny_models.build(family), device, head_chunk_tokens=64)
         optimizer = horizon_lm.AdamW(
             model, lr=1e-2, max_grad_norm=None if update_in_backward else 0.5, update_in_backward=update_in_backward
         )
         torch.manual_seed(0)
         losses, plans = [], []
         for length in (6, 6, 24, 24, 6, 36, 6):
-            loss = model(**families.batch(length=length)).loss
+            loss = model(**tiny_models.batch(length=length)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -13,8 +13,8 @@ from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.transfers import LandRows
 from horizon_lm.kernels import gradients
-from tests import families
-from tests.queued_streams import Transport, replace_cuda
+from tests.support import tiny_models
+from tests.support.queued_streams import Transport, replace_cuda
 
 EVERYTHING = slice(None)
 
@@ -34,9 +34,9 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def models(tied: bool = False) -> tuple[Any, Any]:
-    plain = families.build("llama", tie_word_embeddings=tied)
+    plain = tiny_models.build("llama", tie_word_embeddings=tied)
     return plain, horizon_lm.stream(
-        families.build("llama", tie_word_embeddings=tied), precision="float32", head="whole"
+        tiny_models.build("llama", tie_word_embeddings=tied), precision="float32", head="whole"
     )
 
 
@@ -44,7 +44,7 @@ def same_gradients(plain: Any, streamed: Any, seed: int, zero: bool = True) -> N
     for model in (plain, streamed):
         if zero:
             model.zero_grad()
-        model(**families.batch(seed=seed), use_cache=False).loss.backward()
+        model(**tiny_models.batch(seed=seed), use_cache=False).loss.backward()
     streamed._horizon.engine.access.wait_for_grads()
     grads = {name: streamed._horizon.engine.store.grad(name) for name, _ in streamed.named_parameters()}
     for name, param in plain.named_parameters():
@@ -59,7 +59,7 @@ def test_rows_of_the_previous_step_are_cleared(tied: bool, cleared: list[Any]) -
     if tied:  # the head's gradient has all rows
         assert cleared == [None] * 4
     else:
-        ids = [set(families.batch(seed=seed)["input_ids"].flatten().tolist()) for seed in range(4)]
+        ids = [set(tiny_models.batch(seed=seed)["input_ids"].flatten().tolist()) for seed in range(4)]
         overwritten = [len(before & now) for before, now in pairwise(ids)]
         assert min(overwritten) > 0
         assert cleared == [EVERYTHING, *(len(before - now) for before, now in pairwise(ids))]

@@ -16,10 +16,10 @@ from horizon_lm.cost.meta_recorder import Recorder
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.engine.units.token_statistics import TokenStatistics, collect_statistics
 from horizon_lm.model import compiling, functional
-from tests import families
-from tests.emulated import EmulatedGpu, emulated_gpu
-from tests.storages import StorageMeter
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.emulated_gpu import EmulatedGpu, emulated_gpu
+from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
 
 HEADS: dict[str, dict[str, Any]] = {
     "chunked": {"head": "chunked", "head_chunk_tokens": 5},
@@ -45,7 +45,7 @@ def of_logits(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Ten
 
 def inputs_of(kind: str) -> dict[str, torch.Tensor]:
     """Return padded or packed rows with different numbers of targets."""
-    inputs = families.batch()
+    inputs = tiny_models.batch()
     inputs["labels"][0, :5] = -100
     if kind == "packed":
         del inputs["attention_mask"]
@@ -59,8 +59,8 @@ def inputs_of(kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "gpt2", "mixtral"])
 def test_equal_those_of_all_logits(family: str, kind: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_CACHED_LOGITS", 3 * families.VOCABULARY)
-    plain, inputs = families.build(family).eval(), inputs_of(kind)
+    monkeypatch.setattr(functional, "_CACHED_LOGITS", 3 * tiny_models.VOCABULARY)
+    plain, inputs = tiny_models.build(family).eval(), inputs_of(kind)
     streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", **HEADS[head])
     logits = plain(**{k: v for k, v in inputs.items() if k != "labels"}, use_cache=False).logits
     # Random weights hardly ever hit a label, so half of them become the likeliest token.
@@ -78,7 +78,7 @@ def test_equal_those_of_all_logits(family: str, kind: str, head: str, monkeypatc
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_loss_and_gradients_have_the_same_bits(precision: str, head: str) -> None:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     found = []
     for collected in (False, True):
         streamed = horizon_lm.stream(copy.deepcopy(model), device="cpu", precision=precision, **HEADS[head])
@@ -86,7 +86,7 @@ def test_loss_and_gradients_have_the_same_bits(precision: str, head: str) -> Non
             if not collected:
                 streamed._horizon.statistics = None
             # The head's buffer belongs to the first forward, so the second one computes its gradients in its backward.
-            losses = [streamed(**families.batch(seed=seed)).loss for seed in (1, 2)]
+            losses = [streamed(**tiny_models.batch(seed=seed)).loss for seed in (1, 2)]
             losses[1].backward()
             losses[0].backward()
         assert bool(statistics.values) == collected
@@ -99,16 +99,16 @@ def test_the_backward_collects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     compute = functional._statistics
     monkeypatch.setattr(functional, "_statistics", lambda *piece: calls.append(piece) or compute(*piece))
-    streamed = horizon_lm.stream(families.build("llama"), precision="float32", head="chunked")
+    streamed = horizon_lm.stream(tiny_models.build("llama"), precision="float32", head="chunked")
     with collect_statistics(streamed):
-        losses = [streamed(**families.batch(seed=seed)).loss for seed in (1, 2)]
+        losses = [streamed(**tiny_models.batch(seed=seed)).loss for seed in (1, 2)]
         assert len(calls) == 2
         sum(losses).backward()
     assert len(calls) == 2
 
 
 def test_evaluation_and_batches_without_targets() -> None:
-    streamed = horizon_lm.stream(families.build("llama").eval(), precision="float32", **HEADS["chunked"])
+    streamed = horizon_lm.stream(tiny_models.build("llama").eval(), precision="float32", **HEADS["chunked"])
     inputs = inputs_of("padded")
     with collect_statistics(streamed) as statistics:
         streamed(**inputs)
@@ -136,7 +136,7 @@ def test_masked_vocabulary_ties_and_half_precision() -> None:
 def test_peak_memory_is_the_same(head: str, objective: str) -> None:
     """The vocabulary is so large that the loss determines the peak, which is in the backward."""
     tokens = 256
-    model = families.build("llama", vocab_size=40_000, max_position_embeddings=tokens)
+    model = tiny_models.build("llama", vocab_size=40_000, max_position_embeddings=tokens)
     ids = torch.randint(3, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
 
     def backward(streamed: Any) -> None:
@@ -177,9 +177,9 @@ def test_an_accelerator_runs_few_operations(gpu: EmulatedGpu, head: str) -> None
         functional.token_statistics(logits, torch.empty(2304, dtype=torch.int64, device="meta"))
     assert of_chunk.count < 40
     options = {"head": head} | ({"head_chunk_tokens": 512} if head == "chunked" else {})
-    ids = torch.randint(3, families.VOCABULARY, (8, 128), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, tiny_models.VOCABULARY, (8, 128), generator=torch.Generator().manual_seed(0))
     model = horizon_lm.stream(
-        families.build("llama", max_position_embeddings=128), CudaDevice(), "float32", compile=False, **options
+        tiny_models.build("llama", max_position_embeddings=128), CudaDevice(), "float32", compile=False, **options
     )
     counts = []
     for collected in (False, True, False, True):  # the first step allocates the buffers
@@ -235,9 +235,9 @@ def test_statistics_are_compiled_if_blocks_are(compiles: bool, monkeypatch: pyte
     compiled = []
     monkeypatch.setattr(compiling, "_compile", lambda function, backend: compiled.append(function) or function)
     for head in ("chunked", "whole"):
-        streamed = horizon_lm.stream(families.build("llama"), device="cpu", compile=compiles, head=head)
+        streamed = horizon_lm.stream(tiny_models.build("llama"), device="cpu", compile=compiles, head=head)
         with collect_statistics(streamed):
-            streamed(**families.batch())
+            streamed(**tiny_models.batch())
     assert compiled.count(functional._statistics) == (2 if compiles else 0)
 
 
@@ -246,7 +246,7 @@ def test_the_host_does_not_wait(gpu: EmulatedGpu) -> None:
     from horizon_lm.data.batch import Batch
     from horizon_lm.objective import sft
 
-    model = horizon_lm.stream(families.build("llama"), CudaDevice(), "float32", compile=False, **HEADS["chunked"])
+    model = horizon_lm.stream(tiny_models.build("llama"), CudaDevice(), "float32", compile=False, **HEADS["chunked"])
     inputs = inputs_of("padded")
     ids, labels = inputs["input_ids"], inputs["labels"]
     num_trained = int((labels[:, 1:] != -100).sum())
@@ -287,7 +287,7 @@ def test_means_are_those_of_micro_batches() -> None:
     add(1.0, sums)
     add(float("nan"), more)  # skipped
     add(1.0, more)
-    model = horizon_lm.stream(families.build("llama"), device="cpu")
+    model = horizon_lm.stream(tiny_models.build("llama"), device="cpu")
     optimizer = SimpleNamespace(grad_norm=1.0, unit_grad_norms={}, num_skipped=1)
     assert measured.line(3, optimizer, model)["entropy"] == (2.0 + 1.0 + 0.0 + 5.0) / 4
     add(1.0, more)

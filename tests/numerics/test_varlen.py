@@ -12,7 +12,7 @@ from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
 from horizon_lm.model import attention, attention_kernels
 from horizon_lm.model.attention import find_segments
 from horizon_lm.model.attention_kernels import kernel_of_segments
-from tests import families
+from tests.support import tiny_models
 
 REJECTED = ("gemma2", "gpt_oss", "qwen3_next", "falcon")
 CPU = torch.device("cpu")
@@ -22,13 +22,13 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, 
 
 def models(family: str, **settings: Any) -> tuple[Any, Any]:
     """Return a plain model with Hugging Face's masks, and the same model streamed with varlen; without dropout."""
-    plain = families.build(family).eval()
+    plain = tiny_models.build(family).eval()
     settings = {"precision": "float32", "head": "whole", "check_recompute": True} | settings
     return plain, horizon_lm.stream(copy.deepcopy(plain), attn_implementation="varlen", **settings)
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, families.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, tiny_models.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def same_gradients(a: Any, b: Any) -> None:
@@ -38,7 +38,7 @@ def same_gradients(a: Any, b: Any) -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REJECTED)))
+@pytest.mark.parametrize("family", sorted(set(tiny_models.FAMILIES) - set(REJECTED)))
 def test_packed_documents_are_independent(family: str) -> None:
     plain, streamed = models(family, device_micro_batch_size=2)
     first, second = tokens(3, 7), tokens(3, 5, seed=1)
@@ -51,7 +51,7 @@ def test_packed_documents_are_independent(family: str) -> None:
     assert (leaking - alone)[:, 7:].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(REJECTED)))
+@pytest.mark.parametrize("family", sorted(set(tiny_models.FAMILIES) - set(REJECTED)))
 @pytest.mark.parametrize("settings", [{}, {"device_micro_batch_size": 2}, {"resident_blocks": 2, "resident_graphs": 1}])
 def test_padded_rows_equal_masked_rows(family: str, settings: dict[str, Any]) -> None:
     plain, streamed = models(family, **settings)
@@ -80,7 +80,7 @@ def test_no_mask_is_made() -> None:
 
 
 def test_given_4d_masks_are_unchanged() -> None:
-    config = families.build("gemma3_text").config
+    config = tiny_models.build("gemma3_text").config
     for mask in ({"full_attention": torch.ones(1, 1, 9, 9)}, torch.ones(1, 1, 9, 9)):
         attention.reject_large_mask(config, {"attention_mask": mask}, 2**20, 2**20, 4)
     with pytest.raises(DoesNotFitError):  # negative control: the model would make a mask of the same size
@@ -105,7 +105,7 @@ def test_a_large_mask_is_rejected_before_it_is_made(
     monkeypatch.setattr(attention, "LARGEST_MASK", limit)
     settings = {"sliding_window": 6} if family == "mistral" else {}
     model = horizon_lm.stream(
-        families.build(family, **settings), attn_implementation=implementation, precision="float32"
+        tiny_models.build(family, **settings), attn_implementation=implementation, precision="float32"
     )
     call = {"input_ids": tokens(2, 12), **batch}
     if has_mask and limit < 2 * 12 * 12:
@@ -118,7 +118,7 @@ def test_a_large_mask_is_rejected_before_it_is_made(
 @pytest.mark.parametrize("family", REJECTED)
 def test_unsupported_models_are_rejected(family: str) -> None:
     with pytest.raises(ModelNotSupportedError, match="varlen"):
-        horizon_lm.stream(families.build(family), attn_implementation="varlen", head="whole")
+        horizon_lm.stream(tiny_models.build(family), attn_implementation="varlen", head="whole")
 
 
 def test_generation_with_and_without_padding() -> None:

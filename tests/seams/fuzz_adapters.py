@@ -16,8 +16,8 @@ import peft
 import torch
 
 import horizon_lm
-from tests import families
 from tests.seams.compare import difference
+from tests.support import tiny_models
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -60,7 +60,7 @@ def train(world: World, chosen: random.Random) -> Any:
         return None  # a plain model has no gradients while it is merged
     optimizer, losses = torch.optim.SGD(params, lr=0.05), []
     for _ in range(2):
-        loss = world.model.train()(**families.batch(seed=chosen.randrange(50))).loss
+        loss = world.model.train()(**tiny_models.batch(seed=chosen.randrange(50))).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -69,14 +69,14 @@ def train(world: World, chosen: random.Random) -> Any:
 
 
 def logits(world: World, chosen: random.Random) -> Any:
-    batch, inference = families.batch(seed=chosen.randrange(50)), chosen.random() < 0.4
+    batch, inference = tiny_models.batch(seed=chosen.randrange(50)), chosen.random() < 0.4
     with torch.inference_mode() if inference else torch.no_grad():
         return world.model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.clone()
 
 
 def disabled(world: World, chosen: random.Random) -> Any:
     # Not in inference mode, in which PEFT leaves inference tensors in a plain model that it unmerges.
-    batch = families.batch(seed=chosen.randrange(50))
+    batch = tiny_models.batch(seed=chosen.randrange(50))
     with world.model.disable_adapter(), torch.no_grad():
         return world.model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.clone()
 
@@ -140,7 +140,7 @@ def play(seed: int, length: int = 10) -> str:
     kind, late, tied = chosen.choice(list(KINDS)), chosen.random() < 0.5, chosen.random() < 0.3
     tied = tied and kind not in ("embedding", "saved head")
     head, calls = chosen.choice(("whole", "chunked")), []
-    plain, inside = (families.build("llama", tie_word_embeddings=tied) for _ in range(2))
+    plain, inside = (tiny_models.build("llama", tie_word_embeddings=tied) for _ in range(2))
     options: dict[str, Any] = {"precision": "float32", "head": head, "resident_blocks": chosen.choice((None, 2))}
     worlds = [World(plain, kind)]
     if late:

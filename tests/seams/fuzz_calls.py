@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests import families
 from tests.seams.fuzz_worlds import World
 from tests.seams.rows.weights import EDITS
 from tests.seams.use import copied_weights
+from tests.support import tiny_models
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _call(weight: int, never_rejected: bool = True) -> Callable[[Callable[[World
 
 def _batch(chosen: random.Random) -> dict[str, torch.Tensor]:
     padding = chosen.choice(("right", "left", "none"))
-    return families.batch(chosen.choice((2, 3)), chosen.choice((5, 11)), padding, chosen.randrange(100))
+    return tiny_models.batch(chosen.choice((2, 3)), chosen.choice((5, 11)), padding, chosen.randrange(100))
 
 
 # Parts of a step

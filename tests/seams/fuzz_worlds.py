@@ -10,8 +10,8 @@ from torch import nn
 
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
-from tests import families
 from tests.seams.use import copied_gradients, copied_weights
+from tests.support import tiny_models
 
 
 class World:
@@ -130,8 +130,8 @@ class Setting:
 def open_worlds(setting: Setting) -> tuple[World, World]:
     """Return a streamed and a plain model, each with an optimizer."""
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if setting.family == "gpt2" else {}
-    plain = families.build(setting.family, **rates)
-    streamed = setting.stream(families.build(setting.family, **rates))
+    plain = tiny_models.build(setting.family, **rates)
+    streamed = setting.stream(tiny_models.build(setting.family, **rates))
     settings = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1}  # eps hides gradients of rounding errors
     if setting.ours:
         optimizer: torch.optim.Optimizer = horizon_lm.AdamW(streamed, **settings)

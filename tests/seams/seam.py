@@ -11,9 +11,9 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import HorizonError
-from tests import families
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights, evaluated, gradients
+from tests.support import tiny_models
 
 WORKS, REJECTED, EITHER = "works", "is rejected", "works or is rejected"
 WRONG = "is wrong"
@@ -23,7 +23,7 @@ Body = Callable[..., Any]
 
 def llama() -> Any:
     """Build the default model, for rows that do not depend on the kind of model."""
-    return families.build("llama")
+    return tiny_models.build("llama")
 
 
 @dataclass(frozen=True)

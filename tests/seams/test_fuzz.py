@@ -5,7 +5,7 @@ import pytest
 from tests.seams import fuzz, fuzz_calls
 from tests.seams.fuzz import Call, Play, draw, fails, play, shrink
 from tests.seams.fuzz_worlds import Setting, World
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 SETTING = Setting("llama", "whole", "cpu", resident_blocks=0, resident_graphs=0, micro_batch=None, ours=True)
 

@@ -9,7 +9,7 @@ pytest.importorskip("peft", reason="needs the whole installation")
 
 from tests.seams import fuzz_adapters
 from tests.seams.fuzz_adapters import Divergence, World, play
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

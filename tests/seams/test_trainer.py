@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import horizon_lm
 from horizon_lm.errors import HorizonError
-from tests import families
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights, evaluated
+from tests.support import tiny_models
 
 STEPS, ACCUMULATION = 20, 4
 
 
 def _rows(seed: int, number: int) -> datasets.Dataset:
     """Return rows of tokens, with padding and with a column that no model knows."""
-    batch = families.batch(rows=number, seed=seed)
+    batch = tiny_models.batch(rows=number, seed=seed)
     columns = {name: value.tolist() for name, value in batch.items()}
     return datasets.Dataset.from_dict({**columns, "place": list(range(number))})
 
@@ -55,9 +55,9 @@ def _train(model: Any, folder: Path, **settings: Any) -> list[dict[str, float]]:
 
 
 def test_trainer_with_defaults_trains_a_streamed_model_equally(tmp_path: Path) -> None:
-    plain = families.build("llama")
+    plain = tiny_models.build("llama")
     expected = _train(plain, tmp_path / "plain")
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     got = _train(model, tmp_path / "streamed")
     assert any("eval_loss" in line for line in got)
     assert len([line for line in got if "grad_norm" in line]) == STEPS
@@ -69,9 +69,9 @@ def test_trainer_with_defaults_trains_a_streamed_model_equally(tmp_path: Path) -
 
 def test_trainer_resumes_a_streamed_model_from_its_checkpoint(tmp_path: Path) -> None:
     settings = {"max_steps": 6, "save_steps": 3, "eval_strategy": "no"}
-    model = horizon_lm.stream(families.build("llama"), precision="float32", head="whole")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32", head="whole")
     expected = _train(model, tmp_path, **settings)
-    other = horizon_lm.stream(families.build("llama", seed=3), precision="float32", head="whole")
+    other = horizon_lm.stream(tiny_models.build("llama", seed=3), precision="float32", head="whole")
     trainer = _trainer(other, tmp_path, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -82,10 +82,10 @@ def test_trainer_resumes_a_streamed_model_from_its_checkpoint(tmp_path: Path) ->
 
 def test_trainer_with_our_optimizer(tmp_path: Path) -> None:
     settings = {"max_steps": 6, "lr_scheduler_type": "constant"}
-    plain = families.build("llama")
+    plain = tiny_models.build("llama")
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     expected = _train(plain, tmp_path / "plain", optimizers=(theirs, None), **settings)
-    model = horizon_lm.stream(families.build("llama"), precision="float32", head="whole")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32", head="whole")
     ours = horizon_lm.AdamW(model, lr=1e-3, weight_decay=0.1)
     assert difference(expected, _train(model, tmp_path / "ours", optimizers=(ours, None), **settings), 1e-6) is None
     assert difference(copied_weights(plain), copied_weights(model), 1e-6) is None
@@ -93,8 +93,8 @@ def test_trainer_with_our_optimizer(tmp_path: Path) -> None:
 
 def test_trainer_in_mixed_precision(tmp_path: Path) -> None:
     settings = {"bf16": True, "max_steps": 10}
-    expected = _train(families.build("llama"), tmp_path / "plain", **settings)
-    model = horizon_lm.stream(families.build("llama"), precision="bf16")
+    expected = _train(tiny_models.build("llama"), tmp_path / "plain", **settings)
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="bf16")
     got = _train(model, tmp_path / "streamed", **settings)
     for mine, theirs in zip(got, expected, strict=True):
         assert {k: v for k, v in mine.items() if "loss" in k} == pytest.approx(
@@ -107,11 +107,13 @@ def test_trainer_in_mixed_precision(tmp_path: Path) -> None:
 def test_trainer_in_half_precision_works_or_is_rejected_by_name(tmp_path: Path) -> None:
     settings = {"fp16": True, "max_steps": 4, "eval_strategy": "no"}
     try:
-        expected = _train(families.build("llama"), tmp_path / "plain", **settings)
+        expected = _train(tiny_models.build("llama"), tmp_path / "plain", **settings)
     except ValueError as error:
         pytest.skip(f"transformers does not train in fp16 on this machine: {error}")
     try:
-        got = _train(horizon_lm.stream(families.build("llama"), precision="float32"), tmp_path / "streamed", **settings)
+        got = _train(
+            horizon_lm.stream(tiny_models.build("llama"), precision="float32"), tmp_path / "streamed", **settings
+        )
     except HorizonError as error:
         assert "fp16" in str(error) or "float16" in str(error)  # noqa: PT017  (either is fine)
         return

@@ -1,11 +1,11 @@
-"""Tiny models of types that are missing from tests/families.py."""
+"""Tiny models of types that are missing from tests/support/tiny_models.py."""
 
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests import families
+from tests.support import tiny_models
 
 _BART: dict[str, Any] = {
     "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
@@ -24,7 +24,7 @@ _PROJECTOR = {"out_hidden_size": 32, "projector_hidden_size": 32}
 _TYPES: dict[str, dict[str, Any]] = {
     # decoders of encoder-decoder models, whose loss is not shifted
     **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "mbart", "mvp", "pegasus", "plbart", "trocr"), _BART),
-    "marian": _BART | {"decoder_vocab_size": families.VOCABULARY},
+    "marian": _BART | {"decoder_vocab_size": tiny_models.VOCABULARY},
     "bigbird_pegasus": _BART | {"attention_type": "original_full"},
     "whisper": _BART | {"max_target_positions": 64, "max_source_positions": 32, "num_mel_bins": 8},
     # types with layers between blocks and head
@@ -57,12 +57,12 @@ UNSHIFTED = (
 
 def tiny(model_type: str, seed: int = 0, **overrides: Any) -> Any:
     """Return a small causal language model of a type, with weights large enough for visible gradients everywhere."""
-    if model_type in families.FAMILIES:
-        return families.build(model_type, seed, **overrides)
-    settings = families._COMMON | {"num_hidden_layers": 2} | _TYPES[model_type] | overrides
+    if model_type in tiny_models.FAMILIES:
+        return tiny_models.build(model_type, seed, **overrides)
+    settings = tiny_models._COMMON | {"num_hidden_layers": 2} | _TYPES[model_type] | overrides
     auto_class = AutoModelForCausalLM
     if "text_config" in settings:
-        text = families._COMMON | {"num_hidden_layers": 2} | settings["text_config"]
+        text = tiny_models._COMMON | {"num_hidden_layers": 2} | settings["text_config"]
         settings = _TYPES[model_type] | overrides | {"text_config": text, "vision_config": _VISION}
         auto_class = AutoModelForImageTextToText
     attention = settings.pop("attn_implementation", None)

@@ -7,7 +7,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.engine.opening.streamed_model import StreamedModel
-from tests import families
+from tests.support import tiny_models
 
 
 def is_streamed(model: Any) -> bool:
@@ -17,7 +17,7 @@ def is_streamed(model: Any) -> bool:
 
 def loss(model: Any, **arguments: Any) -> torch.Tensor:
     """Return the loss of the usual batch."""
-    return model(**(families.batch() | arguments)).loss
+    return model(**(tiny_models.batch() | arguments)).loss
 
 
 def evaluated(model: Any, **arguments: Any) -> float:
@@ -52,7 +52,7 @@ def train(model: Any, optimizer: Any, steps: int = 3, **arguments: Any) -> list[
     """Run training steps, each on a different batch, and return the losses."""
     losses = []
     for step in range(steps):
-        value = model(**(families.batch(seed=step) | arguments)).loss
+        value = model(**(tiny_models.batch(seed=step) | arguments)).loss
         value.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,1 +1,1 @@
-"""Helpers that tests of several folders share."""
+"""Helpers that tests of several folders share: tiny models, devices of their own, disks that fail, and checks."""

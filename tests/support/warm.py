@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 import horizon_lm
-from tests import families
 from tests.e2e import tiny
-from tests.support import remembered
+from tests.support import remembered, tiny_models
 
 torch.set_num_threads(1)
 remembered.remember_for_good()
@@ -35,9 +34,9 @@ def _train_a_run(moments: str) -> None:
 
 
 def _compile(precision: str, moments: str) -> None:
-    model = horizon_lm.stream(families.build("llama"), device="cpu", precision=precision)
+    model = horizon_lm.stream(tiny_models.build("llama"), device="cpu", precision=precision)
     optimizer = horizon_lm.AdamW(model, moments=moments)
-    model(**families.batch(), use_cache=False).loss.backward()
+    model(**tiny_models.batch(), use_cache=False).loss.backward()
     optimizer.step()
 
 

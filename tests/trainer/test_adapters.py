@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import horizon_lm
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations import references
-from tests import families
 from tests.e2e import tiny
 from tests.numerics.test_lockstep import losses_together
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 from tests.trainer import rows
 from tests.trainer.test_held_batches import Loads, history
 from tests.trainer.test_trainer_checkpoints import StopAt, masters
@@ -288,7 +288,7 @@ def test_the_plan_counts_the_bytes_of_a_step(tmp_path: Path, precision: str, lat
     assert planned.fits
     assert planned.step.outline.base_is_frozen
     optimizer = horizon_lm.AdamW(model)
-    losses_together(model, [families.batch(rows=2, length=16)] * 2)
+    losses_together(model, [tiny_models.batch(rows=2, length=16)] * 2)
     optimizer.step()
     measured = horizon_lm.stats(model)["host_bytes_by_kind"]
     counted = {item.name: item.num_bytes for item in planned.host.items}

@@ -17,10 +17,10 @@ from horizon_lm.engine.passes import lockstep
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.plain_state import from_plain, to_plain
 from horizon_lm.integrations.trainer_rows import longest_row
-from tests import families
 from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
+from tests.support import tiny_models
 from tests.trainer.rows import of_kind
 from tests.trainer.test_held_batches import history, rows, train
 from tests.trainer.test_trainer_cases import assert_equal, models
@@ -42,8 +42,8 @@ class Twice(Trainer):
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_two_forward_passes_in_a_loss(tmp_path: Path, accumulation: int) -> None:
     plain, streamed = (
-        families.build("llama"),
-        horizon_lm.stream(families.build("llama"), precision="float32", head="whole"),
+        tiny_models.build("llama"),
+        horizon_lm.stream(tiny_models.build("llama"), precision="float32", head="whole"),
     )
     settings = {"gradient_accumulation_steps": accumulation, "max_steps": 3}
     expected = train(Twice, plain, tmp_path / "plain", **settings)
@@ -75,7 +75,7 @@ def test_a_subclass_of_the_streamed_trainer(tmp_path: Path) -> None:
         "below": horizon_lm.trainer(Weighted),
         "above": type("Above", (horizon_lm.trainer(Trainer),), {"compute_loss": _weighted}),
     }.items():
-        model = families.build("llama")
+        model = tiny_models.build("llama")
         model = model if name == "plain" else horizon_lm.stream(model, precision="float32")
         found[name] = history(train(cls, model, tmp_path / name, max_steps=3, eval_strategy="no"))
     assert difference(found["plain"], found["below"], 1e-5) is None
@@ -169,7 +169,7 @@ def test_resuming_reads_the_same_rows(tmp_path: Path, settings: dict[str, Any]) 
     losses = []
     for resume in (None, str(tmp_path / "run" / "checkpoint-2")):
         seen, started = {}, False
-        model = horizon_lm.stream(families.build("llama"), precision="float32")
+        model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
         trainer = train(Watching, model, tmp_path / "run", resume=resume, **(BETWEEN | settings))
         losses.append({line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line})
     assert losses[0] == losses[1]
@@ -271,7 +271,7 @@ def trl_trainer(name: str, model: Any, folder: Path, data: Any = None, **setting
 def pair(folder: Path, family: str = "llama", **config: Any) -> tuple[Any, Any]:
     """Return a plain model for the tiny tokenizer, and the same one streamed."""
     sizes = {"vocab_size": len(tiny.build_tokenizer()), "max_position_embeddings": 256, "pad_token_id": 1} | config
-    families.build(family, bos_token_id=0, eos_token_id=1, **sizes).save_pretrained(folder / "model")
+    tiny_models.build(family, bos_token_id=0, eos_token_id=1, **sizes).save_pretrained(folder / "model")
     plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     return plain, horizon_lm.from_pretrained(folder / "model", "cpu", "float32")
 

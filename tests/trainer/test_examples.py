@@ -17,7 +17,7 @@ import horizon_lm
 from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 from tests.trainer import rows
 from tests.trainer.test_held_batches import history
 

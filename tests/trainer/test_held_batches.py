@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import horizon_lm
 from horizon_lm.integrations.held_batches import HeldBatches
-from tests import families
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
+from tests.support import tiny_models
 
 STEPS, ACCUMULATION = 7, 4  # 26 rows in batches of two: the last step of an epoch has one batch
 
@@ -25,7 +25,7 @@ class HeldTrainer(HeldBatches, Trainer):
 
 
 def rows(number: int = 26) -> datasets.Dataset:
-    batch = families.batch(rows=number, seed=1)
+    batch = tiny_models.batch(rows=number, seed=1)
     return datasets.Dataset.from_dict({name: value.tolist() for name, value in batch.items()})
 
 
@@ -55,9 +55,9 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"label_smoothing_factor": 0.1}], ids=str)
 def test_equal_to_the_plain_trainer(tmp_path: Path, settings: dict[str, Any]) -> None:
-    plain = families.build("llama")
+    plain = tiny_models.build("llama")
     expected = train(Trainer, plain, tmp_path / "plain", **settings)
-    model = horizon_lm.stream(families.build("llama"), precision="float32", head="whole")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32", head="whole")
     got = train(HeldTrainer, model, tmp_path / "streamed", **settings)
     assert len(history(got)) > STEPS
     assert difference(history(expected), history(got), 1e-5) is None
@@ -86,7 +86,7 @@ class Loads(TrainerCallback):
 def test_each_block_is_loaded_twice_a_step(tmp_path: Path) -> None:
     counts = {}
     for cls in (Trainer, HeldTrainer):
-        model = horizon_lm.stream(families.build("llama", num_hidden_layers=6), precision="float32")
+        model = horizon_lm.stream(tiny_models.build("llama", num_hidden_layers=6), precision="float32")
         train(cls, model, tmp_path / cls.__name__, callbacks=[loads := Loads(model)], eval_strategy="no")
         counts[cls] = loads.counts
     assert max(counts[HeldTrainer]) <= 2
@@ -96,7 +96,7 @@ def test_each_block_is_loaded_twice_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("head", ["chunked", "whole"])
 def test_label_smoothing_costs_no_further_load(tmp_path: Path, head: str) -> None:
     """Its loss reads all logits, whatever the head."""
-    model = horizon_lm.stream(families.build("llama", num_hidden_layers=6), precision="float32", head=head)
+    model = horizon_lm.stream(tiny_models.build("llama", num_hidden_layers=6), precision="float32", head=head)
     settings = {"label_smoothing_factor": 0.1, "eval_strategy": "no"}
     train(HeldTrainer, model, tmp_path, callbacks=[loads := Loads(model)], **settings)
     assert set(loads.counts) == {2}
@@ -113,7 +113,7 @@ def test_a_failing_batch_ends_the_step_and_not_the_trainer(tmp_path: Path) -> No
             return super().compute_loss(*args, **kwargs)
 
     cls = type("Failing", (HeldBatches, Base), {})
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     with pytest.raises(ValueError, match="cannot be used"):
         train(cls, model, tmp_path / "failing", eval_strategy="no")
     train(HeldTrainer, model, tmp_path / "again", eval_strategy="no")

@@ -24,10 +24,10 @@ from transformers import (
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, NonFiniteError
-from tests import families
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 from tests.trainer.test_held_batches import STEPS, history, rows, train
 
 Settings = dict[str, Any]
@@ -35,7 +35,7 @@ Settings = dict[str, Any]
 
 def model_of(streamed: bool, trial: Any = None) -> Any:
     """Return a new model."""
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     return horizon_lm.stream(model, precision="float32") if streamed else model
 
 
@@ -101,7 +101,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
             2 * torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
         )
 
-    plain, streamed = families.build("llama"), families.build("llama")
+    plain, streamed = tiny_models.build("llama"), tiny_models.build("llama")
     streamed = horizon_lm.stream(streamed, precision="float32", head="whole")
     expected = train(Trainer, plain, tmp_path / "plain", compute_loss_func=doubled, eval_strategy="no")
     seen, counted[:] = list(counted), []

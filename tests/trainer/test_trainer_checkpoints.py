@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import horizon_lm
 from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError
-from tests import families
 from tests.seams.compare import difference
+from tests.support import tiny_models
 from tests.trainer.test_held_batches import history, train
 
 CLS = horizon_lm.trainer(Trainer)
@@ -31,7 +31,7 @@ def masters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def build(precision: str = "float32", **config: Any) -> Any:
-    return horizon_lm.stream(families.build("llama", **config), precision=precision)
+    return horizon_lm.stream(tiny_models.build("llama", **config), precision=precision)
 
 
 class StopAt(TrainerCallback):

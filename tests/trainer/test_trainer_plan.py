@@ -16,11 +16,11 @@ from horizon_lm.planning.memory import slab_elements
 from horizon_lm.planning.request import Limit
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.quantities import format_seconds
-from tests import families
 from tests.numerics.test_lockstep import losses_together
-from tests.outlines import machine
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
+from tests.support import tiny_models
+from tests.support.handmade_outlines import machine
 from tests.trainer.test_held_batches import rows
 
 LENGTH = 16
@@ -36,13 +36,13 @@ def arguments(tmp_path: Path, cls: Any = TrainingArguments, **settings: Any) -> 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit"])
 def test_host_bytes_are_those_of_a_step(tmp_path: Path, precision: str, optim: str) -> None:
     model = horizon_lm.stream(
-        families.build("llama"), precision=precision, activation_checkpoints="host", device_micro_batch_size=3
+        tiny_models.build("llama"), precision=precision, activation_checkpoints="host", device_micro_batch_size=3
     )
     planned = horizon_lm.plan(model, arguments(tmp_path, optim=optim), length=LENGTH)
     assert planned.fits
     moments = "8bit" if "8bit" in optim else "float32"
     optimizer = horizon_lm.AdamW(model, moments=moments)
-    losses_together(model, [families.batch(rows=3, length=LENGTH)] * 4)
+    losses_together(model, [tiny_models.batch(rows=3, length=LENGTH)] * 4)
     optimizer.step()
     measured = horizon_lm.stats(model)["host_bytes_by_kind"]
     names = {item.name: item.num_bytes for item in planned.host.items}
@@ -54,12 +54,12 @@ def test_host_bytes_are_those_of_a_step(tmp_path: Path, precision: str, optim: s
 def test_too_little_memory_is_rejected_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     weights = copied_weights(model)
     trainer = horizon_lm.trainer(Trainer)(model, arguments(tmp_path), train_dataset=rows())
     trainer.train()
     assert "plan: host memory: " in capsys.readouterr().out
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     trainer = horizon_lm.trainer(Trainer)(model, arguments(tmp_path), train_dataset=rows())
     limits = [Limit("a small machine", 2**20)]
     monkeypatch.setattr(trainer_plan, "this_machine", lambda run: replace(this_machine(run), host_limits=limits))
@@ -71,7 +71,7 @@ def test_too_little_memory_is_rejected_before_the_first_step(
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
 def test_lengths_come_from_the_arguments(tmp_path: Path) -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     with pytest.raises(ConfigError, match="length="):
         horizon_lm.plan(model, arguments(tmp_path))
     sft = horizon_lm.plan(model, arguments(tmp_path, SFTConfig, max_length=32))
@@ -79,7 +79,7 @@ def test_lengths_come_from_the_arguments(tmp_path: Path) -> None:
     assert (sft.request.rows, dpo.request.rows) == (12, 24)
     assert sft.step.outline.length == 32
     with pytest.raises(StreamingError, match="streamed"):
-        horizon_lm.plan(families.build("llama"), arguments(tmp_path), length=8)
+        horizon_lm.plan(tiny_models.build("llama"), arguments(tmp_path), length=8)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
@@ -96,7 +96,7 @@ def test_the_plan_says_what_generating_costs(
     tmp_path: Path, settings: dict[str, Any], beginning: str, passes: int
 ) -> None:
     """One forward pass for each token, and each loads all weights over the link."""
-    model = horizon_lm.stream(families.build("llama"), precision="float32")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
     weights = 4 * slab_elements([param.numel() for param in model.parameters()])
     args = arguments(tmp_path, GRPOConfig, max_completion_length=40, num_generations=3, **settings)
     plan = horizon_lm.plan(model, args, length=LENGTH)
@@ -112,7 +112,7 @@ def test_the_plan_says_what_generating_costs(
 
 @pytest.mark.parametrize("settings", [{"save_only_model": True}, {}], ids=str)
 def test_disk_of_checkpoints(tmp_path: Path, settings: dict[str, Any]) -> None:
-    model = horizon_lm.stream(families.build("llama"), precision="fp32_master")
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master")
     args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, learning_rate=1e-3, **settings)
     trainer = horizon_lm.trainer(Trainer)(model, args, train_dataset=rows())
     planned = horizon_lm.plan(model, args, length=16)

@@ -8,7 +8,7 @@ import pytest
 import horizon_lm
 from tests.e2e import tiny
 from tests.seams.compare import difference
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 from tests.trainer.test_held_batches import history
 from tests.trainer.test_trainer_checkpoints import StopAt, masters
 from tests.trainer.test_trainers import TRAINERS, make

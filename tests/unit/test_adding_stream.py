@@ -5,7 +5,7 @@ import torch
 
 from horizon_lm.device import cuda_link
 from horizon_lm.device.cuda_link import CudaLink
-from tests.queued_streams import Order, Streams, beside_first, lose_waits, own_first, replace_cuda, shuffled
+from tests.support.queued_streams import Order, Streams, beside_first, lose_waits, own_first, replace_cuda, shuffled
 
 PIECE, PIECES = 32, 6
 

@@ -8,8 +8,8 @@ import torch
 import horizon_lm
 from horizon_lm.errors import DoesNotFitError
 from horizon_lm.planning.memory import BufferSettings, device_buffers
-from tests import families
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_planned_capacity_equals_allocated_bytes(
     family: str, precision: str, head: str, boundaries: str, micro_batch_size: int | None, resident_blocks: int,
     resident_graphs: int,
 ) -> None:  # fmt: skip
-    model = families.build(family)
+    model = tiny_models.build(family)
     settings = {
         "precision": precision,
         "head": head,
@@ -37,7 +37,7 @@ def test_planned_capacity_equals_allocated_bytes(
         "resident_graphs": resident_graphs,
     }
     num_blocks = model.config.num_hidden_layers
-    inputs = families.batch(rows=2, length=8)
+    inputs = tiny_models.batch(rows=2, length=8)
     inputs["input_ids"] = torch.arange(16).view(2, 8) + 3  # all tokens differ, which is the worst case for the table
     streamed = horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, **settings)
     streamed(**inputs).loss.backward()
@@ -57,11 +57,11 @@ def test_planned_capacity_equals_allocated_bytes(
     assert horizon_lm.stats(streamed)["device_bytes_peak"] == needed
 
     enforced = horizon_lm.stream(
-        families.build(family), device_memory=needed, device_micro_batch_size=micro_batch_size, **settings
+        tiny_models.build(family), device_memory=needed, device_micro_batch_size=micro_batch_size, **settings
     )
     enforced(**inputs).loss.backward()
     too_small = horizon_lm.stream(
-        families.build(family), device_memory=needed - 1, device_micro_batch_size=micro_batch_size, **settings
+        tiny_models.build(family), device_memory=needed - 1, device_micro_batch_size=micro_batch_size, **settings
     )
     with pytest.raises(DoesNotFitError, match="do not fit into the device capacity"):
         too_small(**inputs).loss.backward()

@@ -11,7 +11,7 @@ from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError
-from tests.packed import CASES, DTYPES, drawn, packed, packed_case
+from tests.support.quantized_tensors import CASES, DTYPES, drawn, packed, packed_case
 
 
 @pytest.mark.parametrize("name", CASES)

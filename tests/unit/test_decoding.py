@@ -10,8 +10,8 @@ import torch
 
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.kernels import decoding
-from tests.packed import CASES, packed_case
-from tests.thinning import thinned
+from tests.support.quantized_tensors import CASES, packed_case
+from tests.support.thinned_cases import thinned
 
 KERNELS = "horizon_lm.kernels.decoding_kernels"
 RUNS = [(name, torch.bfloat16) for name in CASES] + [

@@ -9,7 +9,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.device import cuda_link
 from horizon_lm.device.cuda_link import CudaLink
-from tests.queued_streams import Order, Streams, beside_first, lose_waits, own_first, replace_cuda, shuffled
+from tests.support.queued_streams import Order, Streams, beside_first, lose_waits, own_first, replace_cuda, shuffled
 
 SHAPE = torch.Size((6, 64, 32))  # six matrices, one a part
 PART = Mxfp4().num_bytes((1, *SHAPE[1:]))

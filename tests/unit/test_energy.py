@@ -17,7 +17,7 @@ from horizon_lm.planning.request import Machine as PlannedMachine
 from horizon_lm.planning.request import Request
 from horizon_lm.training.metrics import Metrics, StepResult
 from horizon_lm.training.ranks import Ranks
-from tests import outlines
+from tests.support import handmade_outlines
 
 RANGE = 262_143_328_850  # microjoules, of a Xeon
 
@@ -176,7 +176,9 @@ def test_energy_of_all_ranks() -> None:
 
 def plan(**changes: Any) -> Plan:
     request = Request(per_device_train_batch_size=16, tokens_per_step=40_000, activation_checkpoints=28)
-    return make_plan(outlines.dense(), request, PlannedMachine("by hand", False, outlines.machine(**changes)))
+    return make_plan(
+        handmade_outlines.dense(), request, PlannedMachine("by hand", False, handmade_outlines.machine(**changes))
+    )
 
 
 def test_planned_energy_and_cost() -> None:

@@ -7,8 +7,8 @@ import weakref
 import pytest
 
 import horizon_lm
-from tests import families
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 USES = ("forward only", "evaluated", "trained", "failed")
 
@@ -17,9 +17,9 @@ def test_store_is_freed_without_the_garbage_collector() -> None:
     """Hundreds of gigabytes do not wait for a collection."""
     gc.disable()
     try:
-        model = horizon_lm.stream(families.build("llama"), device_micro_batch_size=1)
+        model = horizon_lm.stream(tiny_models.build("llama"), device_micro_batch_size=1)
         optimizer = horizon_lm.AdamW(model)
-        model(**families.batch()).loss.backward()
+        model(**tiny_models.batch()).loss.backward()
         optimizer.step()
         horizon_lm.synchronize(model)
         store = weakref.ref(model._horizon.engine.store)
@@ -34,13 +34,13 @@ def test_store_is_freed_without_the_garbage_collector() -> None:
     thinned(itertools.product(("llama", "mixtral", "gpt2"), ("chunked", "whole"), (None, 1), USES)),
 )
 def test_store_is_freed(family: str, head: str, micro_batch_size: int | None, used: str) -> None:
-    model = horizon_lm.stream(families.build(family), head=head, device_micro_batch_size=micro_batch_size)
+    model = horizon_lm.stream(tiny_models.build(family), head=head, device_micro_batch_size=micro_batch_size)
     optimizer = None
     if used == "evaluated":
         model.eval()
-        model.generate(families.batch()["input_ids"], max_new_tokens=2, do_sample=False, pad_token_id=0)
+        model.generate(tiny_models.batch()["input_ids"], max_new_tokens=2, do_sample=False, pad_token_id=0)
     else:
-        output = model(**families.batch())
+        output = model(**tiny_models.batch())
         if used == "trained":
             optimizer = horizon_lm.AdamW(model)
             output.loss.backward()

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGING = """

@@ -15,7 +15,7 @@ from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.step_time import staged, step_time
 from horizon_lm.preflight.this_machine import _ADDRESS_BYTES, _host_limits
 from horizon_lm.resources import MemoryLimit
-from tests.outlines import dense, machine
+from tests.support.handmade_outlines import dense, machine
 
 GIB = 2**30
 FREE = MemoryLimit("MemAvailable", 20 * GIB, is_estimate=True)

@@ -18,7 +18,7 @@ from horizon_lm.kernels.updates import Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.update_tasks import step_scalars
 from horizon_lm.store.arena import as_array
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 WEIGHTS, MOMENTS, GRADS = ("float32", "bf16", "fp32_master"), ("float32", "bfloat16", "8bit"), ("float32", "bfloat16")
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}

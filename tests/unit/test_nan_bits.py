@@ -14,7 +14,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.kernels.bits import kernel, nearest, stochastic
 from horizon_lm.kernels.formats import _read_split, _write_split
 from horizon_lm.store.precision import join_master, split_master
-from tests import families
+from tests.support import tiny_models
 
 NANS = (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FFF8000, 0xFFFF7FFF, 0x7FC00000, 0xFFC00000)
 INFINITIES = (0x7F800000, 0xFF800000)
@@ -77,7 +77,7 @@ def by_streaming(values: np.ndarray) -> list[np.ndarray]:
     """Return the weights seen by the forward pass of a model in memory, and the exported weights."""
     found = []
     for precision in ("fp32_master", "bf16", "float32"):
-        plain = families.build("llama")
+        plain = tiny_models.build("llama")
         plain.model.layers[1].mlp.up_proj.weight.data[0, : len(values)] = torch.from_numpy(values.copy())
         model = horizon_lm.stream(plain, precision=precision)
         weight = model.model.layers[1].mlp.up_proj.weight
@@ -142,7 +142,7 @@ def spoil(folder: Path, values: dict[str, float], dtype: torch.dtype = torch.flo
 def test_a_checkpoint_with_non_finite_weights_is_rejected(
     family: str, name: str, value: float, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    families.build(family).save_pretrained(tmp_path)
+    tiny_models.build(family).save_pretrained(tmp_path)
     spoil(tmp_path, {name: value}, dtype)
     with pytest.raises(ConfigError, match=f"{name}.* 2 .*model.safetensors") as raised:
         horizon_lm.from_pretrained(tmp_path)
@@ -151,7 +151,7 @@ def test_a_checkpoint_with_non_finite_weights_is_rejected(
 
 def test_a_checkpoint_with_finite_weights_is_loaded(tmp_path: Path) -> None:
     """The largest and smallest numbers are finite."""
-    families.build("llama").save_pretrained(tmp_path)
+    tiny_models.build("llama").save_pretrained(tmp_path)
     spoil(tmp_path, {"model.embed_tokens.weight": 3e38})
     model = horizon_lm.from_pretrained(tmp_path)
     assert model.get_input_embeddings().weight.data.float().abs().max() > 2.9e38

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 import horizon_lm
 from horizon_lm.errors import ModelNotSupportedError, UnprovenModelWarning
 from horizon_lm.model import proven
-from tests import families
+from tests.support import tiny_models
 
 
 class OwnLlama(LlamaForCausalLM):
@@ -24,7 +24,7 @@ def table(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
 
 def own() -> Any:
-    return OwnLlama(families.build("llama").config)
+    return OwnLlama(tiny_models.build("llama").config)
 
 
 def test_a_derived_class_is_rejected_by_name() -> None:
@@ -37,13 +37,13 @@ def test_a_derived_class_is_rejected_by_name() -> None:
 def test_unproven_models_may_be_streamed_with_a_warning() -> None:
     with pytest.warns(UnprovenModelWarning, match="OwnLlama changes"):
         model = horizon_lm.stream(own(), allow_unproven_model=True)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
 
 
 def test_a_type_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table(monkeypatch, lambda types: types.pop("llama"))
     with pytest.raises(ModelNotSupportedError, match=r"LlamaForCausalLM of type 'llama' is not in the table"):
-        horizon_lm.stream(families.build("llama"))
+        horizon_lm.stream(tiny_models.build("llama"))
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_a_feature_that_is_not_in_the_table(
 ) -> None:
     table(monkeypatch, lambda types: types["llama"]["features"].remove(feature))
     with pytest.raises(ModelNotSupportedError, match="LlamaForCausalLM was not proven with"):
-        horizon_lm.stream(families.build("llama"), **options)
+        horizon_lm.stream(tiny_models.build("llama"), **options)

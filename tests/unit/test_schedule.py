@@ -10,8 +10,8 @@ from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, Op, Pass, Stream
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
 from horizon_lm.units import EMBED, HEAD, OUTER, block
-from tests.schedule_proofs import Passes, check, each_wait, sequences, superfluous_waits, without_wait
-from tests.thinning import thinned
+from tests.support.schedule_proofs import Passes, check, each_wait, sequences, superfluous_waits, without_wait
+from tests.support.thinned_cases import thinned
 
 
 def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:

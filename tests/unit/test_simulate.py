@@ -11,7 +11,7 @@ from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Op, Pass, ScheduleError, Stream, Wait, uses
 from horizon_lm.schedule.simulate import Cost, Rates, Timeline, simulate, step_seconds
 from horizon_lm.units import EMBED, HEAD, OUTER, block
-from tests.thinning import thinned
+from tests.support.thinned_cases import thinned
 
 RATES = Rates(link_in=10.0, link_out=5.0, host=20.0)
 

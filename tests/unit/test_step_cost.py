@@ -18,7 +18,7 @@ from horizon_lm.planning.step_time import save_time, step_time
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
 from horizon_lm.units import EMBED, HEAD, block
-from tests.outlines import BLOCK, HIDDEN, TABLE, dense, machine
+from tests.support.handmade_outlines import BLOCK, HIDDEN, TABLE, dense, machine
 
 PARAMETERS = 28 * BLOCK + 2 * TABLE + HIDDEN
 

@@ -19,9 +19,9 @@ from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.store.arena import Arena
 from horizon_lm.store.precision import join_master, split_master
 from horizon_lm.store.unit_slabs import SlabLayout
-from tests import families
-from tests.storages import StorageMeter
-from tests.thinning import thinned
+from tests.support import tiny_models
+from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=200))
@@ -62,9 +62,9 @@ def test_layout_views_do_not_overlap() -> None:
     assert layout.restrict(["c", "a"]).numel == 2 * SLAB_ALIGNMENT
 
 
-@pytest.mark.parametrize(("family", "precision"), thinned(product(families.FAMILIES, ("float32", "fp32_master"))))
+@pytest.mark.parametrize(("family", "precision"), thinned(product(tiny_models.FAMILIES, ("float32", "fp32_master"))))
 def test_folder_round_trip(family: str, precision: str, tmp_path: Path) -> None:
-    reference = families.build(family)
+    reference = tiny_models.build(family)
     reference.save_pretrained(tmp_path / "in")
     model = horizon_lm.from_pretrained(tmp_path / "in", precision=precision)
     model.save_pretrained(tmp_path / "out", max_shard_size=30_000)
@@ -92,7 +92,7 @@ def _json(path: Path) -> Any:
 
 
 def test_export_dtype(tmp_path: Path) -> None:
-    reference = families.build("llama").to(torch.bfloat16)
+    reference = tiny_models.build("llama").to(torch.bfloat16)
     model = horizon_lm.stream(copy.deepcopy(reference))
     model.save_pretrained(tmp_path / "same")
     assert {d for _, d in _tensors(tmp_path / "same").values()} == {"BF16"}
@@ -103,14 +103,14 @@ def test_export_dtype(tmp_path: Path) -> None:
 
 
 def test_saving_again_removes_stale_shards(tmp_path: Path) -> None:
-    model = horizon_lm.stream(families.build("llama"))
+    model = horizon_lm.stream(tiny_models.build("llama"))
     model.save_pretrained(tmp_path, max_shard_size=30_000)
     model.save_pretrained(tmp_path)
     assert [p.name for p in tmp_path.glob("model*")] == ["model.safetensors"]
 
 
 def test_streaming_keeps_parameter_objects(tmp_path: Path) -> None:
-    model = families.build("llama", tie_word_embeddings=True)
+    model = tiny_models.build("llama", tie_word_embeddings=True)
     before = dict(model.named_parameters())
     streamed = horizon_lm.stream(model)
     assert streamed is model
@@ -120,7 +120,7 @@ def test_streaming_keeps_parameter_objects(tmp_path: Path) -> None:
 
 
 def test_random_weights_are_drawn_unit_by_unit() -> None:
-    config = families.build("llama", num_hidden_layers=8).config
+    config = tiny_models.build("llama", num_hidden_layers=8).config
     torch.manual_seed(0)
     with StorageMeter() as meter:
         model = horizon_lm.from_config(config, precision="fp32_master")
@@ -132,7 +132,7 @@ def test_random_weights_are_drawn_unit_by_unit() -> None:
     weight = model.get_parameter("model.layers.1.mlp.up_proj.weight").float()
     assert abs(weight.std().item() - config.initializer_range) < 0.3 * config.initializer_range
     assert (model.get_parameter("model.norm.weight") == 1).all()
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_random_weights_are_drawn_unit_by_unit() -> None:
     ids=["no weights", "no config", "broken config", "other width", "other depth"],
 )
 def test_broken_folders(break_it: Any, message: str, tmp_path: Path) -> None:
-    families.build("llama").save_pretrained(tmp_path)
+    tiny_models.build("llama").save_pretrained(tmp_path)
     break_it(tmp_path)
     with pytest.raises(ConfigError, match=message):
         horizon_lm.from_pretrained(tmp_path)

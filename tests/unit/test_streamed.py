@@ -13,18 +13,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
-from tests import families
+from tests.support import tiny_models
 
 
 def streamed(**options: Any) -> Any:
-    return horizon_lm.stream(families.build("llama"), precision="float32", **options)
+    return horizon_lm.stream(tiny_models.build("llama"), precision="float32", **options)
 
 
 def test_gradient_checkpointing_warns_and_has_no_effect() -> None:
     model = streamed()
     with pytest.warns(UserWarning, match="recomputes every block"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     assert horizon_lm.stats(model)["block_forward_rows"] == 2 * 3 * 3
 
 
@@ -58,33 +58,33 @@ def test_multiplying_by_the_heads_weight_is_rejected() -> None:
 
 
 def test_generation_uses_the_cache_and_equals_hugging_face() -> None:
-    reference = families.build("llama").eval()
+    reference = tiny_models.build("llama").eval()
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32").eval()
-    ids = families.batch(rows=2)["input_ids"]
+    ids = tiny_models.batch(rows=2)["input_ids"]
     expected = reference.generate(ids, max_new_tokens=8, do_sample=False)
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
 
 
 def test_without_labels_both_heads_return_logits() -> None:
-    inputs = {k: v for k, v in families.batch().items() if k != "labels"}
-    expected = families.build("llama")(**inputs, use_cache=False).logits
+    inputs = {k: v for k, v in tiny_models.batch().items() if k != "labels"}
+    expected = tiny_models.build("llama")(**inputs, use_cache=False).logits
     for head in ("whole", "chunked"):
         assert torch.equal(streamed(head=head)(**inputs).logits, expected)
 
 
 def test_a_cache_in_training_is_rejected() -> None:
     with pytest.raises(StreamingError, match="use_cache"):
-        streamed()(**families.batch(), use_cache=True)
+        streamed()(**tiny_models.batch(), use_cache=True)
 
 
 def test_return_dict_false_returns_tuples() -> None:
-    loss, *_ = streamed()(**families.batch(), return_dict=False)
+    loss, *_ = streamed()(**tiny_models.batch(), return_dict=False)
     assert loss.ndim == 0
 
 
 def test_num_items_in_batch_and_all_labels_masked() -> None:
-    reference, model = families.build("llama"), streamed()
-    inputs = families.batch()
+    reference, model = tiny_models.build("llama"), streamed()
+    inputs = tiny_models.batch()
     for num_items in (7, torch.tensor(7)):
         expected = reference(**inputs, num_items_in_batch=num_items).loss
         torch.testing.assert_close(model(**inputs, num_items_in_batch=num_items).loss, expected)
@@ -98,7 +98,7 @@ def test_num_items_in_batch_and_all_labels_masked() -> None:
 
 def test_zero_grad_in_any_form() -> None:
     model = streamed()
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     first = model.lm_head.weight.grad.clone()
     for forget in (
         model.zero_grad,
@@ -107,25 +107,25 @@ def test_zero_grad_in_any_form() -> None:
         horizon_lm.AdamW(model).zero_grad,
     ):
         forget()
-        model(**families.batch()).loss.backward()
+        model(**tiny_models.batch()).loss.backward()
         torch.testing.assert_close(model.lm_head.weight.grad, first)
 
 
 def test_a_replaced_gradient_is_rejected() -> None:
     model = streamed()
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
     with pytest.raises(StreamingError, match="replaced"):
-        model(**families.batch()).loss.backward()
+        model(**tiny_models.batch()).loss.backward()
 
 
 def test_unfreezing_too_late_is_rejected() -> None:
     model = streamed()
     model.lm_head.weight.requires_grad_(False)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     model.lm_head.weight.requires_grad_()
     with pytest.raises(StreamingError, match="frozen when training began"):
-        model(**families.batch())
+        model(**tiny_models.batch())
 
 
 def test_calling_a_unit_outside_of_the_model_is_rejected() -> None:
@@ -145,7 +145,7 @@ def test_calling_a_unit_outside_of_the_model_is_rejected() -> None:
 
 def test_a_dropped_model_is_freed() -> None:
     model = streamed()
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     slab = weakref.ref(model._horizon.engine.store.units["block0"].weights.untyped_storage())
     engine = weakref.ref(model._horizon.engine)
     del model
@@ -166,7 +166,7 @@ def test_models_that_share_state_between_layers_are_rejected() -> None:
 
 
 def test_blocks_that_write_buffers_are_rejected() -> None:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     for layer in model.model.layers:
         layer.register_buffer("calls", torch.zeros(()))
     cls = type(model.model.layers[0])
@@ -179,11 +179,11 @@ def test_blocks_that_write_buffers_are_rejected() -> None:
     for layer in model.model.layers:
         layer.__class__ = Counting
     with pytest.raises(ModelNotSupportedError, match="writes the buffer 'calls'"):
-        horizon_lm.stream(model)(**families.batch())
+        horizon_lm.stream(model)(**tiny_models.batch())
 
 
 def test_a_rejected_model_is_left_unchanged() -> None:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     model.model.embed_tokens.sparse = True
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     with pytest.raises(ModelNotSupportedError, match="sparse gradients"):
@@ -192,7 +192,7 @@ def test_a_rejected_model_is_left_unchanged() -> None:
 
 
 def test_quantized_weights_are_rejected() -> None:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     model.lm_head.weight = nn.Parameter(torch.zeros(97, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelNotSupportedError, match="quantized"):
         horizon_lm.stream(model)
@@ -206,14 +206,14 @@ def test_a_copy_is_rejected() -> None:
 def test_a_fault_in_an_evaluation_keeps_the_gradients() -> None:
     model = streamed()
     optimizer = horizon_lm.AdamW(model)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     with torch.no_grad(), pytest.raises(IndexError):
         model(input_ids=torch.tensor([[10**6]]))
     optimizer.step()
 
 
 def test_other_ties_and_other_models_are_rejected() -> None:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ModelNotSupportedError, match="one parameter"):
         horizon_lm.stream(model)
@@ -234,7 +234,7 @@ def test_other_ties_and_other_models_are_rejected() -> None:
 )
 def test_invalid_settings_name_the_choices(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        horizon_lm.stream(families.build("llama"), **options)
+        horizon_lm.stream(tiny_models.build("llama"), **options)
 
 
 def test_streaming_twice_is_rejected() -> None:
@@ -247,9 +247,9 @@ def test_row_dimensions_are_found_not_guessed() -> None:
     """The batch size equals the sequence length and the number of heads, so shapes do not reveal the batch
     dimension.
     """
-    reference = families.build("llama")
+    reference = tiny_models.build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", device_micro_batch_size=1)
-    inputs = families.batch(rows=4, length=4, padding="none")
+    inputs = tiny_models.batch(rows=4, length=4, padding="none")
     positions = torch.arange(4).repeat(4, 1)
     for extra in ({}, {"position_ids": positions}):
         for each in (reference, model):
@@ -264,6 +264,6 @@ def test_no_warnings_in_an_ordinary_step() -> None:
         warnings.simplefilter("always")
         model = streamed()
         optimizer = horizon_lm.AdamW(model)
-        model(**families.batch()).loss.backward()
+        model(**tiny_models.batch()).loss.backward()
         optimizer.step()
     assert caught == []

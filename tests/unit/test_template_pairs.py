@@ -10,8 +10,8 @@ from horizon_lm.data.answer_spans import locate_answers
 from horizon_lm.data.chat_template import ChatRenderer
 from horizon_lm.data.conversations import Conversation, RowError
 from horizon_lm.data.template_coverage import render_checked
-from tests import template_pairs
-from tests.template_pairs import (
+from tests.support import template_masks
+from tests.support.template_masks import (
     CONVERSATIONS,
     DIFFERENT,
     EQUAL,
@@ -25,7 +25,7 @@ from tests.template_pairs import (
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL
 
 
-@pytest.mark.parametrize("name", template_pairs.pairs())
+@pytest.mark.parametrize("name", template_masks.pairs())
 def test_masks_are_equal_or_rejected_or_rendered_differently(name: str) -> None:
     found = {kind: compare(name, conversation) for kind, conversation in CONVERSATIONS.items()}
     assert DIFFERENT not in {what for what, _ in found.values()}
@@ -89,7 +89,7 @@ def test_short_answers_are_located(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in template_pairs.pairs() if name not in ("idefics3", "smolvlm", "llava_next")]
+    "name", [name for name in template_masks.pairs() if name not in ("idefics3", "smolvlm", "llava_next")]
 )
 @given(st.data())
 @settings(max_examples=100, deadline=None)

@@ -4,7 +4,7 @@
 stream. Inside a pass this is a transitive reduction over vector clocks. Across passes, an operation waits only for the
 last use of its own buffers: a unit is streamed in as soon as its update is done and the slot is released by its last
 block. The preceding passes are not known here, so some waits across passes are implied by others, at no cost.
-`tests/schedule_proofs.py` proves, by unrolling sequences of passes, that the waits suffice, that no wait inside a pass and
+`tests/support/schedule_proofs.py` proves, by unrolling sequences of passes, that the waits suffice, that no wait inside a pass and
 no rule of the table can be dropped.
 """
 

@@ -8,9 +8,9 @@ from typing import Any
 import peft
 import torch
 
-from tests import families
 from tests.seams.seam import EITHER, Case, row
 from tests.seams.use import adamw, copied_weights, evaluated, gradients, train
+from tests.support import tiny_models
 
 SECTION = "PEFT"
 
@@ -26,7 +26,7 @@ def _config(**settings: Any) -> peft.LoraConfig:
 
 
 def _adapted(**settings: Any) -> Any:
-    model = peft.get_peft_model(families.build("llama"), _config(**settings))
+    model = peft.get_peft_model(tiny_models.build("llama"), _config(**settings))
     return model.train()
 
 
@@ -140,13 +140,13 @@ def save(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         files = sorted(path.name for path in Path(folder).iterdir())
-        loaded = peft.PeftModel.from_pretrained(families.build("llama"), folder)
+        loaded = peft.PeftModel.from_pretrained(tiny_models.build("llama"), folder)
         return [files, evaluated(loaded), evaluated(model)]
 
 
 @row("W20.generate", SECTION, "`generate` with adapters", EITHER, cases=_LORA)
 def generate(model: Any) -> Any:
-    ids = families.batch(rows=2, padding="none")["input_ids"]
+    ids = tiny_models.batch(rows=2, padding="none")["input_ids"]
     model.eval()
     return model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests import families
 from tests.seams.seam import EITHER, REJECTED, Case, row
 from tests.seams.use import adamw, copied_gradients, copied_weights, evaluated, gradients, loss
+from tests.support import tiny_models
 
 SECTION = "Autograd"
 
@@ -40,7 +40,7 @@ def parameter_hook(model: Any, name: str) -> Any:
     "`p.register_post_accumulate_grad_hook`: called once per backward pass for each parameter with a gradient, when `p.grad` is complete",
     cases={
         "whole": Case(options={"head": "whole"}), "chunked": Case(), "resident": Case(options={"resident_blocks": 3, "resident_graphs": 3}),
-        "micro-batches": Case(options={"device_micro_batch_size": 1}), "tied": Case(partial(families.build, "gpt2")),
+        "micro-batches": Case(options={"device_micro_batch_size": 1}), "tied": Case(partial(tiny_models.build, "gpt2")),
         "bf16": Case(options={"precision": "bf16", "grad_dtype": torch.float32}, arguments={"weights": False}),
     },
 )  # fmt: skip
@@ -54,10 +54,10 @@ def post_accumulate(model: Any, weights: bool = True) -> Any:
         if param.requires_grad
     ]
     for step in range(2):  # the second gradient is added to the first
-        model(**families.batch(seed=step)).loss.backward()
+        model(**tiny_models.batch(seed=step)).loss.backward()
     for handle in handles:
         handle.remove()
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     return seen if weights else {name: len(grads) for name, grads in seen.items()}
 
 
@@ -79,7 +79,7 @@ def layerwise(model: Any, kind: str) -> Any:
     handles = [param.register_post_accumulate_grad_hook(update) for param in model.parameters()]
     losses = []
     for step in range(3):
-        value = model(**families.batch(seed=step)).loss
+        value = model(**tiny_models.batch(seed=step)).loss
         value.backward()
         losses.append(float(value))
     for handle in handles:
@@ -137,7 +137,7 @@ def twice(model: Any) -> Any:
      cases={f"{name}-{first}": Case(options=options, arguments={"first": first}) for first in (0, 1)
             for name, options in (("whole", {"head": "whole"}), ("chunked", {}), ("resident", {"resident_blocks": 3, "resident_graphs": 3}))})  # fmt: skip
 def two_forwards(model: Any, first: int) -> Any:
-    values = [loss(model), model(**families.batch(seed=2)).loss]
+    values = [loss(model), model(**tiny_models.batch(seed=2)).loss]
     values[first].backward()
     values[1 - first].backward()
     return copied_gradients(model)
@@ -145,7 +145,7 @@ def two_forwards(model: Any, first: int) -> Any:
 
 @row("autograd.two-losses", SECTION, "Two forward passes and one backward pass of the sum of their losses")
 def two_losses(model: Any) -> Any:
-    value = loss(model) + 2 * model(**families.batch(seed=2)).loss
+    value = loss(model) + 2 * model(**tiny_models.batch(seed=2)).loss
     value.backward()
     return [float(value), copied_gradients(model)]
 
@@ -215,7 +215,7 @@ def data_parallel(model: Any) -> Any:
 @row("autograd.functional-call", SECTION, "`torch.func.functional_call` with other weights", EITHER)
 def functional_call(model: Any) -> Any:
     weights = {name: (param * 0.5).detach() for name, param in model.named_parameters()}
-    batch = families.batch()
+    batch = tiny_models.batch()
     with torch.no_grad():
         return float(torch.func.functional_call(model, weights, (), batch).loss)
 
@@ -241,7 +241,7 @@ def pruned(model: Any) -> Any:
 def accumulate(model: Any, precise: bool = True) -> Any:
     optimizer, losses = adamw(model), []
     for step in range(4):
-        value = model(**families.batch(seed=step)).loss / 2
+        value = model(**tiny_models.batch(seed=step)).loss / 2
         value.backward()
         if step % 2:
             optimizer.step()

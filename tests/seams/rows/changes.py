@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests import families
 from tests.seams.seam import EITHER, REJECTED, Case, row
 from tests.seams.use import adamw, copied_gradients, evaluated, gradients, train
+from tests.support import tiny_models
 
 SECTION = "Changes after stream()"
 MOVING = "Moving and casting"
 
 
 def _gpt2(rate: float = 0.0) -> Any:
-    return families.build("gpt2", resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate)
+    return tiny_models.build("gpt2", resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate)
 
 
 @row(
@@ -44,7 +44,7 @@ def dropout(model: Any, rate: float) -> Any:
     SECTION,
     "`set_attn_implementation`, from `sdpa` to `eager` or back, with and without padding",
     cases={
-        f"{family}-{of}": Case(partial(families.build, family, attn_implementation=of), {}, {"to": to})
+        f"{family}-{of}": Case(partial(tiny_models.build, family, attn_implementation=of), {}, {"to": to})
         for family in ("llama", "mistral", "qwen3", "opt")
         for of, to in (("sdpa", "eager"), ("eager", "sdpa"))
     },
@@ -52,7 +52,7 @@ def dropout(model: Any, rate: float) -> Any:
 def attention(model: Any, to: str) -> Any:
     first = gradients(model)
     model.set_attn_implementation(to)
-    unpadded = families.batch(padding="none")
+    unpadded = tiny_models.batch(padding="none")
     return [first, evaluated(model), evaluated(model, **unpadded), gradients(model, **unpadded)]
 
 
@@ -74,7 +74,7 @@ def attribute(model: Any, where: str) -> Any:
 
 
 @row("W10.config", SECTION, "Change the config: `output_router_logits`, `router_aux_loss_coef` of a mixture of experts",
-     cases={"mixtral": Case(partial(families.build, "mixtral"))})  # fmt: skip
+     cases={"mixtral": Case(partial(tiny_models.build, "mixtral"))})  # fmt: skip
 def config(model: Any) -> Any:
     model.router_aux_loss_coef = 0.5
     first = gradients(model)
@@ -141,7 +141,7 @@ REPLACED: dict[str, Callable[[Any], Callable[[], None]]] = {
     "norm": lambda model: _replace(model.model, "norm", nn.LayerNorm(32)),
     "head": lambda model: _replace(model, "lm_head", nn.Linear(32, 97)),
     "embedding": lambda model: _replace(model.model, "embed_tokens", nn.Embedding(97, 32)),
-    "block": lambda model: _list_item(model.model.layers, 1, families.build("llama", seed=4).model.layers[1]),
+    "block": lambda model: _list_item(model.model.layers, 1, tiny_models.build("llama", seed=4).model.layers[1]),
     "blocks-removed": _removed,
     "parameter-added": _added,
 }  # fmt: skip

@@ -7,9 +7,9 @@ import torch
 
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
-from tests import families
 from tests.seams.seam import EITHER, Case, row
 from tests.seams.use import adamw, copied_weights, evaluated, gradients, loss
+from tests.support import tiny_models
 
 SECTION = "Errors of other code"
 
@@ -58,7 +58,7 @@ def unknown_tokens(model: Any, pending: bool, training: bool) -> Any:
         loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
-    ids = families.batch()["input_ids"]
+    ids = tiny_models.batch()["input_ids"]
     ids[0, 0] = 10**6
     with torch.set_grad_enabled(training):
         raised = _raises(model, IndexError, input_ids=ids)
@@ -91,11 +91,11 @@ def error_in_a_hook(model: Any, how: str) -> Any:
 
 
 def _with(name: str, value: Any) -> dict[str, Any]:
-    return families.batch(padding="none") | {name: value}
+    return tiny_models.batch(padding="none") | {name: value}
 
 
 def _labels(value: int) -> torch.Tensor:
-    labels = families.batch(padding="none")["labels"].clone()
+    labels = tiny_models.batch(padding="none")["labels"].clone()
     labels[1, 3] = value
     return labels
 
@@ -106,18 +106,18 @@ BAD: dict[str, Callable[[], dict[str, Any]]] = {
     "short-labels": lambda: _with("labels", torch.ones(3, 5, dtype=torch.long)),
     "long-labels": lambda: _with("labels", torch.ones(3, 12, dtype=torch.long)),
     "labels-of-fewer-rows": lambda: _with("labels", torch.ones(2, 11, dtype=torch.long)),
-    "unknown-label": lambda: _with("labels", _labels(families.VOCABULARY)),
+    "unknown-label": lambda: _with("labels", _labels(tiny_models.VOCABULARY)),
     "negative-label": lambda: _with("labels", _labels(-5)),
     "float-labels": lambda: _with("labels", torch.ones(3, 11)),
     "int32-labels": lambda: _with("labels", _labels(3).int()),
     "bool-mask": lambda: _with("attention_mask", torch.ones(3, 11, dtype=torch.bool)),
     "float-mask": lambda: _with("attention_mask", torch.ones(3, 11)),
-    "int32-tokens": lambda: _with("input_ids", families.batch(padding="none")["input_ids"].int()),
+    "int32-tokens": lambda: _with("input_ids", tiny_models.batch(padding="none")["input_ids"].int()),
     "float-tokens": lambda: _with("input_ids", torch.ones(3, 11)),
     "flat-tokens": lambda: _with("input_ids", torch.ones(11, dtype=torch.long)),
-    "no-rows": lambda: {name: value[:0] for name, value in families.batch(padding="none").items()},
-    "one-token": lambda: {name: value[:, :1] for name, value in families.batch(padding="none").items()},
-    "shifted-labels": lambda: _with("shift_labels", families.batch(padding="none")["labels"]),
+    "no-rows": lambda: {name: value[:0] for name, value in tiny_models.batch(padding="none").items()},
+    "one-token": lambda: {name: value[:, :1] for name, value in tiny_models.batch(padding="none").items()},
+    "shifted-labels": lambda: _with("shift_labels", tiny_models.batch(padding="none")["labels"]),
     "positions": lambda: _with("position_ids", torch.arange(11).flip(0)[None]),
 }
 

@@ -6,36 +6,36 @@ from typing import Any
 import torch
 
 import horizon_lm
-from tests import families
 from tests.seams.seam import Case, row
 from tests.seams.use import adamw, copied_weights, evaluated, is_streamed
+from tests.support import tiny_models
 
 SECTION = "Evaluation"
 
 
 def _dropout(family: str = "llama") -> Any:
     rates = {"llama": {"attention_dropout": 0.3}, "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}}
-    return families.build(family, **rates[family])
+    return tiny_models.build(family, **rates[family])
 
 
 def _logprobs(model: Any) -> None:
     if is_streamed(model):
         model.eval()
         with torch.no_grad():
-            horizon_lm.token_logprobs(model, **families.batch())
+            horizon_lm.token_logprobs(model, **tiny_models.batch())
         model.train()
 
 
 def _generate(model: Any) -> None:
     model.eval()
-    model.generate(families.batch()["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    model.generate(tiny_models.batch()["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
     model.train()
 
 
 def _inference_mode(model: Any) -> None:
     model.eval()
     with torch.inference_mode():
-        model(**families.batch())
+        model(**tiny_models.batch())
     model.train()
 
 
@@ -51,7 +51,7 @@ def _run(model: Any, interlude: Callable[[Any], Any]) -> dict[str, Any]:
     torch.manual_seed(3)
     optimizer, losses = adamw(model), []
     for step in range(3):
-        value = model(**families.batch(seed=step)).loss
+        value = model(**tiny_models.batch(seed=step)).loss
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -112,8 +112,8 @@ def inference_mode(model: Any, first: bool) -> Any:
     for step in range(2):
         if first or step:
             with torch.inference_mode():
-                losses.append(float(model(**families.batch()).loss))
-        value = model(**families.batch(seed=step)).loss
+                losses.append(float(model(**tiny_models.batch()).loss))
+        value = model(**tiny_models.batch(seed=step)).loss
         value.backward()
         optimizer.step()
         optimizer.zero_grad()

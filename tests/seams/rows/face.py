@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import horizon_lm
-from tests import families
 from tests.seams.seam import EITHER, REJECTED, Case, row
 from tests.seams.use import adamw, copied_gradients, evaluated, gradients, is_streamed, loss, train
+from tests.support import tiny_models
 
 SECTION = "The model's modules"
 OBJECT = "The model as an object"
@@ -56,12 +56,12 @@ def footprint(model: Any) -> Any:
 def another(model: Any) -> Any:
     torch.manual_seed(5)
     other = type(model)(model.config)
-    return [evaluated(other), float(other(**families.batch()).loss)]
+    return [evaluated(other), float(other(**tiny_models.batch()).loss)]
 
 
 @row("face.positional", OBJECT, "Positional arguments, and `model.forward(...)` instead of `model(...)`")
 def positional(model: Any) -> Any:
-    batch = families.batch()
+    batch = tiny_models.batch()
     first = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
     second = model.forward(**batch).loss
     (first + second).backward()
@@ -69,28 +69,28 @@ def positional(model: Any) -> Any:
 
 
 @row("face.unknown-argument", OBJECT, "An argument that the model does not have", EITHER,
-     cases={"llama": Case(), "gpt2": Case(partial(families.build, "gpt2"))})  # fmt: skip
+     cases={"llama": Case(), "gpt2": Case(partial(tiny_models.build, "gpt2"))})  # fmt: skip
 def unknown_argument(model: Any) -> Any:
-    return float(model(**families.batch(), unknown_argument=1).loss)
+    return float(model(**tiny_models.batch(), unknown_argument=1).loss)
 
 
 @row("face.tuple", OBJECT, "`return_dict=False`, and unpacking the output: `output[0]`, `output.to_tuple()`",
      cases={"whole": Case(options={"head": "whole"}), "chunked": Case()})  # fmt: skip
 def as_tuple(model: Any) -> Any:
-    output = model(**families.batch())
-    return [float(model(**families.batch(), return_dict=False)[0]), float(output[0]), float(output["loss"])]
+    output = model(**tiny_models.batch())
+    return [float(model(**tiny_models.batch(), return_dict=False)[0]), float(output[0]), float(output["loss"])]
 
 
 @row("face.logits", OBJECT, "Read `output.logits` of a call with labels",
      EITHER, cases={"whole": Case(options={"head": "whole"}), "chunked": Case()})  # fmt: skip
 def logits(model: Any) -> Any:
-    output = model(**families.batch())
+    output = model(**tiny_models.batch())
     return [float(output.loss), output.logits.argmax(-1)]
 
 
 @row("face.own-loss", OBJECT, "A custom loss on logits, without labels")
 def own_loss(model: Any) -> Any:
-    batch = families.batch()
+    batch = tiny_models.batch()
     labels = batch.pop("labels")
     value = F.cross_entropy(model(**batch).logits.flatten(0, 1).float(), labels.flatten())
     value.backward()
@@ -99,7 +99,7 @@ def own_loss(model: Any) -> Any:
 
 @row("face.logits-to-keep", OBJECT, "`logits_to_keep` without labels, in training and in evaluation")
 def logits_to_keep(model: Any) -> Any:
-    batch = families.batch()
+    batch = tiny_models.batch()
     batch.pop("labels")
     value = model(**batch, logits_to_keep=3).logits
     value.float().pow(2).mean().backward()
@@ -137,7 +137,7 @@ def input_grads(model: Any) -> Any:
 
 
 @row("face.tie-weights", OBJECT, "`tie_weights()`, `set_input_embeddings(get_input_embeddings())`",
-     cases={family: Case(partial(families.build, family)) for family in ("llama", "gpt2")})  # fmt: skip
+     cases={family: Case(partial(tiny_models.build, family)) for family in ("llama", "gpt2")})  # fmt: skip
 def tie_weights(model: Any) -> Any:
     model.tie_weights()
     model.set_input_embeddings(model.get_input_embeddings())
@@ -166,7 +166,7 @@ def resize(model: Any, size: int) -> Any:
 
 @row("face.resize-same", OBJECT, "`resize_token_embeddings()` to the current size", EITHER)
 def resize_same(model: Any) -> Any:
-    model.resize_token_embeddings(families.VOCABULARY)
+    model.resize_token_embeddings(tiny_models.VOCABULARY)
     return gradients(model)
 
 
@@ -174,7 +174,7 @@ def resize_same(model: Any) -> Any:
 
 
 def _ids() -> torch.Tensor:
-    return families.batch(padding="none")["input_ids"]
+    return tiny_models.batch(padding="none")["input_ids"]
 
 
 def _hidden() -> torch.Tensor:
@@ -294,7 +294,7 @@ def shallow_copy(model: Any) -> Any:
 
 def _large() -> Any:
     """Return a model of a few megabytes."""
-    settings = families._COMMON | {"vocab_size": 8000, "hidden_size": 32, "num_hidden_layers": 2}
+    settings = tiny_models._COMMON | {"vocab_size": 8000, "hidden_size": 32, "num_hidden_layers": 2}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))
 
 

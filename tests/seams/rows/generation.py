@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from tests import families
 from tests.e2e import tiny as tiny_model
 from tests.seams.seam import Case, row
 from tests.seams.tiny import tiny
+from tests.support import tiny_models
 
 SECTION = "Generation"
 FAMILIES = (
@@ -26,14 +26,14 @@ def _generate(model: Any, **settings: Any) -> list[list[int]]:
 
 @row("W7.left-padding", SECTION, "`generate` from prompts that are padded on the left", cases=_EACH)
 def left_padding(model: Any) -> Any:
-    batch = families.batch(padding="left")
+    batch = tiny_models.batch(padding="left")
     ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 0)
     return _generate(model, input_ids=ids, attention_mask=batch["attention_mask"])
 
 
 @row("W7.without-a-mask", SECTION, "`generate` from prompts with a padding token, without a mask", cases=_EACH)
 def without_a_mask(model: Any) -> Any:
-    ids = families.batch(padding="none")["input_ids"]
+    ids = tiny_models.batch(padding="none")["input_ids"]
     ids[0, :3] = 0
     return _generate(model, input_ids=ids)
 
@@ -52,7 +52,7 @@ def without_a_mask(model: Any) -> Any:
     },
 )
 def micro_batches(model: Any, padding: str) -> Any:
-    batch = families.batch(padding=padding)
+    batch = tiny_models.batch(padding=padding)
     return _generate(model, input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
 
 
@@ -66,13 +66,13 @@ def micro_batches(model: Any, padding: str) -> Any:
          "static-cache": Case(arguments={"cache_implementation": "static"}),
      })  # fmt: skip
 def sampling(model: Any, **settings: Any) -> Any:
-    ids = families.batch(rows=2, padding="none")["input_ids"]
+    ids = tiny_models.batch(rows=2, padding="none")["input_ids"]
     return _generate(model, input_ids=ids, **settings)
 
 
 @row("W7.scores", SECTION, "`generate` with scores and hidden states in its output")
 def scores(model: Any) -> Any:
-    ids = families.batch(rows=2, padding="none")["input_ids"]
+    ids = tiny_models.batch(rows=2, padding="none")["input_ids"]
     output = model.eval().generate(
         ids, max_new_tokens=3, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
         output_hidden_states=True,
@@ -86,7 +86,7 @@ def after_training(model: Any) -> Any:
 
     optimizer = adamw(model)
     train(model, optimizer)
-    ids = families.batch(rows=2, padding="none")["input_ids"]
+    ids = tiny_models.batch(rows=2, padding="none")["input_ids"]
     tokens = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     return [tokens, gradients(model)]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests import families
 from tests.seams.seam import EITHER, REJECTED, Case, row
 from tests.seams.use import copied_gradients, evaluated, gradients, is_streamed, loss
+from tests.support import tiny_models
 
 SECTION = "Hooks"
 
@@ -110,7 +110,7 @@ def listen_before(model: Any) -> Any:
 
 
 def _with_hooks(how: str) -> Any:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     model.records, model.names = [], {}
     for layer in model.model.layers:
         LISTENERS[how](layer.mlp, model.records, model.names)

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import horizon_lm
-from tests import families
 from tests.seams.seam import Case, row
 from tests.seams.use import adamw, copied_weights, evaluated, is_streamed, train
+from tests.support import tiny_models
 
 SECTION = "Precision fp32_master"
 _MASTER = {"precision": "fp32_master"}
@@ -104,7 +104,7 @@ def keys(model: Any) -> Any:
 
 def _another(model: Any, precision: str) -> Any:
     """Return a model of the same kind with other weights."""
-    other = families.build("llama", seed=7)
+    other = tiny_models.build("llama", seed=7)
     return horizon_lm.stream(other, precision=precision) if is_streamed(model) else other
 
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import horizon_lm
-from tests import families
 from tests.seams.seam import EITHER, REJECTED, Case, row
 from tests.seams.tiny import UNSHIFTED, tiny
 from tests.seams.use import adamw, copied_weights, evaluated, gradients, is_streamed, loss, train
+from tests.support import tiny_models
 
 SECTION = "Models"
 
@@ -48,7 +48,7 @@ def layers_before_the_head(model: Any) -> Any:
     | {"as-wide": Case(partial(tiny, "rembert", output_embedding_size=32))},
 )
 def logprobs(model: Any) -> Any:
-    batch = families.batch()
+    batch = tiny_models.batch()
     labels = batch.pop("labels")
     if is_streamed(model):
         return horizon_lm.token_logprobs(model, labels=labels, **batch).logprobs[:, :-1]
@@ -65,7 +65,7 @@ class _Normed(nn.Embedding):
 
 
 def _normed() -> Any:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     model.model.embed_tokens.__class__ = _Normed
     return model
 
@@ -87,7 +87,7 @@ def normed_embedding(model: Any) -> Any:
     SECTION,
     "An embedding with `max_norm`, which writes its table in the forward pass",
     EITHER,
-    cases={"": Case(lambda: _set(families.build("llama"), "model.embed_tokens", "max_norm", 0.1))},
+    cases={"": Case(lambda: _set(tiny_models.build("llama"), "model.embed_tokens", "max_norm", 0.1))},
 )
 def max_norm(model: Any) -> Any:
     return [gradients(model), gradients(model), copied_weights(model)]
@@ -105,10 +105,10 @@ _STATES = ("llama", "qwen3", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "
     "W8.hidden-states",
     SECTION,
     "`output_hidden_states=True` with labels and the default head: the last one is normed, as in a plain model",
-    cases={each: Case(partial(families.build, each)) for each in _STATES},
+    cases={each: Case(partial(tiny_models.build, each)) for each in _STATES},
 )
 def hidden_states(model: Any) -> Any:
-    output = model(**families.batch(), output_hidden_states=True)
+    output = model(**tiny_models.batch(), output_hidden_states=True)
     return [list(output.hidden_states), float(output.loss)]
 
 
@@ -117,23 +117,23 @@ def hidden_states(model: Any) -> Any:
     SECTION,
     "A loss from hidden states and the model's own loss, with the default head",
     cases={
-        f"{each}-{index}": Case(partial(families.build, each), arguments={"index": index})
+        f"{each}-{index}": Case(partial(tiny_models.build, each), arguments={"index": index})
         for each in _STATES
         for index in (-1, 1)
         if index == -1 or each in ("llama", "gpt2", "mixtral")
     },
 )
 def loss_on_hidden_states(model: Any, index: int) -> Any:
-    output = model(**families.batch(), output_hidden_states=True)
+    output = model(**tiny_models.batch(), output_hidden_states=True)
     value = output.loss + output.hidden_states[index].pow(2).mean()
     value.backward()
     return [float(value), {name: p.grad for name, p in model.named_parameters()}]
 
 
 @row("W8.attentions", SECTION, "`output_attentions=True` with labels", EITHER,
-     cases={"": Case(partial(families.build, "llama", attn_implementation="eager"))})  # fmt: skip
+     cases={"": Case(partial(tiny_models.build, "llama", attn_implementation="eager"))})  # fmt: skip
 def attentions(model: Any) -> Any:
-    output = model(**families.batch(), output_attentions=True)
+    output = model(**tiny_models.batch(), output_attentions=True)
     output.loss.backward()
     return [list(output.attentions), float(output.loss), {name: p.grad for name, p in model.named_parameters()}]
 
@@ -176,7 +176,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 def _differing(how: str) -> Any:
     """Return a model whose blocks differ in a number that is stored in a given way."""
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     for index, layer in enumerate(model.model.layers):
         layer.mlp = nn.Sequential(layer.mlp, _Scale(how, 0.5 + index))
     return model
@@ -249,7 +249,7 @@ def doge(model: Any) -> Any:
 
 def _biased(family: str) -> Any:
     """Return a model whose tied head has a bias."""
-    model = families.build(family, tie_word_embeddings=True)
+    model = tiny_models.build(family, tie_word_embeddings=True)
     head = model.get_output_embeddings()
     head.bias = nn.Parameter(torch.randn(head.out_features) * 0.1)
     return model
@@ -273,7 +273,7 @@ def tied_bias(model: Any) -> Any:
 
 
 @row("models.sparse", SECTION, "An embedding with `sparse=True`", EITHER,
-     cases={"": Case(lambda: _set(families.build("llama"), "model.embed_tokens", "sparse", True))})  # fmt: skip
+     cases={"": Case(lambda: _set(tiny_models.build("llama"), "model.embed_tokens", "sparse", True))})  # fmt: skip
 def sparse(model: Any) -> Any:
     loss(model).backward()
     return {n: p.grad.to_dense() if p.grad.is_sparse else p.grad for n, p in model.named_parameters()}
@@ -291,8 +291,8 @@ def _loss_of_its_own(model: Any) -> Any:
 
 @row("models.loss-function", SECTION, "A custom `loss_function`, set before or after `stream()`", EITHER,
      cases={
-         "before": Case(lambda: _loss_of_its_own(families.build("llama")), {}, {"later": False}),
-         "before-whole": Case(lambda: _loss_of_its_own(families.build("llama")), {"head": "whole"}, {"later": False}),
+         "before": Case(lambda: _loss_of_its_own(tiny_models.build("llama")), {}, {"later": False}),
+         "before-whole": Case(lambda: _loss_of_its_own(tiny_models.build("llama")), {"head": "whole"}, {"later": False}),
          "after": Case(arguments={"later": True}),
          "after-whole": Case(options={"head": "whole"}, arguments={"later": True}),
      })  # fmt: skip

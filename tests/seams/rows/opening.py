@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import horizon_lm
-from tests import families
 from tests.seams.seam import EITHER, REJECTED, Case, row
 from tests.seams.use import copied_weights, gradients, is_streamed
+from tests.support import tiny_models
 
 SECTION = "Opening"
 
@@ -49,14 +49,14 @@ TAKEN: dict[str, Callable[[Any], dict[str, Any]]] = {
 )
 def open_arguments(model: Any, which: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        families.build("llama", seed=2).save_pretrained(folder)
+        tiny_models.build("llama", seed=2).save_pretrained(folder)
         return gradients(_open(model, folder, **TAKEN[which](model.config)))
 
 
 @row("opening.subfolder", SECTION, "`from_pretrained(folder, subfolder='checkpoint')`")
 def subfolder(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        families.build("llama", seed=2).save_pretrained(Path(folder) / "checkpoint")
+        tiny_models.build("llama", seed=2).save_pretrained(Path(folder) / "checkpoint")
         return gradients(_open(model, folder, subfolder="checkpoint"))
 
 
@@ -64,7 +64,7 @@ def subfolder(model: Any) -> Any:
      cases={each: Case(arguments={"which": each}) for each in ("config", "variant", "output_loading_info", "key_mapping", "experts")})  # fmt: skip
 def open_more(model: Any, which: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        other = families.build("llama", seed=2)
+        other = tiny_models.build("llama", seed=2)
         other.save_pretrained(folder, variant="fp16" if which == "variant" else None)
         config = other.config
         config.attention_dropout = 0.2
@@ -101,7 +101,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 )
 def open_elsewhere(model: Any, which: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        families.build("llama", seed=2).save_pretrained(folder)
+        tiny_models.build("llama", seed=2).save_pretrained(folder)
         return gradients(_open(model, folder, **ELSEWHERE[which]))
 
 
@@ -112,19 +112,19 @@ def open_elsewhere(model: Any, which: str) -> Any:
 )
 def mode(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        families.build("llama", seed=2).save_pretrained(folder)
+        tiny_models.build("llama", seed=2).save_pretrained(folder)
         return [model.training, _open(model, folder).training]
 
 
 @row("opening.generation-config", SECTION, "Generation settings of the folder are loaded with the model")
 def generation_config(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        other = families.build("llama", seed=2)
+        other = tiny_models.build("llama", seed=2)
         other.generation_config.max_new_tokens = 3
         other.generation_config.do_sample = False
         other.save_pretrained(folder)
         opened = _open(model, folder).eval()
-        return opened.generate(families.batch(rows=2, padding="none")["input_ids"])
+        return opened.generate(tiny_models.batch(rows=2, padding="none")["input_ids"])
 
 
 @row("opening.frozen", SECTION, "Stream a model that is partly frozen, or in bfloat16: `requires_grad` is kept",
@@ -134,7 +134,7 @@ def frozen(model: Any) -> Any:
 
 
 def _frozen() -> Any:
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     model.model.layers[0].requires_grad_(False)
     model.model.embed_tokens.requires_grad_(False)
     return model

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
-from tests import families
 from tests.seams.foreign import Adam8bit, Lion
 from tests.seams.seam import REJECTED, Case, row
 from tests.seams.tiny import tiny
 from tests.seams.use import adamw, copied_gradients, copied_weights, evaluated, is_streamed, train
+from tests.support import tiny_models
 
 SECTION = "Optimizers"
 
@@ -73,11 +73,11 @@ def foreign_optimizer_in_bf16(model: Any, optimizer: str) -> Any:
     """Return the difference between the loss and that of the weights as reported by the model."""
     made = OPTIMIZERS[optimizer](model)
     train(model, made, steps=9)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     same_dtype = all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
     made.step()
     reported = evaluated(model)
-    own = families.build("llama")
+    own = tiny_models.build("llama")
     own.load_state_dict(copied_weights(model))
     gap = abs(evaluated(own) - reported)
     return {"off": gap > 1e-5 and gap, "same dtype": same_dtype}
@@ -97,7 +97,7 @@ def foreign_optimizer_in_fp32_master(model: Any, optimizer: str) -> Any:
 
 def _with_spare(where: str) -> Any:
     """Return a model with a parameter that its forward method does not use."""
-    model = families.build("llama")
+    model = tiny_models.build("llama")
     owner = {"block": model.model.layers[1].mlp, "outside": model.model}[where]
     owner.register_parameter("spare", nn.Parameter(torch.ones(8)))
     return model
@@ -106,11 +106,11 @@ def _with_spare(where: str) -> Any:
 def _embedded(model: Any, seed: int) -> dict[str, Any]:
     """Return a batch that does not use the embedding."""
     hidden = torch.randn(3, 11, 32, generator=torch.Generator().manual_seed(seed))
-    return {k: v for k, v in families.batch(seed=seed).items() if k != "input_ids"} | {"inputs_embeds": hidden}
+    return {k: v for k, v in tiny_models.batch(seed=seed).items() if k != "input_ids"} | {"inputs_embeds": hidden}
 
 
 def _ids(model: Any, seed: int) -> dict[str, Any]:
-    return families.batch(seed=seed)
+    return tiny_models.batch(seed=seed)
 
 
 def _now_and_then(model: Any, seed: int) -> dict[str, Any]:
@@ -126,8 +126,8 @@ _UNUSED = {
     for name, build, batch, options in (
         ("in-a-block", partial(_with_spare, "block"), _ids, {}),
         ("outside-blocks", partial(_with_spare, "outside"), _ids, {}),
-        ("embedding", partial(families.build, "llama"), _embedded, {}),
-        ("embedding-now-and-then", partial(families.build, "llama"), _now_and_then, {}),
+        ("embedding", partial(tiny_models.build, "llama"), _embedded, {}),
+        ("embedding-now-and-then", partial(tiny_models.build, "llama"), _now_and_then, {}),
         ("resident", partial(_with_spare, "block"), _ids, {"resident_blocks": 3, "resident_graphs": 3}),
         ("micro-batches", partial(_with_spare, "block"), _ids, {"device_micro_batch_size": 2}),
         ("vision-tower", partial(tiny, "muse_glimmer"), _ids, {}),
@@ -167,7 +167,7 @@ def unused(model: Any, by: str, batch: Any, ours: dict[str, Any] | None) -> Any:
 def unused_head(model: Any) -> Any:
     optimizer = adamw(model)
     for seed in range(2):
-        inputs = {k: v for k, v in families.batch(seed=seed).items() if k != "labels"}
+        inputs = {k: v for k, v in tiny_models.batch(seed=seed).items() if k != "labels"}
         hidden = model(**inputs, output_hidden_states=True).hidden_states[-2]
         hidden.pow(2).mean().backward()
         optimizer.step()
@@ -220,7 +220,7 @@ def _in_backward(model: Any) -> Any:
 )
 def clip_in_backward(model: Any) -> Any:
     optimizer = model.kept = _in_backward(model)  # keep the optimizer alive as long as the model
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return float(norm)
@@ -236,7 +236,7 @@ def clip_in_backward(model: Any) -> Any:
 )
 def read_in_backward(model: Any) -> Any:
     model.kept = _in_backward(model)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     return copied_gradients(model)
 
 
@@ -244,7 +244,7 @@ def read_in_backward(model: Any) -> Any:
 def clip(model: Any) -> Any:
     optimizer, norms = adamw(model), []
     for step in range(3):
-        model(**families.batch(seed=step)).loss.backward()
+        model(**tiny_models.batch(seed=step)).loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
         optimizer.step()
@@ -256,7 +256,7 @@ def clip(model: Any) -> Any:
 def edit_gradients(model: Any) -> Any:
     optimizer = adamw(model)
     for step in range(3):
-        model(**families.batch(seed=step)).loss.backward()
+        model(**tiny_models.batch(seed=step)).loss.backward()
         params = list(model.parameters())
         params[0].grad = None
         for param in params[1:]:

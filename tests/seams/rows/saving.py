@@ -11,10 +11,10 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from tests import families
 from tests.seams.rows.trainers import fresh_accelerator
 from tests.seams.seam import EITHER, Case, row
 from tests.seams.use import adamw, evaluated, gradients, train
+from tests.support import tiny_models
 
 SECTION = "Saving"
 
@@ -75,7 +75,7 @@ def save_unknown(model: Any) -> Any:
     "saving.reload",
     SECTION,
     "Load the folder that `save_pretrained` wrote with plain transformers",
-    cases={f"{family}-{p}": Case(partial(families.build, family), {"precision": p}) for family in ("llama", "gpt2", "mixtral")
+    cases={f"{family}-{p}": Case(partial(tiny_models.build, family), {"precision": p}) for family in ("llama", "gpt2", "mixtral")
            for p in ("float32", "bf16", "fp32_master")},
 )  # fmt: skip
 def reload(model: Any) -> Any:
@@ -88,7 +88,7 @@ def reload(model: Any) -> Any:
 
 
 @row("saving.accelerate", SECTION, "`Accelerator.save_model`: all tensors are written",
-     cases={family: Case(partial(families.build, family)) for family in ("llama", "gpt2")})  # fmt: skip
+     cases={family: Case(partial(tiny_models.build, family)) for family in ("llama", "gpt2")})  # fmt: skip
 def accelerate_save_model(model: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         fresh_accelerator().save_model(model, folder)
@@ -134,7 +134,7 @@ def torch_save(model: Any) -> Any:
         torch.save(model.state_dict(), path)
         size = path.stat().st_size
         saved = torch.load(path)
-    other = families.build("llama", seed=3)
+    other = tiny_models.build("llama", seed=3)
     other.load_state_dict(saved)
     expected = evaluated(model)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def state_dict(model: Any, how: str) -> Any:
 def after_step(model: Any, how: str) -> Any:
     module = {"model": "", "decoder": "model", "block": "model.layers.1", "embedding": "model.embed_tokens"}[how]
     optimizer = adamw(model)
-    model(**families.batch()).loss.backward()
+    model(**tiny_models.batch()).loss.backward()
     optimizer.step()
     return {name: value.clone() for name, value in model.get_submodule(module).state_dict().items()}
 
@@ -182,7 +182,7 @@ def kept(model: Any) -> Any:
      cases={how: Case(arguments={"how": how}) for how in ("missing", "unknown", "shape", "partial", "assign")})  # fmt: skip
 def load_strict(model: Any, how: str) -> Any:
     """Return the names in the error, if there is one, and the loss afterwards."""
-    state = {name: value.clone() for name, value in families.build("llama", seed=4).state_dict().items()}
+    state = {name: value.clone() for name, value in tiny_models.build("llama", seed=4).state_dict().items()}
     if how in ("missing", "partial"):
         state.pop("model.norm.weight")
     if how == "unknown":

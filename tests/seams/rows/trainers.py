@@ -7,9 +7,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from tests import families
 from tests.seams.seam import EITHER, Case, row
 from tests.seams.use import adamw, copied_weights, evaluated, train
+from tests.support import tiny_models
 
 SECTION = "Trainers"
 
@@ -24,7 +24,7 @@ def _accelerated(model: Any, optimizer: Any, accelerator: Accelerator) -> list[f
     losses = []
     for step in range(4):
         with accelerator.accumulate(model):
-            value = model(**families.batch(seed=step)).loss
+            value = model(**tiny_models.batch(seed=step)).loss
             accelerator.backward(value)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -67,7 +67,7 @@ def fabric_train(model: Any, ours: bool) -> Any:
     wrapped, optimizer = fabric.setup(model, optimizer, move_to_device=False)
     losses = []
     for step in range(4):
-        value = wrapped(**families.batch(seed=step)).loss
+        value = wrapped(**tiny_models.batch(seed=step)).loss
         fabric.backward(value)
         if not (ours and streamed):
             fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
@@ -134,7 +134,7 @@ def grad_scaler(model: Any, ours: bool) -> Any:
     optimizer = adamw(model) if ours else torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     scaler, losses = torch.amp.GradScaler("cpu", init_scale=256.0), []
     for step in range(3):
-        value = model(**families.batch(seed=step)).loss
+        value = model(**tiny_models.batch(seed=step)).loss
         scaler.scale(value).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -152,7 +152,7 @@ def closure(model: Any, kind: str) -> Any:
 
     def evaluate() -> torch.Tensor:
         optimizer.zero_grad()
-        value = model(**families.batch()).loss
+        value = model(**tiny_models.batch()).loss
         value.backward()
         return value
 

@@ -9,9 +9,9 @@ from torch import nn
 
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
-from tests import families
 from tests.seams.seam import EITHER, REJECTED, Case, row
 from tests.seams.use import adamw, copied_weights, evaluated, gradients, is_streamed, loss
+from tests.support import tiny_models
 
 SECTION = "Weights"
 
@@ -131,7 +131,7 @@ def edit_one(model: Any, place: str) -> Any:
 def edit_between_steps(model: Any) -> Any:
     optimizer, losses = adamw(model), []
     for step in range(3):
-        value = model(**families.batch(seed=step)).loss
+        value = model(**tiny_models.batch(seed=step)).loss
         value.backward()
         losses.append(float(value))
         optimizer.step()
@@ -145,9 +145,9 @@ def edit_between_steps(model: Any) -> Any:
      cases={residency: Case(options=options) for residency, options in _RESIDENT.items()})  # fmt: skip
 def load_state_dict(model: Any) -> Any:
     first = gradients(model)
-    model.load_state_dict(families.build("llama", seed=5).state_dict())
+    model.load_state_dict(tiny_models.build("llama", seed=5).state_dict())
     second = gradients(model)
-    other = families.build("llama", seed=6)
+    other = tiny_models.build("llama", seed=6)
     model.model.layers[1].load_state_dict(other.model.layers[1].state_dict())
     model.model.norm.load_state_dict(other.model.norm.state_dict())
     return [first, second, gradients(model)]
@@ -278,7 +278,7 @@ def swap(model: Any) -> Any:
     average = [p.detach().clone() for p in model.parameters()]
     values = []
     for step in range(3):
-        model(**families.batch(seed=step)).loss.backward()
+        model(**tiny_models.batch(seed=step)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         torch._foreach_lerp_(average, list(model.parameters()), 0.5) if step else None

@@ -16,7 +16,7 @@ from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.cpu import CpuDevice, HostLink
 from horizon_lm.device.transfers import Link
 from horizon_lm.schedule.ops import Stream
-from tests.storages import StorageMeter
+from tests.support.tensor_memory import StorageMeter
 
 _current = threading.local()
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 import horizon_lm
-from tests import families
+from tests.support import tiny_models
 
-PATH = Path(__file__).parents[1] / "examples" / "in_one_file.py"
+PATH = Path(__file__).parents[2] / "examples" / "in_one_file.py"
 LR = 3e-3
-BATCHES = [families.batch(seed=step, padding="none")["input_ids"] for step in range(5)]
+BATCHES = [tiny_models.batch(seed=step, padding="none")["input_ids"] for step in range(5)]
 Weights = dict[str, torch.Tensor]
 
 

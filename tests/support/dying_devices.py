@@ -9,7 +9,7 @@ import torch
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.schedule.ops import Stream
-from tests.threaded import ThreadedDevice
+from tests.support.threaded_device import ThreadedDevice
 
 
 class Death:

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import horizon_lm
-from tests import families
-from tests.census import tiny_models
+from tests.census.tiny_models import build
 from tests.numerics.test_adapter_kinds import TOKENS, WORK, lora, method
 from tests.numerics.test_quantized_base import by_bitsandbytes, save_published
+from tests.support import tiny_models
 
 Values = dict[str, torch.Tensor]
 Kind = Callable[[], Any]
@@ -92,7 +92,7 @@ def save_base(folder: Path, name: str) -> tuple[Path, Callable[[], Any]]:
     if form in QUANTIZED:
         published = save_published(family, form, folder / "base", **settings)
         return published, lambda: decoded(published, form)
-    save_plain(families.build(family, **settings), folder / "base", getattr(torch, form))
+    save_plain(tiny_models.build(family, **settings), folder / "base", getattr(torch, form))
     return folder / "base", lambda: opened(folder / "base")
 
 
@@ -142,7 +142,7 @@ def save_adapter(plain: Any, base: Path, folder: Path, config: Any, scale: float
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    batch = families.batch()
+    batch = tiny_models.batch()
     found: torch.Tensor = model.eval()(
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
     ).logits.float()
@@ -214,7 +214,7 @@ def compare(folder: Path, base_name: str, kind: str) -> list[str]:
 
 def compare_type(folder: Path, model_type: str) -> list[str]:
     """Merge LoRA into a base of any model type, and return what differs from PEFT's merge and from the base."""
-    save_plain(tiny_models.build(model_type).eval(), folder / "base", torch.float32)
+    save_plain(build(model_type).eval(), folder / "base", torch.float32)
     config = lora(target_modules="all-linear", exclude_modules=["out_proj"])()  # PEFT rejects it in state space models
     save_adapter(opened(folder / "base"), folder / "base", folder / "adapter", config)
     adapted = peft.PeftModel.from_pretrained(opened(folder / "base"), folder / "adapter")
