@@ -22,7 +22,9 @@ from transformers import (
 
 import horizon_lm
 from horizon_lm.model import hub
+from horizon_lm.model.opening import created_in_float32
 from horizon_lm.model.source import ModelSource
+from horizon_lm.model.units import find_parts
 from horizon_lm.store.checkpoint_loader import check_folder
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import build
@@ -219,7 +221,7 @@ def test_weights_of_a_model_in_memory_that_would_be_rounded_are_reported(bits: s
 
 @pytest.mark.parametrize("way", ["stream", "from_pretrained", "adapters"])
 @pytest.mark.parametrize("head", ["whole", "chunked"])
-@pytest.mark.parametrize("model_type", ["deepseek_v4", "hy_v4"])
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "hy_v4", "hunyuan_v1_moe", "olmo_hybrid"])
 def test_weights_that_transformers_keeps_in_float32_are_computed_with_in_float32(
     model_type: str, head: str, way: str, tmp_path: Path
 ) -> None:
@@ -253,6 +255,24 @@ def test_weights_that_transformers_keeps_in_float32_are_computed_with_in_float32
         if parameter.grad is not None and not torch.equal(grads[name], parameter.grad.float())
     ]
     assert off == []
+
+
+@pytest.mark.parametrize("model_type", ["hunyuan_v1_moe", "olmo_hybrid", "zamba", "xlnet", "llama"])
+def test_weights_that_a_model_creates_in_float32_are_found(model_type: str) -> None:
+    """Plain transformers cannot compute xlnet in bfloat16, so it is computed as before."""
+    found = created_in_float32(model := build(model_type), dict(model.named_parameters()))
+    endings = {"hunyuan_v1_moe": "gate.wg.weight", "olmo_hybrid": "A_log", "zamba": "A_log"}
+    ending = endings.get(model_type, "nothing")
+    assert found == {name for name, _ in model.named_parameters() if name.endswith(ending)}
+
+
+def test_weights_that_other_code_has_converted_to_float32_are_computed_with_as_before() -> None:
+    model = build("hunyuan_v1_moe").bfloat16()
+    gates = {name for name, _ in model.named_parameters() if name.endswith("gate.wg.weight")}
+    for name, parameter in model.named_parameters():
+        if name in gates or "norm" in name or name == "lm_head.weight":
+            parameter.data = parameter.data.float()
+    assert find_parts(model).in_float32 == gates
 
 
 def test_the_config_of_the_caller_is_not_changed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hub
 from horizon_lm.model.adapters import base_of_adapters
 from horizon_lm.model.merged_layers import MergedLayers
-from horizon_lm.model.opening import kept_in_float32
+from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.quantization import take_quantization
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
@@ -149,7 +149,9 @@ class _MergedFolder:
         self._source = {n: self._target.get(n) or stored.get(self._first.get(n, n)) for n in self._shapes}
         dtypes = {name: self._stored_dtype(target) for name, target in self._source.items() if target is not None}
         # With another dtype: weights but for those that transformers would keep in float32, and no buffers.
-        self._converted = self._first.keys() - (kept_in_float32(plain, self._first, dtype) if dtype else set())
+        self._converted = set(self._first)
+        if dtype is not None:
+            self._converted -= kept_in_float32(plain, self._first, dtype) | created_in_float32(plain, self._first)
         self._weights = {n for name, t in self._target.items() if name in self._converted for n in t.sources}
         self._layers = MergedLayers(adapted, adapter, dtypes, self._read)
         self._groups = self._layers.groups

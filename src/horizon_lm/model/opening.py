@@ -4,11 +4,17 @@ transformers builds a model on the meta device under the dtype that it is opened
 afterwards, by the model's initialisation, and in that dtype; a few tensors stay in float32, whatever the dtype.
 """
 
+import copy
+import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+# Words of torch's messages about operands whose dtypes do not fit.
+_OF_DTYPES = re.compile("dtype|scalar type|bfloat16", re.IGNORECASE)
 
 
 def opened_dtype(precision: str) -> torch.dtype:
@@ -39,6 +45,29 @@ def kept_in_float32(model: Any, names: Iterable[str], dtype: torch.dtype) -> set
     plan = model._get_dtype_plan(dtype)
     pattern = build_glob_alternation(list(plan))[0] if plan else None
     return {name for name in names if pattern is not None and pattern.search(name)}
+
+
+def created_in_float32(model: Any, names: Iterable[str]) -> set[str]:
+    """Return the weights, by full name, that the model's own code creates in float32 though the model is built in bfloat16.
+
+    transformers leaves them so when it opens a folder. None are returned for a model that it cannot compute with them.
+    """
+    with torch.device("meta"), torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        built = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+        dtypes = {name: parameter.dtype for name, parameter in built.named_parameters(remove_duplicate=False)}
+        found = {name for name in names if dtypes.get(name) == torch.float32}
+        return found if found and _computes(built) else set()
+
+
+def _computes(model: Any) -> bool:
+    """Return whether a model on the meta device can compute with its weights in their dtypes."""
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long))
+    except Exception as error:  # such as those of code that reads values, which are not there
+        return _OF_DTYPES.search(str(error)) is None
+    return True
 
 
 def _keep_in_float32(model: Any) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.adapter_layers import adapter_params, is_adapter_layer
-from horizon_lm.model.opening import kept_in_float32
+from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
@@ -170,10 +170,16 @@ def _find_units(
 
 
 def _find_in_float32(model: Any, units: Mapping[Unit, list[ParamRef]], adapted: set[int]) -> frozenset[str]:
-    """Return the weights, by full name, that are in float32 and that transformers keeps so in a model in bfloat16."""
+    """Return the weights, by full name, that are in float32 and that transformers keeps so in a model in bfloat16.
+
+    Other code may have converted more of them, such as norms or the head.
+    """
     refs = [ref for of_unit in units.values() for ref in of_unit if id(ref.param) not in adapted]
-    names = [ref.name for ref in refs if ref.param.dtype == torch.float32]
-    return frozenset(kept_in_float32(model, names, torch.bfloat16))
+    names = {ref.name.replace(".base_layer.", "."): ref.name for ref in refs if ref.param.dtype == torch.float32}
+    kept = kept_in_float32(model, names, torch.bfloat16)
+    if (others := names.keys() - kept) and any(ref.param.dtype != torch.float32 for ref in refs):
+        kept |= created_in_float32(model, others)
+    return frozenset(names[name] for name in kept)
 
 
 def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: Mapping[int, Unit]) -> None:

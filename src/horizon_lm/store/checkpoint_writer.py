@@ -123,7 +123,8 @@ class _Exporter:
     ) -> None:
         self._model, self._store = parts.model, store
         self._dtype = dtype or store.written_dtype
-        self._in_float32 = kept_in_float32(parts.model, store.unit_of, dtype) if dtype is not None else set()
+        kept = kept_in_float32(parts.model, store.unit_of, dtype) | parts.in_float32 if dtype is not None else ()
+        self._in_float32 = frozenset(kept)
         self._given = {
             name: value
             for name, value in values.items()
