@@ -70,8 +70,10 @@ def prepare(engine: Engine, call: Call) -> Batch:
     tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if tokens is None:
         raise ValueError("give input_ids or inputs_embeds")
+    # Ids are (B, T) and embeddings (B, T, H).
     rows, length = tokens.shape[:2]
     config = engine.parts.model.config.get_text_config()
+    # Before anything is sent: whether rows are padded is read from the mask on the host.
     attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
     device = engine.device.torch_device
     # Segments are found, and the embedding looks up ids, on the host. If the caller already has them there, copying
@@ -96,6 +98,8 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
             f"{modal[0]}: {name} is streamed on text only so far (docs/models.md); leave it out, or stream "
             "with allow_unproven_model=True"
         )
+    # The row probe adds a row of tokens, but not the images that its placeholder tokens stand for; and pixel values
+    # have patches, not rows, in dimension 0.
     if modal and most_rows < batch.rows:
         raise StreamingError(
             f"{modal[0]} cannot be cut into micro-batches yet; {WHOLE_BATCHES} for images, video and audio"
@@ -118,7 +122,7 @@ def choose_cache(call: Call, recording: bool) -> None:
 
 
 def put_ignored_before(call: Call, num_tokens: int) -> None:
-    """Put ignored labels before those of each row (B, T), for the virtual tokens that the model puts before its tokens."""
+    """Put ignored labels before the labels of each row (B, T), for the virtual tokens that the model puts before its tokens."""
     for name in ("labels", "shift_labels") if num_tokens else ():
         if call.get(name) is not None:
             call[name] = nn.functional.pad(call[name], (num_tokens, 0), value=IGNORE_INDEX)

@@ -22,7 +22,7 @@ from horizon_lm.engine.units.token_statistics import TokenStatistics
 from horizon_lm.model.block_template import has_foreign_hooks
 from horizon_lm.model.head_path import AUXILIARY
 
-_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which each chunk has for itself
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # each chunk gets its own
 # Arguments of the decoder, which chunks do not call.
 _DECODER_ONLY = ("output_hidden_states", "output_attentions", "position_ids", "cache_position")
 
@@ -44,12 +44,15 @@ class ChunkedForward:
         self._parameters = signature.parameters
 
     def fits(self) -> bool:
-        """Return whether chunks compute what the model would: its loss function was not replaced, and no module that chunks
+        """Return whether chunks compute the values that the model would: its loss function was not replaced, and no module that chunks
         call with other inputs has hooks.
         """
         parts, path = self._parts, self.head.path
+        # Only the function that the trial of the path saw is known to be a sum over tokens.
         if path.loss_function is not parts.model.loss_function:
             return False
+        # The trunk returns a chunk's states and the head sees chunks, so such a hook would run once per chunk, on
+        # other shapes.
         return not any(map(has_foreign_hooks, (path.trunk, parts.decoder, parts.head)))
 
     def losses(
@@ -63,6 +66,7 @@ class ChunkedForward:
             for call, each in zip(calls, inputs, strict=True)
         ]
         losses = compute(runs, [hidden for _, hidden in ran], outer)
+        # A run returns a tuple of tensors for autograd; that of a loss has one.
         return [with_loss(output, loss) for (output, _), (loss,) in zip(ran, losses, strict=True)]
 
     def logprobs(
@@ -95,6 +99,7 @@ class ChunkedForward:
     def _needs_normed_hidden(self, call: Call) -> bool:
         """Return whether the caller or a hook uses the last hidden states, so that the final norm must be computed."""
         norm = self._parts.final_norm
+        # A skipped norm returns its input, which the hook would take for normed states.
         if norm is not None and has_foreign_hooks(norm):
             return True
         wanted = call.get("output_hidden_states")
@@ -106,6 +111,9 @@ class ChunkedForward:
     def _head_options(self, call: Call) -> dict[str, Any]:
         """Return the arguments of a call that are also passed to the model for each chunk."""
         known = {*self._parameters, *_DECODER_ONLY, *_OF_THE_LOSS}
+        # What remains reaches the loss function through the model's **kwargs. Named arguments describe whole rows,
+        # which chunks do not have.
         options = {k: v for k, v in call.items() if k not in known}
+        # Each chunk would add the auxiliary loss again; the pass over the whole batch has added it once.
         without_aux = {name: False for name in AUXILIARY if name in self._parameters}
         return options | without_aux | {"use_cache": False}

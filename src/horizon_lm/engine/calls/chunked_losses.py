@@ -33,7 +33,10 @@ class LossRun(ChunkedRun):
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         forward_state = self.forward_state
         if forward_state is not None and forward_state.head_grads:
+            # The gradient of the loss is not known yet: gradients are computed for 1, and `backward` scales them.
             loss, self.computed = self._loss_and_grads(hidden, outer, None, first=True)
+            # From now on the buffer holds these gradients: another forward pass before this one's backward finds it
+            # taken, and computes none.
             self.engine.between.head_grads.take(forward_state)
         else:
             loss = self._loss(hidden, outer)
@@ -49,6 +52,7 @@ class LossRun(ChunkedRun):
         # Not computed yet, or overwritten by the backward pass of another forward pass.
         if self.computed is None or not self.forward_state.head_grads:
             return self.context.run(lambda: self._loss_and_grads(hidden, outer, grad, first))[1]
+        # The loss that the caller keeps holds this node: gradients (B, T, H) must not stay with it.
         (hidden_grad, outer_grads), self.computed = self.computed, None
         # Reading the loss gradient from an accelerator would make the host wait, so there the product is always
         # computed.
@@ -60,6 +64,7 @@ class LossRun(ChunkedRun):
     def _loss(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> torch.Tensor:
         """Return only the loss."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        # In float32, as the loss of transformers, which upcasts the logits.
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
@@ -83,6 +88,7 @@ class LossRun(ChunkedRun):
         def differentiate_chunk(*chunk: Any) -> None:
             nonlocal total
             loss = self._chunk_loss(*chunk)
+            # A model's own loss may have another dtype than the total, whose gradient this is.
             torch.autograd.backward([loss], None if grad is None else [grad.to(loss.dtype)])
             total = total + loss.detach()
 
@@ -94,6 +100,8 @@ class LossRun(ChunkedRun):
         grads: dict[str, torch.Tensor] | None, first: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Return the loss of the tokens at these positions (N,), from their hidden states (N, H)."""
+        # transformers computes a loss if there are `labels`, and shifts none if there are `shift_labels`: tokens of a
+        # chunk need not follow each other.
         target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
         output = self.call_model(
             hidden, outer, grads, first, labels=target, shift_labels=target, num_items_in_batch=self.inputs.num_items
@@ -114,7 +122,7 @@ class TokenLogprobs(NamedTuple):
         mean: mean of the log-probabilities over the vocabulary, for label smoothing; None unless requested.
         entropy: entropy of the distribution, in nats; None unless requested.
         aux_loss: the model's weighted auxiliary loss, which balances its experts; None without such a loss.
-        unweighted_aux_loss: the same before it is weighted by the model's ``router_aux_loss_coef``.
+        unweighted_aux_loss: the auxiliary loss before it is weighted by the model's ``router_aux_loss_coef``.
         mean_logits: mean of the logits over the vocabulary, divided by the temperature; without gradient. None unless
             requested.
         log_sum_sq_probs: logarithm of the sum of squared probabilities over the vocabulary, without gradient; None unless
@@ -183,6 +191,7 @@ def token_logprobs(
     if unknown := set(statistics) - set(STATISTICS):
         raise ValueError(f"statistics are {', '.join(STATISTICS)}, not {', '.join(sorted(unknown))}")
     wanted = WantedLogprobs(temperature, ["logprobs", *(name for name in STATISTICS if name in statistics)])
+    # In its own dict, so this is the streamed model and not a wrapper that hands the attribute on.
     if "_horizon" in vars(model):
         if getattr(vars(model).get("forward"), "__self__", model) is not model:
             raise StreamingError(
@@ -217,6 +226,7 @@ class LogprobRun(ChunkedRun):
         values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in self._names]
         with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
+                # All values of a chunk come from the same logits, which are gone after it.
                 parts = self._chunk_values(flat[index], index, self._names, outer)
                 for whole, part in zip(values, parts, strict=True):
                     whole[index] = part  # (B * T,) at (N,)
@@ -226,6 +236,7 @@ class LogprobRun(ChunkedRun):
     def backward(
         self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
     ) -> Grads:
+        # Values that no loss uses are not recomputed: entropy alone takes two more tensors (N, V).
         grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
 
         def differentiate_chunk(leaf: torch.Tensor, index: torch.Tensor, *rest: Any) -> None:

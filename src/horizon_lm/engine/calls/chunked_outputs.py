@@ -34,6 +34,7 @@ def aux_losses(model: Any, output: Any) -> dict[str, torch.Tensor]:
 class MissingLogits:
     """A placeholder for logits that were computed only in chunks; using it raises MissingLogitsError."""
 
+    # With None in its place, code that uses logits would fail without a word about head='chunked'.
     def __getattr__(self, name: str) -> Any:
         raise MissingLogitsError
 
@@ -54,11 +55,13 @@ def without_labels(inputs: LossInputs) -> dict[str, Any]:
     With one ignored token instead of all labels, the model's own loss has no cross-entropy: it is the auxiliary loss of
     experts, or zero.
     """
+    # One token is enough, as `ChunkedLmHead.head_forward` gives logits (1, 1, V) for the whole batch.
     ignored = inputs.labels.new_full((1, 1), IGNORE_INDEX)
     return {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
 
 
 def with_loss(output: Any, loss: torch.Tensor) -> Any:
     """Return a model's output with the loss of the chunks added to its own, and without logits."""
+    # A model output leaves out None, so this copies what the model gave, router logits for example, and no more.
     fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
     return type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)

@@ -28,6 +28,7 @@ class JointCalls:
         self._model, self._has_adapters = weakref.ref(model), bool(adapter_params)
         self.switches_per_call = False
         self._adapters_at_begin: Any = None  # their state when the running lock-step began
+        # Held weakly by the lock-step, so a model that is dropped takes its watcher along.
         watch(self)
 
     def meet(self, kind: Hashable, call: Call, compute: Callable[[list[Call]], list[Any]]) -> Any:
@@ -38,6 +39,7 @@ class JointCalls:
         """
         # Calls meet if one pass can compute them: with the same model, with or without gradients, and of one kind.
         point = (id(self), torch.is_grad_enabled(), kind)
+        # Outside of a lock-step a call is alone, and nobody else sees its switches; without adapters there are none.
         if place() == 0 or not self._has_adapters:
             return meet(point, call, compute)
         if not self.switches_per_call and not torch.is_grad_enabled():
@@ -70,7 +72,7 @@ class JointCalls:
             present._adapters_at_begin = before
 
     def _present(self) -> "JointCalls":
-        """Return what this object was replaced by, if PEFT has changed the model's adapters."""
+        """Return the object that the model has now, which has replaced this one if PEFT has changed the adapters."""
         model = self._model()
         if model is None or "_horizon" not in vars(model):  # it is being attached
             return self

@@ -28,12 +28,15 @@ _METHODS = ("merge", "unmerge")
 @lru_cache(maxsize=1)
 def _watch_new_layers() -> None:
     """Replace the methods of layers that PEFT makes around weights of a streamed model from now on."""
+    # PEFT builds a layer and may merge it before the model is used again, so no later look at the model would be in
+    # time. Every adapter layer registers its base as a child when it is made.
     register_module_module_registration_hook(_replace_methods_of_new)
 
 
 def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None) -> None:
     if base is None or not is_adapter_layer(layer):
         return
+    # The new layer does not know the model; the streamed weights inside it do.
     owners = (param.owner() for param in base.parameters() if isinstance(param, StreamedParameter))
     if isinstance(owner := next(owners, None), HostAccess) and isinstance(owner.engine, Engine):
         _replace_methods(layer, owner.engine)
@@ -41,8 +44,11 @@ def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None)
 
 def _replace_methods(layer: Any, engine: Engine) -> bool:
     """Let a layer merge with plain parameters. Return whether it can merge at all."""
+    # Of the class: on an instance that was streamed before, the attribute is already the replacement.
     names = [name for name in _METHODS if callable(getattr(type(layer), name, None))]
     for name in names:
+        # Weakly, both layer and engine: the layer owns this function, and PEFT may keep the layer longer than the
+        # model lives.
         setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
     return bool(names)
 
@@ -65,6 +71,7 @@ class MergingLayers:
         PEFT does so when such a layer runs. In a streamed model, a layer that runs has copies of its weights on the device, so
         those in host memory would remain merged.
         """
+        # Weak references, because PEFT removes layers when it unloads adapters.
         for ref in self._layers:
             layer = ref()
             if layer is not None and layer.merged and _runs_unmerged(layer):
@@ -97,6 +104,7 @@ def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Call
 @contextmanager
 def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
     """Context manager: give a layer plain parameters, and write those that change to the store."""
+    # The values that are merged must be those of the last step, and nothing may write the slabs meanwhile.
     engine.synchronize()
     store = engine.store
     places = [
@@ -109,8 +117,11 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
     for _, _, param in places:
         name = engine.name_of(param)
         assert name is not None
+        # With low halves, the parameter is a rounded view. PEFT merges fp32 masters, as it does in a plain model of
+        # float32.
         value = param.detach() if store.units[store.unit_of[name]].low is None else store.master(name)
         plain[name] = nn.Parameter(value.clone(), param.requires_grad)
+    # A comparison, not a flag: PEFT writes .data or replaces it, which leaves no version counter to look at.
     before = {name: param.detach().clone() for name, param in plain.items()}
     try:
         with in_place((m, attribute, plain[str(engine.name_of(param))]) for m, attribute, param in places):
@@ -118,6 +129,8 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
     finally:  # of two adapters, PEFT may have merged the first and rejected the second
         with torch.no_grad():
             for name, merged in plain.items():
+                # A merge leaves a layer's adapters and biases as they are. Written needlessly, they would make
+                # resident blocks stream in again.
                 if not torch.equal(merged.data, before[name]):
                     store.write(name, merged.data)
                     store.weights_changed()

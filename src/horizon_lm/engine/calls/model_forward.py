@@ -66,9 +66,12 @@ class ModelForward:
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
         self.adapter_params = adapter_params(parts.model)  # identities of PEFT's parameters, in blocks and elsewhere
+        # Identities are taken now, while the adapters are in place: after PEFT has unloaded them nothing tells what
+        # they were.
         self.removable_params = self.adapter_params | replaced_params(parts.model)  # which PEFT may remove
         self._signature = inspect.signature(model_class.forward)
         self.joint = JointCalls(parts.model, self.adapter_params)
+        # Weakly, because units hold it and this object holds the units.
         call_model = weakly(self._call_model)
         self.blocks, self._tables = Blocks(engine), [StreamedEmbedding(engine, module) for module in parts.tables]
         self._head, self._dropout, self._merging = LmHead(engine), OuterDropout(engine), MergingLayers(engine)
@@ -76,12 +79,13 @@ class ModelForward:
             engine, self.blocks, self._tables, self._head,
             call_model=call_model, model_name=model_class.__name__, takes_images=takes_images,
         )  # fmt: skip
+        # Set afterwards: blocks stand below calls and cannot import the probe.
         self.blocks.probe_rows = weakly(self._runner.probe.shapes)
         self._chunked: ChunkedForward | None = None
         if path is not None:
             head = ChunkedLmHead(self._head, path, call_model)
             self._chunked = ChunkedForward(head, self._signature, self._runner.probe, call_model)
-        self.statistics: TokenStatistics | None = None  # collects those of each forward pass with labels
+        self.statistics: TokenStatistics | None = None  # collects statistics of each forward pass with labels
         self.expects_mean_loss = engine.mesh is not None  # as DistributedDataParallel takes it
         self.whole_logits = False  # compute all logits at once, because the caller uses them
         self.renew: Callable[[], None] | None = None  # attaches the model again if PEFT has changed its adapters
@@ -90,6 +94,7 @@ class ModelForward:
     def reconfigure(self, options: EngineOptions) -> None:
         """Use other options from the next forward on: the micro-batch, the chunks of the head, and what stays on the device."""
         self.engine.reconfigure(options)
+        # What was planned holds for the old micro-batch; a new planner plans for the next batch again.
         self._runner.planner = ResidencyPlanner(self.engine)
         if self._chunked is not None:
             self._chunked.head.chunk_tokens = options.head_chunk_tokens
@@ -103,6 +108,8 @@ class ModelForward:
         blocks, check = self.blocks, GradientCheck(self.engine, num_blocks)
 
         def compare() -> None:
+            # Before the comparison, which may raise: gradients of later backward passes are added to others, and
+            # cannot be compared.
             blocks.gradient_check = None
             check.compare_landed()
 
@@ -114,6 +121,7 @@ class ModelForward:
             module: weakly(self.blocks.forward, index) for index, module in enumerate(parts.blocks)
         }
         forwards |= {table.module: weakly(table.forward) for table in self._tables}
+        # PEFT's own forward would copy the whole table, in whose place the pass has a stand-in.
         forwards |= {layer: trained_tokens_forward(layer) for layer in trained_token_layers(parts)}
         for module in outer_dropouts(parts.decoder, parts.blocks):
             forwards[module] = weakly(self._dropout.forward, weakref.ref(module), own_forward(module))
@@ -171,6 +179,7 @@ class ModelForward:
             self._check_loss_scale(call)
         chunked = self._chunked_for(call) if has_labels else None
         run = partial(self._whole, has_labels) if chunked is None else partial(self._chunked_losses, chunked)
+        # Chunked and whole losses need different passes, so calls of the two kinds do not meet.
         return self.joint.meet(("loss", chunked is not None), call, run)
 
     def _check_loss_scale(self, call: Call) -> None:
@@ -194,9 +203,12 @@ class ModelForward:
 
     def _chunked_losses(self, chunked: ChunkedForward, calls: list[Call]) -> list[Any]:
         """Run one forward pass over all calls, whose losses are computed in chunks. Return the output of each."""
+        # It is not passed on to the chunks, which have exactly the trained tokens, so it would be ignored.
         if any(not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0) for call in calls):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
+        # This takes the labels out of the calls; the pass over the whole batch gets one ignored label for them.
         inputs = [LossInputs.of(call, self.engine.device.torch_device) for call in calls]
+        # The engine reads fields of the output by name, and makes the tuple at the end.
         as_tuple = [call.pop("return_dict", None) is False for call in calls]
         calls = [call | without_labels(each) for call, each in zip(calls, inputs, strict=True)]
         # With several losses their gradients are known only in the backward pass, and so is the sum of the head's.
@@ -235,6 +247,7 @@ class ModelForward:
         logits = output.logits  # (B, T, V)
         if self.statistics is not None:
             self._add_statistics(logits, inputs)
+        # Only trained positions: an ignored label of -100 is no index into the vocabulary.
         labels = inputs.labels.reshape(-1)[inputs.trained]
         values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, wanted.temperature, wanted.names)
         zeros = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
@@ -277,5 +290,6 @@ class ModelForward:
             raise StreamingError("statistics of tokens are collected for one batch at a time")
         options = self.engine.options
         if not options.in_micro_batches:  # sums over batches are float32 with micro-batches
+            # Rows of the largest call, so none of them is cut: with this setting the engine only adds up in float32.
             most = max(len(next(v for v in call.values() if isinstance(v, torch.Tensor) and v.ndim)) for call in calls)
             self.reconfigure(replace(options, device_micro_batch_size=most))

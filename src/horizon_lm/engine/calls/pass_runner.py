@@ -64,7 +64,9 @@ class PassRunner:
         engine = self._engine
         batches = [prepare(engine, call) for call in calls]
         inputs_need_grad = any(_needs_grad(batch.call.get("inputs_embeds")) for batch in batches)
+        # Without anything to differentiate no boundary is kept, as in evaluation.
         recording = torch.is_grad_enabled() and (inputs_need_grad or any(engine.trainable().values()))
+        # After `recording` is known: a cache is rejected in training only.
         for batch in batches:
             choose_cache(batch.call, recording)
             most_rows = engine.options.rows_at_once(batch.rows)
@@ -85,6 +87,8 @@ class PassRunner:
             draws=engine.parts.model.training,
             whole_batch=self._blocks.caching,
         )
+        # The pass is open before the outer parameters load, since their copies are its first operations; outer code
+        # reads them in place until the pass ends.
         with engine.forward_pass(request):
             outer = self._outer.load()
             with self._outer.in_place(outer), self._stand_ins():
@@ -93,6 +97,8 @@ class PassRunner:
     def call_all(self, calls: list[Call]) -> list[Any]:
         """Run the model's original forward method for each call, unit by unit."""
         with self.probe.of(calls):
+            # In the order of the calls, which is that of the batches in the request: embedding and blocks find their
+            # batch by it.
             outputs = run_together([partial(self._call_model, **call) for call in calls])
         if len(calls) > 1:
             run_on_in_backward(outputs)
@@ -102,6 +108,8 @@ class PassRunner:
         """Tell blocks and embedding what the next forward pass computes. Return whether it looks up tokens."""
         calls = [batch.call for batch in batches]
         for table in self._tables:
+            # The lookup needs ids on the host; those of the caller save a copy from the device that would stop the
+            # host.
             table.expect([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
         # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
         self._blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
@@ -153,6 +161,8 @@ class PassRunner:
             try:
                 with (
                     torch.no_grad(),
+                    # In this order: recording, rows, embed, inputs_need_grad, head_grads. Nothing of a rehearsal is
+                    # recorded.
                     engine.forward_pass(ForwardRequest(False, [largest.rows], embed, False, False, draws=False)),
                     self._outer.in_place(self._outer.load()),
                     self._stand_ins(),

@@ -24,8 +24,12 @@ class ReplacedForwards:
     def __init__(self, parts: ModelParts, blocks: Blocks, forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
         self._model, self._blocks = weakref.ref(parts.model), blocks
         self._replaced = list(forwards.items())
+        # Before they are replaced below. A forward in the dict of an instance is that of other code, and is put back
+        # as it was.
         self._own = [(module, module.__dict__.get("forward")) for module in forwards]  # None for those of the class
         self.replace()
+        # Blocks compare their own structure when they are bound. The model itself is left to `_root_ids`: to keep it
+        # here would close a cycle.
         inside = {id(module) for block in parts.blocks for module in block.modules()}
         self._structure = Structure(
             module for module in parts.model.modules() if id(module) not in inside and module is not parts.model
@@ -40,6 +44,8 @@ class ReplacedForwards:
     def restore(self) -> None:
         """Give streamed modules their own forward methods back, and remove the replaced ones from copies of these modules."""
         replaced = {id(forward) for _, forward in self._replaced}
+        # Over the present modules: PEFT copies streamed modules for `modules_to_save`, dict and replaced forward
+        # included.
         for module in self._present().modules():
             if id(module.__dict__.get("forward")) in replaced:
                 del module.forward

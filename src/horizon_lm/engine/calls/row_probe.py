@@ -42,11 +42,14 @@ class RowProbe:
         state = self._engine.device.rng_state()
         self._probe((index, batch, shapes), rows + 1)
         try:
+            # Embedding and earlier blocks answer with zeros in the right shapes, so a probe needs no weights on the
+            # device.
             with torch.no_grad():
                 self._call_model(**call)
         except ProbeDoneError:
             return shapes
         finally:
+            # Also after an error, or the next call of a block would be taken for a probe.
             self._probe(None, None)
             self._engine.device.set_rng_state(state)
         raise AssertionError(f"block {index} was not reached by the probe")
@@ -59,6 +62,7 @@ class RowProbe:
 
 def _one_more_row(name: str, value: Any, rows: int) -> Any:
     """Return an argument of the model with its first row repeated at the end."""
+    # One-dimensional arguments, such as cache positions, count tokens.
     if not isinstance(value, torch.Tensor) or value.ndim < 2:
         return value
     # Rows are dimension 0, except in positions with several coordinates (M-RoPE), which are (3, B, T).
