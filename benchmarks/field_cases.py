@@ -157,7 +157,7 @@ def ours(case: Case, rows: int) -> Ours:
             break
     assert plan.time is not None
     residency = Residency(plan.step.settings.residency.boundaries)
-    as_theirs = replace(plan.step.settings, residency=residency, compiled=False, precision="bf16", moments="float32")
+    as_theirs = replace(plan.step.settings.keeping(residency), compiled=False, precision="bf16", moments="float32")
     alone = step_time(replace(plan.step, settings=as_theirs), case.hardware).seconds
     name = run.precision + ("" if run.moments == "float32" else ", bf16 moments") + ("" if plan.fits else ": too large")
     return Ours(plan, name, alone, plan.time.seconds)

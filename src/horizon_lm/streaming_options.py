@@ -1,12 +1,19 @@
 """The options shared by `horizon_lm.stream`, the settings of a run and the planner. Nothing here imports torch."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 from horizon_lm.errors import ConfigError
 
 WHOLE_BATCHES = "leave device_micro_batch_size unset"
 """The remedy where a batch cannot be cut into micro-batches."""
+SMALLER_BATCHES = "lower device_micro_batch_size or per_device_train_batch_size"
+"""The remedy where the device has too little memory for a batch."""
+
+
+def chosen(default: Any) -> Any:
+    """Return a field that a plan chooses if it is left open."""
+    return field(default=default, metadata={"chosen": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +28,12 @@ class StreamingOptions:
     precision: str = "fp32_master"
     grad_dtype: Any = None
     device_memory: int | None = None
-    device_micro_batch_size: int | None = None
-    head: str = "chunked"
-    head_chunk_tokens: int | None = None
-    activation_checkpoints: str | int = "auto"
-    resident_blocks: int | None = None
-    resident_graphs: int | None = None
+    device_micro_batch_size: int | None = chosen(None)
+    head: str = chosen("chunked")
+    head_chunk_tokens: int | None = chosen(None)
+    activation_checkpoints: str | int = chosen("auto")
+    resident_blocks: int | None = chosen(None)
+    resident_graphs: int | None = chosen(None)
     mlp_chunk_tokens: int | None = None
     compile: bool | str = "auto"
 
@@ -59,6 +66,24 @@ class StreamingOptions:
     def rows_at_once(self, rows: int) -> int:
         """Return the rows of a micro-batch of a batch with this many rows."""
         return min(self.device_micro_batch_size or rows, rows)
+
+    def in_micro_batches_of(self, rows: int) -> Self:
+        """Return these options with batches cut into micro-batches of this many rows."""
+        return replace(self, device_micro_batch_size=rows)
+
+    def choices(self) -> dict[str, Any]:
+        """Return the options that a plan may choose, by name."""
+        found = {name: getattr(self, name) for name in self.names_of_choices()}
+        return found if self.head == "chunked" else found | {"head_chunk_tokens": None}
+
+    def with_choices(self, other: "StreamingOptions") -> Self:
+        """Return these options with the choices of others."""
+        return replace(self, **{name: getattr(other, name) for name in self.names_of_choices()})
+
+    @classmethod
+    def names_of_choices(cls) -> list[str]:
+        """Return the names of the options that a plan may choose."""
+        return [each.name for each in fields(cls) if each.metadata.get("chosen")]
 
     @classmethod
     def names(cls) -> list[str]:

@@ -63,7 +63,7 @@ def test_a_reconfigured_engine_equals_a_fresh_one(failure: Computation | None, i
     optimizer.zero_grad()
     assert device.counters.allocated_total > 0
     forward = model._horizon
-    smaller = {"residency": Residency(1, 1), "device_micro_batch_size": 2, "head_chunk_tokens": 3}
+    smaller = {**Residency(1, 1).options(), "device_micro_batch_size": 2, "head_chunk_tokens": 3}
     forward.reconfigure(replace(forward.engine.options, **smaller))
     assert +device.counters.allocated == {}
 

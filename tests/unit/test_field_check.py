@@ -153,7 +153,7 @@ def test_double_buffering_and_slab_pool_save_time(machine: str) -> None:
 def test_our_schedule_is_faster(machine: str) -> None:
     gpu = find_profile(machine)
     residency = Residency(NUM_BLOCKS)
-    ours = Step(outline(), StepSettings(4, precision="bf16", head_chunk_tokens=512, residency=residency))
+    ours = Step(outline(), StepSettings(4, precision="bf16", head_chunk_tokens=512, **residency.options()))
     assert step_time(ours, gpu).seconds < seconds(gpu)
 
 

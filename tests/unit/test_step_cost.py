@@ -25,7 +25,7 @@ PARAMETERS = 28 * BLOCK + 2 * TABLE + HIDDEN
 
 def step(tokens: int, num_blocks: int = 28, **settings: Any) -> Step:
     """Return a step with sequences of 4096 tokens, with all boundaries and nothing else on the device."""
-    settings = {"residency": Residency(num_blocks)} | settings
+    settings = {"activation_checkpoints": num_blocks} | settings
     return Step(dense(num_blocks), StepSettings(tokens // 4096, **settings))
 
 
@@ -49,7 +49,7 @@ def test_work_is_minimal(chunked: bool, head_factor: int, micro_batch: int | Non
 
 def test_resident_graph_is_not_recomputed() -> None:
     one = machine(matmul={"bfloat16": 1.0, "float32": 1.0}, attention={"bfloat16": float("inf"), "float32": 1.0})
-    of = step(4096, 4, residency=Residency(4, 2, 1))
+    of = step(4096, 4, **Residency(4, 2, 1).options())
     assert total(of, one, Kind.FORWARD, Kind.BACKWARD) == pytest.approx((3 * 8 + 6) * BLOCK * 4096 + 6 * TABLE * 4096)
 
 
@@ -61,7 +61,7 @@ def test_a_gpu_copies_codes_while_it_decodes_others(device: str, bandwidth: floa
     """The slower of the two counts: half a byte a weight at the link's rate, or this and two bytes at the device's."""
     outline = dense(1)
     sizes = replace(outline.sizes, packed=[PackedSizes([BLOCK], BLOCK // 2, BLOCK // 2)])
-    of = Step(replace(outline, sizes=sizes), StepSettings(1, residency=Residency(1)))
+    of = Step(replace(outline, sizes=sizes), StepSettings(1, activation_checkpoints=1))
     one = machine(device=device, device_bandwidth=bandwidth, link_in=1.0, link_both=1.0, host_bandwidth={"1": 1.0})
     assert of.cost(one)(Op(Kind.STREAM_IN, block(0), Stream.COPY_IN)) == pytest.approx(seconds)
 
@@ -76,7 +76,7 @@ def test_attention_has_its_own_rate() -> None:
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("resident", [0, 1, 4])
 def test_traffic_is_minimal(in_backward: bool, resident: int) -> None:
-    of = step(4096, 4, update_in_backward=in_backward, residency=Residency(4, resident))
+    of = step(4096, 4, update_in_backward=in_backward, **Residency(4, resident).options())
     rows = 4096 * HIDDEN
     once = TABLE + HIDDEN + rows
     moves = (8 - resident) * BLOCK  # resident blocks once, other blocks in the forward and in the backward pass
@@ -86,7 +86,7 @@ def test_traffic_is_minimal(in_backward: bool, resident: int) -> None:
 
 
 def test_only_offloaded_boundaries_move() -> None:
-    of = step(8192, 4, residency=Residency(1))
+    of = step(8192, 4, activation_checkpoints=1)
     assert total(of, machine(), Kind.OFFLOAD) == total(of, machine(), Kind.FETCH) == 3 * 8192 * HIDDEN * 2
 
 
@@ -153,7 +153,7 @@ def test_update_and_compute_threads_share_cores() -> None:
 def share(hardware: Hardware, tokens: float, **settings: Any) -> float:
     """Return the share of a step in which the optimizer is exposed."""
     rows = max(1, round(tokens / 512))
-    time = step_time(Step(dense(length=512), StepSettings(rows, residency=Residency(28), **settings)), hardware)
+    time = step_time(Step(dense(length=512), StepSettings(rows, activation_checkpoints=28, **settings)), hardware)
     return time.exposed_update_seconds / time.seconds
 
 
@@ -180,7 +180,7 @@ def test_exposed_update_time_grows_with_slower_memory() -> None:
                                       host_bandwidth={"8": 70e9})], ids=["server", "desktop"])  # fmt: skip
 def test_updates_are_overlapped_only_above_threshold(hardware: Hardware, precision: str, in_backward: bool) -> None:
     settings = {"precision": precision, "update_in_backward": in_backward}
-    time = step_time(Step(dense(length=512), StepSettings(64, residency=Residency(28), **settings)), hardware)
+    time = step_time(Step(dense(length=512), StepSettings(64, activation_checkpoints=28, **settings)), hardware)
     threshold = time.hidden_from_tokens["update"]
     # b/2 · R/B tokens, with b bytes per update, for all parameters over those of blocks; a third of that during a
     # backward pass (architecture, 3.5), and attention shortens it.

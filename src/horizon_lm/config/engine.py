@@ -96,6 +96,11 @@ class EngineSettings(Settings):
         "stacks of all threads; the run goes on waiting. null for never.",
     )
 
+    @property
+    def rows_kept_together(self) -> int:
+        """The rows of a step that go to one process, because it computes them at once."""
+        return self.device_micro_batch_size or 1
+
     @field_validator("resident_graphs")
     @classmethod
     def _graphs_need_weights(cls, value: int | None, info: ValidationInfo) -> int | None:

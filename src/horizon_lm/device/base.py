@@ -13,6 +13,7 @@ from horizon_lm.errors import DeviceMemoryError
 from horizon_lm.quantities import format_bytes
 from horizon_lm.schedule.ops import Op
 from horizon_lm.schedule.trace import Trace
+from horizon_lm.streaming_options import SMALLER_BATCHES
 
 
 @dataclass(eq=False, slots=True)
@@ -210,8 +211,7 @@ def counted_empty(
         in_use = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
         raise DeviceMemoryError(
             f"{name}: {format_bytes(num_bytes)} for {kind} do not fit into the device capacity of "
-            f"{format_bytes(capacity)}; in use: {in_use or 'nothing'}. Raise device_memory, or lower "
-            "device_micro_batch_size or per_device_train_batch_size."
+            f"{format_bytes(capacity)}; in use: {in_use or 'nothing'}. Raise device_memory, or {SMALLER_BATCHES}."
         )
     buffer = torch.empty(numel, dtype=dtype, device=device)
     counters.add(kind, num_bytes)

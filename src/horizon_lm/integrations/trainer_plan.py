@@ -76,10 +76,9 @@ class TrainerPlan:
 
     def apply(self, plan: Plan) -> None:
         """Let the model compute fewer rows at once than the Trainer's batch has, if that is what fits."""
-        horizon = forward_of(self._model)
-        options, chosen = horizon.engine.options, plan.step.settings.device_micro_batch_size
-        if options.device_micro_batch_size is None and chosen is not None and chosen < self._batch:
-            horizon.reconfigure(replace(options, device_micro_batch_size=chosen))
+        forward, rows = forward_of(self._model), plan.step.settings.rows_at_once(self._batch)
+        if not forward.engine.options.in_micro_batches and rows < self._batch:
+            forward.reconfigure(forward.engine.options.in_micro_batches_of(rows))
 
     def reject(self, plan: Plan) -> None:
         """Raise DoesNotFitError, with the numbers and the changes that would help."""
@@ -205,20 +204,13 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
         "gradient_accumulation_steps": args.gradient_accumulation_steps * _sequences(args),
         "optim": optim,
         "moments": moments,
-        "head": options.head,
-        "device_micro_batch_size": options.device_micro_batch_size,
         "compile": options.compile,
         "mlp_chunk_tokens": options.mlp_chunk_tokens,
         "allow_unproven_model": True,  # whether it may be streamed was decided when it was
+        **options.choices(),
     }
     if rows.eval_length:
         settings |= {"test_split_size": 1, "per_device_eval_batch_size": args.per_device_eval_batch_size}
-    if options.head == "chunked":
-        settings["head_chunk_tokens"] = options.head_chunk_tokens
-    if options.residency is not None:
-        settings["activation_checkpoints"] = options.residency.boundaries
-        settings["resident_blocks"] = options.residency.weights
-        settings["resident_graphs"] = options.residency.graphs
     params = list(model.named_parameters())
     if _adapters(model) is None and not all(param.requires_grad for _, param in params):
         settings["trainable"] = "|".join(name for name, param in params if param.requires_grad)

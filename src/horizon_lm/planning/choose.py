@@ -52,7 +52,7 @@ def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
     room = device_room(request, machine)
     step, batch_reason = _choose_micro_batch(outline, request, machine, room)
     residency, residency_reason = _choose_residency(step, request, room)
-    step = replace(step, settings=replace(step.settings, residency=residency))
+    step = replace(step, settings=step.settings.keeping(residency))
     return Choice(step, (batch_reason, residency_reason))
 
 
@@ -62,7 +62,7 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
     chosen: dict[str, Any] = {
         "device_micro_batch_size": micro_batch,
         "head_chunk_tokens": chunk,
-        "residency": _smallest_residency(outline, request, room),
+        **_smallest_residency(outline, request, room).options(),
     }
     return StepSettings(**{each.name: getattr(request, each.name) for each in fields(request)} | chosen)
 
@@ -99,6 +99,9 @@ def _choose_micro_batch(
 
 def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
     """Yield micro-batch sizes to try, largest first; only the run's own size if activations are unknown."""
+    if outline.whole_batch_only:
+        yield request.rows
+        return
     per_device = request.per_device_train_batch_size * request.sequences
     if outline.unknown:
         yield per_device

@@ -257,12 +257,8 @@ def _run(plan: Plan, device: str) -> dict[str, Any]:
         "precision": request.precision,
         "device": device,
         "settings": {
-            "device_micro_batch_size": settings.device_micro_batch_size,
+            **settings.choices(),
             "slices": settings.slices,
-            "head_chunk_tokens": settings.head_chunk_tokens if settings.chunked_head else None,
-            "activation_checkpoints": settings.residency.boundaries,
-            "resident_blocks": settings.residency.weights,
-            "resident_graphs": settings.residency.graphs,
             "attn_implementation": outline.attention,
         },
         "reasons": list(plan.reasons),

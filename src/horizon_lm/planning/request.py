@@ -7,7 +7,7 @@ from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.memory import ADAMW, PlannedOptimizer
 from horizon_lm.slabs import WHOLE, Shard
-from horizon_lm.streaming_options import StreamingOptions
+from horizon_lm.streaming_options import StreamingOptions, chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Request(StreamingOptions):
     download_bytes: int = 0
     skips_steps: bool = False
     optimizer: PlannedOptimizer = ADAMW
-    moments: str = "float32"
+    moments: str = chosen("float32")
     grad_bytes: int = 2
     update_in_backward: bool = False
     compiled: bool = False

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
+
+from horizon_lm.streaming_options import StreamingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,19 @@ class Residency:
     boundaries: int
     weights: int = 0
     graphs: int = 0
+
+    @classmethod
+    def of(cls, options: StreamingOptions) -> "Residency":
+        """Return the residency that options have, all of which are chosen."""
+        return cls(int(options.activation_checkpoints), options.resident_blocks or 0, options.resident_graphs or 0)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of this residency, by name."""
+        return {
+            "activation_checkpoints": self.boundaries,
+            "resident_blocks": self.weights,
+            "resident_graphs": self.graphs,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
@@ -21,6 +22,7 @@ from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Pass, Stream
 from horizon_lm.schedule.simulate import Rates
+from horizon_lm.streaming_options import chosen
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 FUSED = 0.4
@@ -28,17 +30,23 @@ FUSED = 0.4
 _WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # bytes read and written by an update, per parameter
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSettings(Request):
-    """A request whose open settings are chosen.
+    """A request whose open settings are chosen. ``head_chunk_tokens``: tokens of a chunk of logits."""
 
-    Attributes:
-        head_chunk_tokens: tokens of a chunk of logits.
-        residency: data that stays on the device.
-    """
+    head_chunk_tokens: int = chosen(64)
+    activation_checkpoints: int = chosen(0)
+    resident_blocks: int = chosen(0)
+    resident_graphs: int = chosen(0)
 
-    head_chunk_tokens: int = field(default=64, kw_only=True)
-    residency: Residency = field(default=Residency(0), kw_only=True)
+    @property
+    def residency(self) -> Residency:
+        """The data that stays on the device."""
+        return Residency.of(self)
+
+    def keeping(self, residency: Residency) -> Self:
+        """Return these settings with another residency."""
+        return replace(self, **residency.options())
 
     @property
     def chunked_head(self) -> bool:

@@ -71,8 +71,6 @@ def plan_run(
         machine = replace(machine, collective_bytes=_collective_bytes(shard.count, num_ranks, machine.interconnect))
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
-    if outline.whole_batch_only and not request.in_micro_batches:
-        request = replace(request, device_micro_batch_size=request.rows)
     priced = priced and (num_ranks == 1 or machine.interconnect is not None)
     plan = make_plan(outline, request, machine, priced, usual)
     return replace(
@@ -195,27 +193,9 @@ def apply_plan(run: RunConfig, plan: Plan) -> RunConfig:
     If the planner could not try the blocks, the residency settings stay open: the engine chooses them with the first
     batch.
     """
-    settings = plan.step.settings
-    rows = (
-        None
-        if plan.step.outline.whole_batch_only and not run.device_micro_batch_size
-        else settings.device_micro_batch_size
-    )
-    always: dict[str, Any] = {
-        "head": plan.request.head, "head_chunk_tokens": plan.request.head_chunk_tokens, "device_micro_batch_size": rows,
-        "moments": plan.request.moments,
-    }  # fmt: skip
+    chosen = plan.step.settings.choices()
     if plan.step.outline.unknown:
-        return run.model_copy(update=always)
-    residency = settings.residency
-    chosen: dict[str, Any] = {
-        **always,
-        "activation_checkpoints": residency.boundaries,
-        "resident_blocks": residency.weights,
-        "resident_graphs": residency.graphs,
-    }
-    if settings.chunked_head:
-        chosen["head_chunk_tokens"] = settings.head_chunk_tokens
+        chosen |= {name: getattr(plan.request, name) for name in ("head_chunk_tokens", *Residency(0).options())}
     return run.model_copy(update=chosen)
 
 
@@ -306,7 +286,7 @@ class Admission:
             None if there is no smaller plan.
         """
         residency = residency or plan.step.settings.residency
-        used = device_use(replace(plan.step, settings=replace(plan.step.settings, residency=residency))).total
+        used = device_use(replace(plan.step, settings=plan.step.settings.keeping(residency))).total
         for share in _SMALLER:
             machine = with_device_room(plan.machine, int(share * used))
             found = self._plan_for(self._run, machine=machine, priced=False)

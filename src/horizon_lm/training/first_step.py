@@ -92,12 +92,5 @@ class FirstStep:
     def _reconfigure(self, plan: Plan) -> None:
         """Give the model the choices of a plan. Nothing of the failed step is left on the device."""
         self.optimizer.zero_grad()
-        settings, forward = plan.step.settings, forward_of(self.model)
-        forward.reconfigure(
-            replace(
-                forward.engine.options,
-                device_micro_batch_size=settings.device_micro_batch_size,
-                head_chunk_tokens=settings.head_chunk_tokens,
-                residency=settings.residency,
-            )
-        )
+        forward = forward_of(self.model)
+        forward.reconfigure(forward.engine.options.with_choices(plan.step.settings))

@@ -15,10 +15,11 @@ from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.loader import Sampler
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
+from horizon_lm.planning.request import Request
 from horizon_lm.training.run_lock import RunLock
 from horizon_lm.training.run_state import FORMAT, ResumePoint, reading
 
-_OPEN = ("device_micro_batch_size", "head", "head_chunk_tokens", "moments")  # chosen by the plan, unless they are set
+_OPEN = set(Request.names_of_choices()) - settings_with(OnResume.FREE)  # chosen by the plan, unless they are set
 _VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
 _REMEDY = "restore them, choose another output_dir, or set resume_with_changes: true to go on with the changes"
 

@@ -113,7 +113,7 @@ def load_data(
         found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows)]
         parts.append(PreparedData(names[-1], eval_report, found, eval_report.rows, packed))
     sampler = training_sampler(config, training.packed, rows_per_step)
-    loader = Loader(training.packed, sampler, rank, num_ranks, config.device_micro_batch_size or 1)
+    loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
     return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
 
 

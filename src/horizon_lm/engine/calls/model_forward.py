@@ -9,7 +9,6 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -292,4 +291,4 @@ class ModelForward:
         if not options.in_micro_batches:  # sums over batches are float32 with micro-batches
             # Rows of the largest call, so none of them is cut: with this setting the engine only adds up in float32.
             most = max(len(next(v for v in call.values() if isinstance(v, torch.Tensor) and v.ndim)) for call in calls)
-            self.reconfigure(replace(options, device_micro_batch_size=most))
+            self.reconfigure(options.in_micro_batches_of(most))

@@ -151,9 +151,7 @@ class PassRunner:
         engine = self._engine
         state = engine.device.rng_state()
         largest = max(batches, key=self._tokens_at_once)
-        num_micro_batches = len(
-            split_batches([batch.rows for batch in batches], engine.options.device_micro_batch_size)
-        )
+        num_micro_batches = len(split_batches([batch.rows for batch in batches], engine.options))
         embed = self._announce([largest])
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         with self.planner.planning(size) as plans:

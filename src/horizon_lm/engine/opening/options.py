@@ -128,9 +128,8 @@ class StreamArguments(StreamingOptions):
             "compile": self._on_accelerator if self.compile == "auto" else bool(self.compile),
         }
         options = EngineOptions(
-            **StreamingOptions.of(self) | chosen,
+            **StreamingOptions.of(self) | self._residency(parts.num_blocks, device) | chosen,
             compute_dtype=dtype,
-            residency=self._residency(parts.num_blocks, device),
             head_peak=None
             if device.spare_bytes() is None
             else head_peak(parts, trunk, dtype, chunked=path is not None),
@@ -157,12 +156,12 @@ class StreamArguments(StreamingOptions):
         with outside_inference_mode():
             attach_again(horizon, again.examine, again.get_precision, partial(again.attach, before=engine.store))
 
-    def _residency(self, num_blocks: int, device: Device) -> Residency | None:
-        """Return the residency that the arguments fix, or None if it must be planned."""
+    def _residency(self, num_blocks: int, device: Device) -> dict[str, Any]:
+        """Return the options of the residency that the arguments fix; none if it must be planned."""
         chosen = self.resident_blocks is not None or self.resident_graphs is not None
         if self.activation_checkpoints == "auto" and not chosen and device.spare_bytes() is not None:
-            return None
-        return Residency(*self.requested_residency(num_blocks, auto_on_device=True))
+            return {}
+        return Residency(*self.requested_residency(num_blocks, auto_on_device=True)).options()
 
 
 def device_of(device: str | Device) -> torch.device | None:

@@ -85,8 +85,6 @@ class EngineOptions(StreamingOptions):
         head_chunk_tokens: tokens per chunk of logits with ``head="chunked"``.
         compile: compile blocks, once per block structure.
         compute_dtype: dtype of weights on the device and of hidden states.
-        residency: what stays on the device between passes; None to plan it for the first batch. It takes the place of
-            ``activation_checkpoints``, ``resident_blocks`` and ``resident_graphs``.
         head_peak: peak bytes of norm, head and loss, as a function of tokens; None if memory is not planned.
         check_recompute: compare every recomputed output with that of the forward pass; slow, for tests.
     """
@@ -94,9 +92,13 @@ class EngineOptions(StreamingOptions):
     head_chunk_tokens: int = 64
     compile: bool = False
     compute_dtype: torch.dtype
-    residency: Residency | None
     head_peak: Linear[int] | None = None
     check_recompute: bool = False
+
+    @property
+    def residency(self) -> Residency | None:
+        """What stays on the device between passes; None to plan it for the first batch."""
+        return None if self.activation_checkpoints == "auto" else Residency.of(self)
 
 
 class DeviceBuffers:

@@ -74,8 +74,9 @@ class ForwardPass:
             head_grads=request.head_grads and bool(self.trained[engine.slab_unit(HEAD)]),
         )
         self.num_rows = request.rows
-        rows = None if request.whole_batch else engine.options.device_micro_batch_size
-        self.micro_batches: list[MicroBatch] = split_batches(request.rows, rows)
+        self.micro_batches: list[MicroBatch] = split_batches(
+            request.rows, None if request.whole_batch else engine.options
+        )
         before, everywhere = _agree(engine, self._schedule, len(self.micro_batches))
         self.randomness = MicroBatchRandomness(
             engine.device, len(self.micro_batches), request.draws, before, everywhere

@@ -17,7 +17,7 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock
-from horizon_lm.streaming_options import WHOLE_BATCHES
+from horizon_lm.streaming_options import WHOLE_BATCHES, StreamingOptions
 
 Rows = tuple[int, int]  # the rows [start, stop) of a batch
 
@@ -42,16 +42,16 @@ class MicroBatch(NamedTuple):
         return self.start, self.stop
 
 
-def split_batches(num_rows: Sequence[int], most_rows: int | None) -> list[MicroBatch]:
+def split_batches(num_rows: Sequence[int], options: StreamingOptions | None) -> list[MicroBatch]:
     """Split batches into micro-batches.
 
     Args:
         num_rows: the number of rows of each batch.
-        most_rows: the maximum number of rows of a micro-batch; None to split no batch.
+        options: the options with the size of a micro-batch; None to split no batch.
     """
     micro_batches = []
     for batch, count in enumerate(num_rows):
-        size = most_rows or count
+        size = count if options is None else options.rows_at_once(count)
         starts = range(0, count, size)
         micro_batches += [MicroBatch(batch, start, min(start + size, count), len(starts) == 1) for start in starts]
     return micro_batches
