@@ -150,19 +150,18 @@ def rows_kernel(rule: Rule, weights: str, moments: str, grads: str) -> Any:
         ``update(weights, low, grads, first, second, scale1, scale2, width, blocks, rows, grad_rows, scalars)``, which
         updates row ``rows[i]``, of ``width`` elements and ``blocks`` scales, with row ``grad_rows[i]`` of ``grads``.
     """
-    update_row = _update(rule, weights, moments, grads)
+    update_row = update_kernel(rule, weights, moments, grads)  # called, not inlined, which would compile it once more
 
     @kernel
     def update(
         weights: Any, low: Any, grads: Any, first: Any, second: Any, scale1: Any, scale2: Any, width: int, blocks: int,
         rows: Any, grad_rows: Any, s: Any,
     ) -> None:  # fmt: skip
-        m, v = np.empty(BLOCK, F32), np.empty(BLOCK, F32)
         for r in range(len(rows)):
             a, b, g = rows[r] * width, rows[r] * blocks, grad_rows[r] * width
             update_row(
                 weights[a : a + width], low[a : a + width], grads[g : g + width], first[a : a + width],
-                second[a : a + width], scale1[b : b + blocks], scale2[b : b + blocks], U32(a), s, m, v,
+                second[a : a + width], scale1[b : b + blocks], scale2[b : b + blocks], U32(a), s,
             )  # fmt: skip
 
     return update
