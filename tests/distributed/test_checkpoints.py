@@ -27,7 +27,7 @@ from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.second_place import SecondPlace
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, build, train, whole
-from tests.faults.test_full_disk import FailingDisk
+from tests.support.failing_disk import FailingDisk
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES: dict[str, dict[str, Any]] = {

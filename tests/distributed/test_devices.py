@@ -19,8 +19,7 @@ from horizon_lm.distributed import collectives, mesh
 from horizon_lm.resources import limit_cores
 from horizon_lm.schedule.ops import Stream
 from tests.distributed.pool import TIMEOUT, Pool
-from tests.distributed.test_training import assert_same
-from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train
+from tests.distributed.training import Outcome, Training, alone, assert_same, batches_of, build, run, train
 from tests.support.emulated_gpu import EmulatedGpu, emulated_gpu
 from tests.support.threaded_device import ThreadedDevice
 

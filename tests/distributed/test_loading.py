@@ -20,8 +20,8 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, whole
-from tests.numerics.test_quantized_base import save_published
 from tests.support import tiny_models
+from tests.support.quantized_folders import save_published
 from tests.support.thinned_cases import thinned
 
 MESHES = [Training(shard=2), Training(shard=4), Training(replicate=2)]

@@ -19,12 +19,11 @@ from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.quantization import four_bits, take_quantization
 from horizon_lm.model.source import ModelSource
 from horizon_lm.store.quantized_checkpoint import Quantized
+from tests.distributed.measured_bytes import Bytes, measure
 from tests.distributed.pool import Pool
-from tests.distributed.test_plan_bytes import Bytes, measure
-from tests.distributed.test_training import assert_same
-from tests.distributed.training import Outcome, Training, train, whole
-from tests.numerics.test_plan_bytes import LENGTH
-from tests.numerics.test_quantized_base import adapter_folder, save_published
+from tests.distributed.training import Outcome, Training, assert_same, train, whole
+from tests.support.planned_bytes import LENGTH
+from tests.support.quantized_folders import adapter_folder, save_published
 from tests.support.threaded_device import ThreadedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")

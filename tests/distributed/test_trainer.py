@@ -21,9 +21,9 @@ from tests.distributed.pool import Pool
 from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.support.thinned_cases import thinned
+from tests.support.trainer_runs import history
+from tests.support.trl_trainers import TRAINERS, make
 from tests.trainer import rows
-from tests.trainer.test_held_batches import history
-from tests.trainer.test_trainers import TRAINERS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -24,21 +24,10 @@ from horizon_lm.errors import (
     SummedLossWarning,
 )
 from tests.distributed.pool import Pool
-from tests.distributed.training import Outcome, Training, alone, batches_of, build, run, train, whole
+from tests.distributed.training import Outcome, Training, alone, assert_same, batches_of, build, run, train
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
 from tests.support.threaded_device import ThreadedDevice
-
-
-def assert_same(outcomes: list[Outcome], expected: Outcome, training: Training) -> None:
-    found = whole(outcomes, training.shard)
-    for name, (_, slab) in expected.slabs.items():
-        assert torch.equal(found[name], slab[: len(found[name])]), name
-        assert not slab[len(found[name]) :].any()
-    for copy in range(1, training.replicate):
-        other = whole(outcomes[copy * training.shard :], training.shard)
-        assert all(torch.equal(other[name], found[name]) for name in found)
-
 
 TIED = {"tie_word_embeddings": True}
 QUIET = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
 from horizon_lm.model.freezing import freeze
-from tests.numerics.test_adapters import adapted
 from tests.support import tiny_models
+from tests.support.adapted_models import adapted
 
 IGNORE = -100
 
@@ -159,3 +159,13 @@ def _loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 def whole(outcomes: list[Outcome], shard: int) -> dict[str, torch.Tensor]:
     """Return the slabs of the first copy of the model."""
     return {name: torch.cat([each.slabs[name][1] for each in outcomes[:shard]]) for name in outcomes[0].slabs}
+
+
+def assert_same(outcomes: list[Outcome], expected: Outcome, training: Training) -> None:
+    found = whole(outcomes, training.shard)
+    for name, (_, slab) in expected.slabs.items():
+        assert torch.equal(found[name], slab[: len(found[name])]), name
+        assert not slab[len(found[name]) :].any()
+    for copy in range(1, training.replicate):
+        other = whole(outcomes[copy * training.shard :], training.shard)
+        assert all(torch.equal(other[name], found[name]) for name in found)

@@ -35,11 +35,6 @@ def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return resuming.settings(tmp_path_factory.mktemp("rows"), model) | LORA
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(monkeypatch)
-
-
 def plain_losses(settings: dict[str, Any], batches: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train the same adapters with plain PEFT, and return the losses and the adapters as PEFT saves them."""
     set_seed(42)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import horizon_lm
-from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.errors import ConfigError, GradientMismatchError, ModelNotSupportedError
 from horizon_lm.model import proven
 from tests.e2e import tiny
+from tests.support.wrong_gradients import wrong_slot
 
 
 def run(model: Path, folder: Path, **settings: Any) -> list[str]:
@@ -42,14 +42,7 @@ def test_gradients_are_checked_before_training(model: Path, tmp_path: Path) -> N
 
 
 def test_gradient_mismatch_ends_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    close = GradSink.close
-
-    def alter(sink: Any) -> list[str]:
-        names = close(sink)
-        sink._slot.buffer *= 1.1
-        return names
-
-    monkeypatch.setattr(GradSink, "close", alter)
+    wrong_slot(monkeypatch)
     with pytest.raises(
         GradientMismatchError, match=r"check_gradients: model\.layers\.1\..* differs from plain autograd"
     ):

@@ -15,7 +15,7 @@ from horizon_lm.errors import ConfigError
 from tests.e2e import resuming, tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs, assert_resumes
-from tests.numerics.test_quantized_base import dequantized, opened, save_published
+from tests.support.quantized_folders import dequantized, opened, save_published
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QLORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_proj"], "load_in_4bit": True}
@@ -24,11 +24,6 @@ QLORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_pr
 @pytest.fixture(scope="module")
 def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return resuming.settings(tmp_path_factory.mktemp("rows"), model) | QLORA
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(monkeypatch)
 
 
 @pytest.mark.parametrize("mode", [{}, {"precision": "bf16", "moments": "8bit", "use_bnb_nested_quant": True}])

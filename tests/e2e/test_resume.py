@@ -24,16 +24,6 @@ from tests.support import handmade_outlines
 from tests.support.dying_devices import Death, dying
 
 
-@pytest.fixture(scope="module")
-def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return resuming.settings(tmp_path_factory.mktemp("rows"), model)
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(monkeypatch)
-
-
 def test_resume_after_every_step_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     assert_resumes(runs, base | {"max_steps": 20, "logging_steps": 3}, tmp_path, range(1, 20))
 

@@ -19,19 +19,8 @@ from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, InterruptedRunError, StreamingError
 from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.run_checkpoints import RunCheckpoints
-from tests.e2e import resuming
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
-
-
-@pytest.fixture(scope="module")
-def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return resuming.settings(tmp_path_factory.mktemp("rows"), model)
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(monkeypatch)
 
 
 def interrupted(runs: Runs, settings: dict[str, Any], stop_after: int = 5) -> tuple[str, list[str]]:

@@ -28,7 +28,9 @@ from horizon_lm.checkpoints.unit_file import hash_file
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import HorizonError
 from horizon_lm.training import resume, run_state
-from tests.numerics.test_checkpoints import BUFFERED, digest, opened, step
+from tests.support.changed_bytes import changed_bytes
+from tests.support.checkpointed_training import BUFFERED, digest, opened
+from tests.support.training_steps import step
 
 CORPUS = Path(__file__).with_name("corpus")
 FILES = (MANIFEST, STATE, "units/block1.safetensors", BUFFERS, ARRAYS)
@@ -117,13 +119,13 @@ def _write_checksums(folder: Path, name: str) -> None:
 def mutate(content: bytes, rng: random.Random) -> bytes:
     """Return a copy with a few random changes, of its bytes or, if it is JSON or begins with it, of its structure."""
     if rng.random() < 0.3:
-        return _changed_bytes(content, rng)
+        return changed_bytes(content, rng, _TOKENS)
     is_json = content.startswith(b"{")
     size = len(content) if is_json else int.from_bytes(content[:8], "little")
     try:
         tree = json.loads(content if is_json else content[8 : 8 + size])
     except ValueError:
-        return _changed_bytes(content, rng)
+        return changed_bytes(content, rng, _TOKENS)
     for _ in range(rng.choice((1, 1, 2, 5))):
         _change_node(tree, rng)
     text = json.dumps(tree).encode()
@@ -131,25 +133,6 @@ def mutate(content: bytes, rng: random.Random) -> bytes:
         return text
     text = text.ljust(size) if rng.random() < 0.8 else text
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
-
-
-def _changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    data = bytearray(content)
-    for _ in range(rng.choice((1, 1, 2, 3, 8))):
-        start = rng.randrange(min(len(data), rng.choice((16, 1000, 1 << 30))) + 1)
-        stop = min(len(data), start + rng.choice((0, 1, 1, 4, 8, 30)))
-        kind = rng.randrange(5)
-        if kind == 0 and start < len(data):
-            data[start] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            del data[start:stop]
-        elif kind == 2:
-            data[start:stop] = rng.choice(_TOKENS)
-        elif kind == 3:
-            data[start:stop] = rng.randbytes(stop - start)
-        else:
-            del data[rng.choice((start, len(data) - 1, len(data))) :]
-    return bytes(data)
 
 
 def _change_node(tree: Any, rng: random.Random) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("xxhash", reason="needs the whole installation")
+
 from horizon_lm.checkpoints import manifest
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.random_state import random_state
@@ -18,7 +20,8 @@ from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.training import resume, run_state
 from tests.e2e.command import run
-from tests.numerics.test_checkpoints import BUFFERED, digest, opened, step
+from tests.support.checkpointed_training import BUFFERED, digest, opened
+from tests.support.training_steps import step
 
 STATE: dict[str, Any] = {**{name: kinds[0]() for name, kinds in run_state.FORMAT.items()}, "num_steps": 9}
 OPTIONS: dict[str, Any] = {"precision": "fp32_master", "moments": "8bit", "family": BUFFERED}

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("xxhash", reason="needs the whole installation")
+
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.manifest import read_manifest, verify
 from horizon_lm.errors import ConfigError
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.run_checkpoints import RunCheckpoints, checkpoints_in
-from tests.numerics.test_checkpoints import digest, opened, step
+from tests.support.checkpointed_training import digest, opened
 from tests.support.recorded_disk import ModelDisk, Operation, RecordedDisk, Tree
+from tests.support.training_steps import step
 
 MIXES = 8  # random mixes of what is there, after each operation
 States = dict[int, dict[str, str]]

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("xxhash", reason="needs the whole installation")
+
 from horizon_lm.checkpoints import manifest
 from tests.faults import fuzz_checkpoints
 from tests.faults.fuzz_checkpoints import CORPUS, FILES, Target, fuzz

@@ -15,6 +15,7 @@ from horizon_lm.errors import PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
+from tests.support.training_steps import step, weights
 
 
 class InjectedError(Exception):
@@ -73,22 +74,6 @@ def make(device: Any) -> tuple[Any, Any]:
         device_micro_batch_size=2,
     )
     return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
-
-
-def step(model: Any, optimizer: Any, seed: int, updated: list[bool] | None = None) -> float:
-    """Run a step; ``updated`` gets an entry when its gradients are complete."""
-    loss = model(**tiny_models.batch(seed=seed)).loss
-    loss.backward()
-    if updated is not None:
-        updated.append(True)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def weights(model: Any) -> list[torch.Tensor]:
-    horizon_lm.synchronize(model)
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def assert_idle(model: Any) -> None:

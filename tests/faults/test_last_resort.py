@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytest.importorskip("xxhash", reason="needs the whole installation")
+
 import horizon_lm
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.config.load import as_config
@@ -23,7 +25,8 @@ from horizon_lm.training.last_resort import LastResort
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.second_place import SecondPlace
-from tests.numerics.test_checkpoints import digest, opened, step
+from tests.support.checkpointed_training import digest, opened
+from tests.support.training_steps import step
 
 ERRORS = [
     errno.EPERM, errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EROFS, errno.EIO, errno.EDQUOT, errno.ENOSPC, errno.EMFILE,

@@ -7,7 +7,7 @@ import torch
 
 from horizon_lm.model.attention import Segments
 from horizon_lm.model.segment_attention import by_segment, has_kernel, segment_attention
-from tests.gpu.conftest import Accelerator
+from tests.gpu.accelerator import Accelerator
 
 pytestmark = pytest.mark.gpu
 

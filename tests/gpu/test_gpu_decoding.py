@@ -7,7 +7,7 @@ import torch
 
 from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.kernels import decoding
-from tests.gpu.conftest import Accelerator
+from tests.gpu.accelerator import Accelerator
 from tests.support.quantized_tensors import CASES, DTYPES, packed_case
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from horizon_lm.device import cuda_link
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.cuda_link import CudaLink
-from tests.gpu.conftest import Accelerator
+from tests.gpu.accelerator import Accelerator
 from tests.support import tiny_models
 from tests.support.emulated_gpu import GPU, emulated_gpu
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.gpu.conftest import Accelerator
+from tests.gpu.accelerator import Accelerator
 from tests.support import tiny_models
 from tests.support.one_file_example import load, train, train_streamed
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import horizon_lm
-from tests.gpu.conftest import Accelerator
+from tests.gpu.accelerator import Accelerator
 from tests.support import tiny_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_plan")]  # recomputed blocks must be equal bit for bit

@@ -10,8 +10,8 @@ from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Task
 from horizon_lm.errors import StreamingError
 from horizon_lm.schedule.ops import Stream
-from tests.gpu.conftest import Accelerator
-from tests.numerics.test_races import SETTINGS, Result, same, train
+from tests.gpu.accelerator import Accelerator
+from tests.support.pass_sequences import SETTINGS, Result, same, train
 
 pytestmark = pytest.mark.gpu
 

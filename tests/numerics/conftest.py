@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.numerics.test_races import Result, train
+from tests.support.pass_sequences import Result, train
 
 
 @pytest.fixture(scope="session")

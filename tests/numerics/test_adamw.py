@@ -12,6 +12,7 @@ from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, Par
 from horizon_lm.optim import update_tasks
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
+from tests.support.training_steps import masters
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
 
@@ -24,12 +25,6 @@ def run(model: Any, optimizer: Any, num_steps: int, clip: float | None = None, b
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def masters(model: Any) -> dict[str, torch.Tensor]:
-    horizon_lm.synchronize(model)
-    store = model._horizon.engine.store
-    return {name: store.master(name).clone() for name in store.unit_of}
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -17,39 +17,13 @@ from horizon_lm.model.block_template import structure_key
 from horizon_lm.planning.memory import slab_elements
 from tests.seams.compare import difference
 from tests.support import tiny_models
+from tests.support.adapted_models import KINDS, MIXTURES, adapted
 from tests.support.thinned_cases import thinned
 
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2", "phi3", "mixtral", "qwen3_moe", "granite")
-KINDS: dict[str, dict[str, Any]] = {
-    "lora": {},
-    "rslora": {"use_rslora": True},
-    "dora": {"use_dora": True},
-    "mixed": {"rank_pattern": {r"layers\.0\..*": 2, r"h\.0\..*": 2}, "alpha_pattern": {r"layers\.1\..*": 3, r"h\.1\..*": 3}},
-    "upper": {},  # adapters of the first block are frozen
-    "dropout": {"lora_dropout": 0.1},
-    "experts": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-}  # fmt: skip
-MIXTURES = ("mixtral", "qwen3_moe")
 CASES = [
     (family, kind) for family, kind in itertools.product(FAMILIES, KINDS) if kind != "experts" or family in MIXTURES
 ]
-
-
-def adapted(family: str, kind: str = "lora", **config: Any) -> Any:
-    """Return a model with adapters that are not zero, the same each time."""
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if family == "gpt2" else {}
-    model = tiny_models.build(family, **no_dropout, **config)
-    targets: Any = ["q_proj", "v_proj", "o_proj"] if family in MIXTURES else "all-linear"
-    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": targets} | KINDS[kind]
-    torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(**settings))
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if "lora_B" in name:
-                param.normal_(std=0.02)
-            if kind == "upper" and (".layers.0." in name or ".h.0." in name):
-                param.requires_grad_(False)
-    return model
 
 
 @pytest.mark.filterwarnings("ignore")

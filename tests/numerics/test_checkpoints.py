@@ -1,11 +1,9 @@
 """A checkpoint has the bits of the moment in which it was asked for, while training goes on and is not disturbed."""
 
-import hashlib
-import json
 import random
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -32,53 +30,14 @@ from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import LastUse, Pass, ScheduleError, Stream, Wait
 from tests.support import tiny_models
+from tests.support.checkpointed_training import BUFFERED, Digests, digest, opened
 from tests.support.schedule_proofs import each_wait, without_wait
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
 from tests.support.threaded_device import ThreadedDevice
+from tests.support.training_steps import step
 
-Digests = dict[str, str]
 MODES = product(("float32", "fp32_master", "bf16"), ("float32", "bfloat16", "8bit"), (False, True), (False, True))
-BUFFERED = "deepseek_v3"  # has persistent buffers
-
-
-def opened(
-    device: Any = "cpu", precision: str = "float32", moments: str = "float32", in_backward: bool = False, tied: bool = False,
-    family: str = "llama", seed: int = 0, frozen: str = "", size: Mapping[str, int] | None = None, **settings: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    plain = tiny_models.build(family, seed, tie_word_embeddings=tied, **size or {})
-    for name, param in plain.named_parameters():
-        param.requires_grad_(not frozen or frozen not in name)
-    model = horizon_lm.stream(plain, device, precision=precision, **settings)
-    clip = {} if in_backward else {"max_grad_norm": 0.5}
-    return model, horizon_lm.AdamW(model, lr=1e-2, moments=moments, update_in_backward=in_backward, **clip)
-
-
-def step(model: Any, optimizer: Any, seed: int) -> float:
-    loss = model(**tiny_models.batch(seed=seed)).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def digest(model: Any, optimizer: Any) -> Digests:
-    """Return hashes of everything in memory that training changes."""
-    horizon_lm.synchronize(model)
-    store, found = model._horizon.engine.store, {}
-    for unit, slabs in store.units.items():
-        own = optimizer.moments.units[unit]
-        for number, slab in enumerate((slabs.weights, slabs.low, *own.values, *own.scales)):
-            if slab is not None:
-                found[f"{unit} {number}"] = hashlib.sha256(slab.view(torch.uint8).numpy().data).hexdigest()
-    for name, buffer in model.named_buffers():
-        found[name] = hashlib.sha256(buffer.contiguous().view(torch.uint8).numpy().data).hexdigest()
-    scalars = optimizer.scalars()
-    # The last digit of a norm depends on the pieces in which a simulated device lands gradients.
-    scalars["unit_grad_norms"] = {unit: round(norm, 9) for unit, norm in scalars["unit_grad_norms"].items()}
-    scalars["grad_norm"] = round(scalars["grad_norm"] or 0.0, 9)
-    found["optimizer"] = json.dumps(scalars, sort_keys=True)
-    return found
 
 
 def states(num_steps: int, device: Any = "cpu", **options: Any) -> list[Digests]:

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP
 import horizon_lm
 from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.errors import ConfigError
-from tests.numerics.test_quantized_base import TILE, opened, save_by_bitsandbytes, save_plain, save_published
 from tests.seams.compare import difference
 from tests.support import tiny_models
+from tests.support.quantized_folders import TILE, opened, save_by_bitsandbytes, save_plain, save_published
 from tests.support.quantized_tensors import published as components_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -35,9 +35,12 @@ LOOKS_AT_MASKS = ("gemma2", "qwen3_next")
 # A program that ends while a thread of the device is inside torch.
 PROGRAM = """
 import torch
+
+import horizon_lm
+from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.cuda_link import CudaLink
+from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
-from tests.numerics.test_emulated_gpu import CudaDevice, horizon_lm, tiny_models
 
 def land(*args, land=CudaLink.land):
     for _ in range(2000):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.errors import ConfigError, GradientMismatchError
 from horizon_lm.model.block_template import StreamedBlock
 from tests.support.thinned_cases import thinned
 from tests.support.tiny_models import FAMILIES, batch, build
+from tests.support.wrong_gradients import wrong_slot
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
@@ -29,18 +29,6 @@ def test_correct_gradients_pass(family: str, settings: str) -> None:
     model = horizon_lm.stream(build(family), check_gradients=2, **SETTINGS[settings])
     model(**batch()).loss.backward()
     assert model._horizon.blocks.gradient_check is None  # the check compared one step and has ended
-
-
-def wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alter a gradient when it leaves the device."""
-    close = GradSink.close
-
-    def alter(sink: Any) -> list[str]:
-        names = close(sink)
-        sink._slot.buffer *= 1.1
-        return names
-
-    monkeypatch.setattr(GradSink, "close", alter)
 
 
 def wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import TokenError
-from tests.numerics.test_parity import _without_dropout, assert_close_gradients, gradients
+from tests.support.gradients import assert_close_gradients, gradients, losses_together, without_dropout
 from tests.support.thinned_cases import thinned
 from tests.support.tiny_models import FAMILIES, batch, build
 
@@ -31,12 +31,6 @@ def plain_losses(model: Any, parts: list[dict[str, torch.Tensor]]) -> list[float
         loss.backward()
         losses.append(loss.item())
     return losses
-
-
-def losses_together(model: Any, parts: list[dict[str, torch.Tensor]]) -> list[float]:
-    losses = horizon_lm.run_together([lambda part=part: model(**part).loss / len(parts) for part in parts])
-    sum(losses).backward()
-    return [loss.item() for loss in losses]
 
 
 def exactly_summed(model: Any) -> set[str]:
@@ -60,7 +54,7 @@ def loads(model: Any) -> dict[str, float]:
 @pytest.mark.parametrize("head", ["whole", "chunked"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_to_plain_accumulation(family: str, head: str) -> None:
-    reference = _without_dropout(build(family))
+    reference = without_dropout(build(family))
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head=head, check_recompute=True)
     expected, got = plain_losses(reference, batches()), losses_together(model, batches())
     if head == "whole":
@@ -87,7 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     thinned(itertools.product(VARIANTS, ["llama", "gpt2", "mixtral"], ["cpu", "simulated"]), every=5),
 )
 def test_settings(name: str, family: str, device: str) -> None:
-    reference = _without_dropout(build(family))
+    reference = without_dropout(build(family))
     model = horizon_lm.stream(copy.deepcopy(reference), device, precision="float32", **VARIANTS[name])
     for _ in range(2):  # the second step uses the buffers of the first
         reference.zero_grad()

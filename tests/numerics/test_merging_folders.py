@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import horizon_lm
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError
 from tests.e2e.command import run
-from tests.numerics.test_adapter_kinds import lora, method
 from tests.support import merged_adapters, tiny_models
+from tests.support.peft_methods import lora, method
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WEIGHTS = "adapter_model.safetensors"

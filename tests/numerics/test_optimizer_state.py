@@ -12,6 +12,7 @@ import torch
 import horizon_lm
 from horizon_lm.errors import ConfigError, ForeignWriteWarning
 from tests.support import tiny_models
+from tests.support.training_steps import masters
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
 
@@ -31,12 +32,6 @@ def steps(model: Any, optimizer: Any, *seeds: int) -> None:
         model(**tiny_models.batch(seed=seed), use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def masters(model: Any) -> dict[str, torch.Tensor]:
-    horizon_lm.synchronize(model)
-    store = model._horizon.engine.store
-    return {name: store.master(name).clone() for name in store.unit_of}
 
 
 def saved(*parts: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 
 import horizon_lm
 from horizon_lm.engine.passes.recompute import micro_batch_seeds
+from tests.support.gradients import assert_close_gradients, assert_equal_gradients, gradients, without_dropout
 from tests.support.thinned_cases import thinned
 from tests.support.tiny_models import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
 
@@ -31,24 +32,6 @@ def streamed_step(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
     output = model(**inputs)
     output.loss.backward()
     return output
-
-
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-
-
-def assert_equal_gradients(got: Any, expected: Any) -> None:
-    ours, theirs = gradients(got), gradients(expected)
-    assert ours.keys() == theirs.keys()
-    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-    assert not different, f"gradients differ: {different}"
-
-
-def assert_close_gradients(got: Any, expected: Any, tolerance: float = 1e-4) -> None:
-    for name, theirs in gradients(expected).items():
-        error = (gradients(got)[name] - theirs).norm()
-        # Some gradients are zero except for rounding (a key's bias does not change attention).
-        assert error < tolerance * theirs.norm() + 1e-6, f"{name}: error {error:.2e} of {theirs.norm():.2e}"
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
@@ -73,7 +56,7 @@ def test_bit_equal(family: str, padding: str, device: str) -> None:
     ("family", "head", "micro_batch_size"), thinned(itertools.product(FAMILIES, ["whole", "chunked"], [1, 2]))
 )
 def test_micro_batches_and_chunks(family: str, head: str, micro_batch_size: int) -> None:
-    reference = _without_dropout(build(family))
+    reference = without_dropout(build(family))
     model = horizon_lm.stream(
         copy.deepcopy(reference),
         precision="float32",
@@ -88,24 +71,11 @@ def test_micro_batches_and_chunks(family: str, head: str, micro_batch_size: int)
     assert_close_gradients(model, reference)
 
 
-def _without_dropout(model: Any) -> Any:
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(module.__dict__.get(name), float):
-                setattr(module, name, 0.0)
-    for name in ("attention_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout"):
-        if hasattr(model.config, name):
-            setattr(model.config, name, 0.0)
-    return model
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", ["whole", "chunked"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "falcon"])
 def test_tied_and_untied(family: str, head: str, tied: bool) -> None:
-    reference = _without_dropout(build(family, tie_word_embeddings=tied))
+    reference = without_dropout(build(family, tie_word_embeddings=tied))
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head=head, check_recompute=True)
     inputs = batch()
     expected, got = plain_step(reference, inputs), streamed_step(model, inputs)
@@ -119,7 +89,7 @@ def test_tied_and_untied(family: str, head: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_master_computes_like_float32_on_rounded_weights(family: str) -> None:
-    rounded = _without_dropout(build(family))
+    rounded = without_dropout(build(family))
     for param in rounded.parameters():
         param.data = param.data.to(torch.bfloat16).float()
     model = horizon_lm.stream(copy.deepcopy(rounded), precision="fp32_master", head="whole", check_recompute=True)

@@ -10,7 +10,6 @@ import torch
 
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
-from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.source import ModelSource
@@ -18,16 +17,14 @@ from horizon_lm.model.units import find_parts
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.memory import host_bytes
-from horizon_lm.planning.request import ForwardBatch, Machine, Request
+from horizon_lm.planning.request import ForwardBatch, Request
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import EMBED, HEAD, OUTER
 from tests.census.tiny_models import build
 from tests.support import tiny_models
+from tests.support.planned_bytes import HERE, LENGTH, outline_of
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
-
-HERE = Machine("here", True, None)
-LENGTH = 24
 
 
 @dataclass(frozen=True)
@@ -94,12 +91,6 @@ def trainable(model: Any, frozen: frozenset[str]) -> str | None:
     units = find_parts(model).units
     names = [ref.name for unit, refs in units.items() if unit not in frozen for ref in refs]
     return "|".join(names or [ref.name for ref in units["block1"]]) if frozen else None
-
-
-def outline_of(model: Any, trainable: str | None = None, adapters: Adapters | None = None) -> Any:
-    """Return the outline of a config, without weights."""
-    attention = model.config._attn_implementation
-    return outline_model(ModelSource(model.config, "tiny", attn_implementation=attention), length=LENGTH, dtype=torch.float32, masked=True, trainable=trainable, adapters=adapters)  # fmt: skip
 
 
 def batch(rows: int) -> dict[str, torch.Tensor]:

@@ -16,8 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.codecs.fp8 import Fp8
-from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
@@ -34,90 +32,21 @@ from horizon_lm.store.quantized_checkpoint import Quantized
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
-from tests.support.quantized_tensors import published as components_of
+from tests.support.quantized_folders import (
+    adapter_folder,
+    adapters,
+    dequantized,
+    opened,
+    save_by_bitsandbytes,
+    save_plain,
+    save_published,
+)
 from tests.support.threaded_device import ThreadedDevice
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96}
-TILE = (16, 16)
 CASES = [
     ("llama", "4bit"), ("llama", "nf4"), ("qwen2", "nested"), ("mixtral", "4bit"), ("gpt_oss", "mxfp4"), ("llama", "fp8"),
     ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8"), ("gpt2", "4bit"),
 ]  # fmt: skip
-
-
-def save_plain(family: str, folder: Path, **config: Any) -> None:
-    sizes = {"n_embd": 64, "n_inner": 96} if family == "gpt2" else SIZES
-    if family in ("qwen3_moe", "deepseek_v3"):
-        sizes = sizes | {"moe_intermediate_size": 32}
-    if family == "deepseek_v3":  # transformers' decoder takes a last row of smaller tiles for one of equal tiles
-        sizes = sizes | {"qk_rope_head_dim": 16}
-    tiny_models.build(family, **sizes, **config).to(torch.bfloat16).save_pretrained(folder)
-
-
-def save_published(family: str, kind: str, folder: Path, **config: Any) -> Path:
-    """Write a folder of quantized weights in the layout of its publishers; a plain one for ``4bit``."""
-    save_plain(family, folder, **config)
-    if kind == "4bit":
-        return folder
-    if kind in ("nf4", "nested"):
-        return save_by_bitsandbytes(folder, kind == "nested")
-    tensors: dict[str, torch.Tensor] = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if kind == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
-            tensors |= {f"{name}_{part}": each for part, each in components_of(Mxfp4(), weight).items()}
-        elif kind == "fp8" and weight.ndim == 2 and ".layers." in name and not name.endswith("gate.weight"):
-            parts = components_of(Fp8(TILE), weight)
-            tensors |= {name: parts["weight"], f"{name}_scale_inv": parts["weight_scale_inv"]}
-        else:
-            tensors[name] = weight
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    settings = json.loads((folder / "config.json").read_text())
-    settings["quantization_config"] = {
-        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
-        "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(TILE)},
-    }[kind]  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(settings))
-    return folder
-
-
-def save_by_bitsandbytes(folder: Path, nested: bool) -> Path:
-    pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
-    model.save_pretrained(folder.with_name("quantized"))
-    return folder.with_name("quantized")
-
-
-def dequantized(folder: Path, kind: str, streamed: Any) -> Any:
-    """Return the plain model with the weights that transformers decodes; for bitsandbytes, those of its own decoder."""
-    if kind in ("mxfp4", "fp8"):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
-    config = streamed.config
-    plain = AutoModelForCausalLM.from_config(config).float()
-    state = {} if kind == "4bit" else load_file(folder / "model.safetensors")
-    for name, param in streamed.named_parameters():
-        param_of = plain.get_parameter(name).data
-        if kind != "4bit" and f"{name}.absmax" in state:
-            param_of.copy_(by_bitsandbytes(state, name, param.shape))
-        else:
-            param_of.copy_(param.decode() if hasattr(param, "decode") else param)
-    return plain
-
-
-def by_bitsandbytes(state: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    parts = {key: value for key, value in state.items() if key.startswith(f"{name}.")}
-    flat = QuantState.from_dict(parts, device=torch.device("cpu"))
-    flat.shape = torch.Size((1, shape.numel()))  # its decoder for AVX-512 is wrong for some numbers of columns
-    return dequantize_4bit(state[name], flat).view(shape)
-
-
-def opened(folder: Path, kind: str, **options: Any) -> Any:
-    options |= {"load_in_4bit": True} if kind == "4bit" else {}
-    return horizon_lm.from_pretrained(folder, "cpu", "float32", **options)
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +75,6 @@ def test_a_published_folder_computes_what_its_library_decodes(published: Any, fa
     assert set(store.codecs) <= set(dict(model.named_parameters()))
     assert len(store.codecs) >= 6
     assert store.num_bytes["packed_weights"] > 0
-
-
-def adapters(kind: str = "lora", **changes: Any) -> dict[str, Any]:
-    kinds: dict[str, dict[str, Any]] = {
-        "lora": {}, "dora": {"use_dora": True}, "mixed": {"rank_pattern": {r"layers\.0\..*": 2}}
-    }  # fmt: skip
-    return {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | kinds[kind] | changes
 
 
 def with_adapters(folder: Path, kind: str, tmp_path: Path, **config: Any) -> tuple[Any, Any]:
@@ -343,23 +265,6 @@ def test_names_that_are_left_out(tmp_path: Path) -> None:
     found = set(model._horizon.engine.store.codecs)
     assert "model.layers.0.self_attn.q_proj.weight" in found
     assert not {name for name in found if ".layers.1." in name or "k_proj" in name}
-
-
-def adapter_folder(folder: Path, tmp_path: Path, **config: Any) -> Path:
-    """Write adapters that are not zero for the model in a folder."""
-    from transformers import AutoConfig
-
-    config_of_model = AutoConfig.from_pretrained(folder)
-    if hasattr(config_of_model, "quantization_config"):
-        del config_of_model.quantization_config
-    torch.manual_seed(1)
-    model = get_peft_model(AutoModelForCausalLM.from_config(config_of_model), LoraConfig(**adapters(**config)))
-    for name, param in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(param, std=0.02)
-    model.peft_config["default"].base_model_name_or_path = str(folder)
-    model.save_pretrained(tmp_path / "adapters")
-    return tmp_path / "adapters"
 
 
 def train(model: Any, steps: int = 2) -> list[torch.Tensor]:

@@ -19,11 +19,12 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
-from tests.numerics.test_races import SETTINGS, Result, same, train
 from tests.support import tiny_models
+from tests.support.pass_sequences import SETTINGS, Result, same, train
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
 from tests.support.threaded_device import ThreadedDevice
+from tests.support.training_steps import step, weights
 
 SLOW: dict[str, list[Stream] | None] = {"in": [Stream.COPY_IN], "out": [Stream.COPY_OUT], "both": None, "none": []}
 
@@ -112,35 +113,19 @@ def _make(device: Any) -> tuple[Any, Any]:
     return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
 
-def _step(model: Any, optimizer: Any, seed: int, updated: list[bool] | None = None) -> float:
-    """Run a step; ``updated`` gets an entry when its gradients are complete."""
-    loss = model(**tiny_models.batch(seed=seed)).loss
-    loss.backward()
-    if updated is not None:
-        updated.append(True)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def _weights(model: Any) -> list[torch.Tensor]:
-    horizon_lm.synchronize(model)
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def test_a_fault_in_an_issuer_reaches_the_caller_and_loses_nothing() -> None:
     model, optimizer = _make("cpu")
-    expected = [_step(model, optimizer, 1), _step(model, optimizer, 2)]
-    weights = _weights(model)
+    expected = [step(model, optimizer, 1), step(model, optimizer, 2)]
+    final = weights(model)
 
     def second_step(device: Failing) -> None:
         model, optimizer = _make(device)
-        assert _step(model, optimizer, 1) == expected[0]
+        assert step(model, optimizer, 1) == expected[0]
         device.synchronize()
         device.armed = True
         updated: list[bool] = []
         try:
-            assert _step(model, optimizer, 2, updated) == expected[1]
+            assert step(model, optimizer, 2, updated) == expected[1]
             horizon_lm.synchronize(model)
         except InjectedError:
             pass
@@ -151,8 +136,8 @@ def test_a_fault_in_an_issuer_reaches_the_caller_and_loses_nothing() -> None:
                 with pytest.raises(StreamingError, match="zero_grad"):
                     optimizer.step()
             optimizer.zero_grad()
-            assert _step(model, optimizer, 2) == expected[1], device.at
-        assert all(torch.equal(a, b) for a, b in zip(_weights(model), weights, strict=True)), device.at
+            assert step(model, optimizer, 2) == expected[1], device.at
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), final, strict=True)), device.at
 
     undisturbed = Failing()
     second_step(undisturbed)
@@ -165,7 +150,7 @@ def test_a_fault_in_an_issuer_reaches_the_caller_and_loses_nothing() -> None:
 def test_threads_end_with_the_model() -> None:
     before = set(threading.enumerate())
     model, optimizer = _make(ThreadedDevice(1))
-    _step(model, optimizer, 1)
+    step(model, optimizer, 1)
     threads = set(threading.enumerate()) - before
     assert len(threads) >= 4
     del model, optimizer
@@ -184,13 +169,13 @@ def test_using_spare_memory_changes_no_result(spare: int, planned: Residency) ->
     def run(device: Any) -> tuple[list[float], list[torch.Tensor], Any]:
         model = horizon_lm.stream(tiny_models.build("llama"), device, head_chunk_tokens=64)
         optimizer = horizon_lm.AdamW(model, lr=1e-2)
-        return [_step(model, optimizer, seed) for seed in range(4)], _weights(model), model._horizon.engine
+        return [step(model, optimizer, seed) for seed in range(4)], weights(model), model._horizon.engine
 
-    losses, weights, _ = run("cpu")
+    losses, expected, _ = run("cpu")
     got, got_weights, engine = run(ThreadedDevice(1, spare=spare))
     assert engine.residency == planned
     assert got == losses
-    assert all(torch.equal(a, b) for a, b in zip(got_weights, weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got_weights, expected, strict=True))
 
 
 PEAKS: dict[str, dict[str, Any]] = {
@@ -230,15 +215,15 @@ def test_planning_is_repeated_after_a_failure(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_dead_stream_raises_instead_of_deadlocking(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _make(device := ThreadedDevice(1))
-    _step(model, optimizer, 1)
+    step(model, optimizer, 1)
     horizon_lm.synchronize(model)
     with monkeypatch.context() as patch:
         patch.setattr(device, "_wait_event", lambda stream, event: 1 / 0 if stream is not None else event.synchronize())
         device.allocate(8, torch.float32, "table_rows")  # the copy streams have to wait for it
         with pytest.raises(ZeroDivisionError):
-            _step(model, optimizer, 2)
+            step(model, optimizer, 2)
     optimizer.zero_grad()
-    assert torch.isfinite(torch.tensor(_step(model, optimizer, 3)))
+    assert torch.isfinite(torch.tensor(step(model, optimizer, 3)))
 
 
 # The plan assumes that all blocks are like the largest.
@@ -305,7 +290,7 @@ def test_a_larger_batch_is_planned_again(family: str, update_in_backward: bool) 
     expected, losses, _ = run("cpu")
     got, got_losses, plans = run(ThreadedDevice(1, spare=400_000))
     assert got_losses == losses
-    assert all(map(torch.equal, _weights(got), _weights(expected)))
+    assert all(map(torch.equal, weights(got), weights(expected)))
     assert len({id(plan) for plan in plans}) == 3
     assert plans[-1].residency.graphs < plans[0].residency.graphs
 
@@ -313,10 +298,10 @@ def test_a_larger_batch_is_planned_again(family: str, update_in_backward: bool) 
 def test_a_trace_has_every_operation_and_its_waits() -> None:
     device = ThreadedDevice(1, delay=2e-3, slow=[Stream.COPY_IN])
     model, optimizer = _make(device)
-    _step(model, optimizer, 1)
+    step(model, optimizer, 1)
     device.synchronize()
     device.trace = Trace()
-    _step(model, optimizer, 2)
+    step(model, optimizer, 2)
     horizon_lm.synchronize(model)
     spans = device.trace.spans
     assert all(s.reached <= s.start <= s.end for s in spans)

@@ -30,6 +30,7 @@ from horizon_lm.planning.catalog import published, read_profile
 from horizon_lm.report.page import write_report
 from horizon_lm.report.run_files import PLAN, SETTINGS, load_run
 from horizon_lm.store.checkpoint_reader import Checkpoint, read_headers
+from tests.support.changed_bytes import changed_bytes
 from tests.unit import report_run
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -142,28 +143,6 @@ _TOKENS = (
 )  # fmt: skip
 
 
-def mutate(content: bytes, rng: random.Random) -> bytes:
-    """Return a copy with a few random changes."""
-    data = bytearray(content)
-    for _ in range(rng.choice((1, 1, 2, 3, 8))):
-        start = rng.randrange(len(data) + 1)
-        stop = min(len(data), start + rng.choice((0, 1, 1, 4, 8, 30)))
-        kind = rng.randrange(6)
-        if kind == 0 and start < len(data):
-            data[start] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            del data[start:stop]
-        elif kind == 2:
-            data[start:stop] = rng.choice(_TOKENS)
-        elif kind == 3:
-            data[start:start] = data[start:stop] * rng.choice((1, 2, 50))
-        elif kind == 4:
-            data[start:stop] = rng.randbytes(stop - start)
-        else:
-            del data[start:]
-    return bytes(data)
-
-
 def check(reader: Reader, content: bytes, folder: Path) -> str:
     """Return the error that a reader raises for this content, other than HorizonError; an empty text for none."""
     path = folder / "input"
@@ -187,7 +166,7 @@ def fuzz(name: str, folder: Path, seed: int, stop: Callable[[int], bool]) -> str
     seeds = [start, *(path.read_bytes() for path in sorted((CORPUS / name).glob("*")))]
     rng, count = random.Random(seed), 0
     while not stop(count):
-        content = mutate(rng.choice(seeds), rng)
+        content = changed_bytes(rng.choice(seeds), rng, _TOKENS)
         count += 1
         if error := check(reader, content, folder):
             (CORPUS / name).mkdir(parents=True, exist_ok=True)

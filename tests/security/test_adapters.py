@@ -19,7 +19,7 @@ from horizon_lm.model.units import find_parts
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.security.costs import cost_of
-from tests.security.test_model_folders import changed, link, text
+from tests.security.folder_edits import changed, link, text
 
 peft = pytest.importorskip("peft")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -17,24 +17,10 @@ from horizon_lm.preflight.inputs import fetch_source
 from horizon_lm.training.setup import check_weights, load_tokenizer
 from tests.e2e import tiny
 from tests.e2e.command import run
+from tests.security.folder_edits import Edit, changed, link, text
 
-Edit = Callable[[Path], object]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def changed(file: str, **values: Any) -> Edit:
-    """Edit that sets values of a JSON file; a value of None removes it."""
-
-    def edit(folder: Path) -> None:
-        content = json.loads((folder / file).read_text()) | values
-        (folder / file).write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
-
-    return edit
-
-
-def text(file: str, content: str | bytes) -> Edit:
-    return lambda folder: (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Edit:
@@ -69,14 +55,6 @@ def indexed(file_of: Callable[[Path], str]) -> Edit:
         secret.parent.mkdir()
         save_file(tensors, secret, {"format": "pt"})
         (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file_of(folder))}))
-
-    return edit
-
-
-def link(file: str, to: str) -> Edit:
-    def edit(folder: Path) -> None:
-        (folder / file).unlink(missing_ok=True)
-        (folder / file).symlink_to(to)
 
     return edit
 

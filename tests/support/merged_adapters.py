@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import horizon_lm
 from tests.census.tiny_models import build
-from tests.numerics.test_adapter_kinds import TOKENS, WORK, lora, method
-from tests.numerics.test_quantized_base import by_bitsandbytes, save_published
 from tests.support import tiny_models
+from tests.support.peft_methods import TOKENS, WORK, lora, method
+from tests.support.quantized_folders import by_bitsandbytes, save_published
 
 Values = dict[str, torch.Tensor]
 Kind = Callable[[], Any]

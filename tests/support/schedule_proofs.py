@@ -5,11 +5,13 @@ operation; any two accesses to a buffer, at least one of them a write, must be o
 tracked in program order: a computation must find its own unit in the slot that it reads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait, uses
+from horizon_lm.units import EMBED, HEAD, OUTER, block
 
 # Maximum number of buffers of each kind, which must not depend on the number of blocks.
 # HOST_LANDING: two for blocks, then HEAD, EMBED and OUTER.
@@ -243,3 +245,29 @@ def superfluous_waits(passes: Passes) -> list[tuple[str, Op, Wait]]:
             if not any(check(sequence) for sequence in sequences(changed).values()):
                 found.append((name, schedule.ops[op_index], wait))
     return found
+
+
+def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:
+    kept = range(first_trained, layout.num_blocks)
+    trained = [*map(block, kept), HEAD] + ([EMBED, *([OUTER] if outer else [])] if first_trained == 0 else [])
+    return passes_of(layout, head_grads, kept, trained)
+
+
+def passes_of(layout: build.Layout, head_grads: bool, kept: Sequence[int], trained: Collection[str]) -> Passes:
+    updated = [u for u in (OUTER, *map(block, kept), HEAD) if u in trained and not (layout.tied and u == HEAD)]
+    table_update = EMBED in trained or (layout.tied and HEAD in trained)
+    saved = [EMBED, *map(block, range(layout.num_blocks)), *([] if layout.tied else [HEAD]), OUTER]
+    saved = [unit for unit in saved if unit in trained] if layout.adapters else saved
+    fresh = {"table_update": table_update, "blocks_changed": any(unit.is_block for unit in trained)}
+    return Passes(
+        first=build.forward(layout, keeps=kept, **fresh, head_grads=head_grads),
+        again=build.forward(layout, keeps=kept, changed=False, head_grads=head_grads),
+        second=build.forward(layout, keeps=kept, changed=False),
+        evaluating=build.forward(layout, **fresh),
+        evaluation=build.forward(layout, changed=False),
+        backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
+        recomputing=build.backward(layout, blocks=kept, trainable=trained),
+        update=None if layout.update_in_backward else build.update(layout, updated),
+        save=build.save(layout, [unit for unit in saved if unit != EMBED or not table_update]),
+        save_table=build.save_table(layout) if table_update else None,
+    )

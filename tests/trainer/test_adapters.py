@@ -16,14 +16,13 @@ import horizon_lm
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations import references
 from tests.e2e import tiny
-from tests.numerics.test_lockstep import losses_together
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models
+from tests.support.gradients import losses_together
 from tests.support.thinned_cases import thinned
+from tests.support.trainer_runs import Loads, StopAt, history, masters
 from tests.trainer import rows
-from tests.trainer.test_held_batches import Loads, history
-from tests.trainer.test_trainer_checkpoints import StopAt, masters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 3

@@ -21,9 +21,8 @@ from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models
+from tests.support.trainer_runs import assert_equal, history, models, rows, train
 from tests.trainer.rows import of_kind
-from tests.trainer.test_held_batches import history, rows, train
-from tests.trainer.test_trainer_cases import assert_equal, models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,8 +18,8 @@ from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support.thinned_cases import thinned
+from tests.support.trainer_runs import history
 from tests.trainer import rows
-from tests.trainer.test_held_batches import history
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainer"
 STEPS = 20

@@ -3,7 +3,6 @@
 The list in docs/trainer.md says what works; this is its evidence.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,33 +27,7 @@ from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
-from tests.trainer.test_held_batches import STEPS, history, rows, train
-
-Settings = dict[str, Any]
-
-
-def model_of(streamed: bool, trial: Any = None) -> Any:
-    """Return a new model."""
-    model = tiny_models.build("llama")
-    return horizon_lm.stream(model, precision="float32") if streamed else model
-
-
-def models() -> tuple[Any, Any]:
-    """Return a plain model and the same one streamed."""
-    return model_of(streamed=False), model_of(streamed=True)
-
-
-def assert_equal(
-    folder: Path, cls: Any = Trainer, make: Callable[[Any], Settings] = lambda model: {}
-) -> tuple[Any, Any]:
-    """Train a plain and a streamed model alike, assert that all numbers agree, and return both trainers."""
-    plain, streamed = models()
-    expected = train(cls, plain, folder / "plain", **make(plain))
-    got = train(horizon_lm.trainer(cls), streamed, folder / "streamed", **make(streamed))
-    assert difference(history(expected), history(got), 1e-5) is None
-    assert difference(copied_weights(plain), copied_weights(streamed), 1e-5) is None
-    return expected, got
-
+from tests.support.trainer_runs import STEPS, Settings, assert_equal, history, model_of, models, rows, train
 
 CASES: dict[str, Settings] = {
     "no accumulation": {"gradient_accumulation_steps": 1, "max_steps": 4},

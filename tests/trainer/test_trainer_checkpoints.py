@@ -15,31 +15,14 @@ from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError
 from tests.seams.compare import difference
 from tests.support import tiny_models
-from tests.trainer.test_held_batches import history, train
+from tests.support.trainer_runs import StopAt, history, masters, train
 
 CLS = horizon_lm.trainer(Trainer)
 BETWEEN = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}  # an epoch has four steps
 
 
-def masters(model: Any) -> dict[str, torch.Tensor]:
-    """Return all bits of the weights."""
-    return {name: model.get_parameter(name).float() for name, _ in model.named_parameters()} | {
-        f"low of {unit}": slabs.low.clone()
-        for unit, slabs in model._horizon.engine.store.units.items()
-        if slabs.low is not None
-    }
-
-
 def build(precision: str = "float32", **config: Any) -> Any:
     return horizon_lm.stream(tiny_models.build("llama", **config), precision=precision)
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from horizon_lm.planning.memory import slab_elements
 from horizon_lm.planning.request import Limit
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.quantities import format_seconds
-from tests.numerics.test_lockstep import losses_together
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models
+from tests.support.gradients import losses_together
 from tests.support.handmade_outlines import machine
-from tests.trainer.test_held_batches import rows
+from tests.support.trainer_runs import rows
 
 LENGTH = 16
 

@@ -9,9 +9,8 @@ import horizon_lm
 from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.support.thinned_cases import thinned
-from tests.trainer.test_held_batches import history
-from tests.trainer.test_trainer_checkpoints import StopAt, masters
-from tests.trainer.test_trainers import TRAINERS, make
+from tests.support.trainer_runs import StopAt, history, masters
+from tests.support.trl_trainers import TRAINERS, make
 
 NAMES = ["sft packed", "sft neftune", "dpo with a reference", "rloo", "kto", "grpo with a reference"]
 

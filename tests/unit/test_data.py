@@ -17,38 +17,18 @@ from horizon_lm.config import DatasetConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data import preprocess
 from horizon_lm.data.answer_spans import locate_answers
-from horizon_lm.data.chat_template import ChatRenderer, TokenizedConversation
+from horizon_lm.data.chat_template import ChatRenderer
 from horizon_lm.data.checks import check_overlap, check_rows, reject_errors
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
 from horizon_lm.data.formats import find_format, rename_fields
 from horizon_lm.data.loader import Sampler, batch_from, collate
-from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, pack_rows, prepare
+from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, prepare
 from horizon_lm.data.sources import open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
 from horizon_lm.errors import ConfigError, DataError
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
-
-USER, ANSWER = {"role": "user", "content": "Who?\nNow"}, {"role": "assistant", "content": "The keeper."}
-
-
-def write(tmp_path: Path, rows: Any, name: str = "rows.jsonl") -> Path:
-    path = tmp_path / name
-    path.write_text(
-        rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
-    return path
-
-
-def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = CHATML, **settings: Any) -> Any:
-    dataset = {
-        name: settings.pop(name)
-        for name in ("columns", "format", "max_samples", "fraction", "weight")
-        if name in settings
-    }
-    options = PreprocessConfig(objective, **settings)
-    report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), options)
-    return pack_rows(report.rows, options), report
+from tests.support.prepared_rows import ANSWER, USER, conversation, messages, prepared, trained_text, write
 
 
 def example(row: Any, objective: str = "sft", columns: dict[str, str] | None = None) -> Any:
@@ -246,15 +226,6 @@ def test_invalid_utf8_is_rejected(tmp_path: Path) -> None:
 # Tokens
 
 
-def conversation(*contents: str) -> Conversation:
-    roles = ("user", "assistant")
-    return Conversation([{"role": roles[n % 2], "content": c} for n, c in enumerate(contents)])
-
-
-def trained_text(tokenizer: Any, row: TokenizedConversation) -> str:
-    return tokenizer.decode(row.ids[row.assistant])
-
-
 @given(st.lists(st.text(alphabet="ab ?.é星\n", min_size=1, max_size=8), min_size=2, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_located_answers_and_generation_marks_agree(contents: list[str]) -> None:
@@ -382,10 +353,6 @@ def test_targets_by_train_on(example: Any, train_on: str | None, trained: str) -
 def test_train_on_that_does_not_suit_the_example(example: Any, train_on: str) -> None:
     with pytest.raises(RowError, match="train_on"):
         ExampleTokenizer(build_tokenizer(), train_on, max_length=None).tokenize(example)
-
-
-def messages(*contents: str) -> dict[str, Any]:
-    return {"messages": list(conversation(*contents).messages)}
 
 
 def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from horizon_lm.data.checks import check_rows
 from horizon_lm.data.conversations import Completion, Conversation, RowError
 from horizon_lm.data.tokenize import ExampleTokenizer
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
-from tests.unit.test_data import ANSWER, USER, conversation, messages, prepared, trained_text, write
+from tests.support.prepared_rows import ANSWER, USER, conversation, messages, prepared, trained_text, write
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Zürich", "on": True}}}
 ROUND = [

@@ -1,7 +1,7 @@
 """The checker accepts every schedule that we build, and detects every dropped wait."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,35 +10,16 @@ from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, Op, Pass, Stream
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
 from horizon_lm.units import EMBED, HEAD, OUTER, block
-from tests.support.schedule_proofs import Passes, check, each_wait, sequences, superfluous_waits, without_wait
+from tests.support.schedule_proofs import (
+    check,
+    each_wait,
+    passes,
+    passes_of,
+    sequences,
+    superfluous_waits,
+    without_wait,
+)
 from tests.support.thinned_cases import thinned
-
-
-def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:
-    kept = range(first_trained, layout.num_blocks)
-    trained = [*map(block, kept), HEAD] + ([EMBED, *([OUTER] if outer else [])] if first_trained == 0 else [])
-    return passes_of(layout, head_grads, kept, trained)
-
-
-def passes_of(layout: build.Layout, head_grads: bool, kept: Sequence[int], trained: Collection[str]) -> Passes:
-    updated = [u for u in (OUTER, *map(block, kept), HEAD) if u in trained and not (layout.tied and u == HEAD)]
-    table_update = EMBED in trained or (layout.tied and HEAD in trained)
-    saved = [EMBED, *map(block, range(layout.num_blocks)), *([] if layout.tied else [HEAD]), OUTER]
-    saved = [unit for unit in saved if unit in trained] if layout.adapters else saved
-    fresh = {"table_update": table_update, "blocks_changed": any(unit.is_block for unit in trained)}
-    return Passes(
-        first=build.forward(layout, keeps=kept, **fresh, head_grads=head_grads),
-        again=build.forward(layout, keeps=kept, changed=False, head_grads=head_grads),
-        second=build.forward(layout, keeps=kept, changed=False),
-        evaluating=build.forward(layout, **fresh),
-        evaluation=build.forward(layout, changed=False),
-        backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
-        recomputing=build.backward(layout, blocks=kept, trainable=trained),
-        update=None if layout.update_in_backward else build.update(layout, updated),
-        save=build.save(layout, [unit for unit in saved if unit != EMBED or not table_update]),
-        save_table=build.save_table(layout) if table_update else None,
-    )
-
 
 # (blocks, offloaded, resident): none, one or all blocks of small models, and a few numbers for larger models.
 PLACES = [(n, off, resident) for n in (1, 2, 3) for off in sorted({0, 1, n}) for resident in sorted({0, 1, n})]

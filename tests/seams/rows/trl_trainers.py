@@ -29,8 +29,8 @@ CASE = {"": Case(build=lambda: AutoModelForCausalLM.from_pretrained(folder().nam
 
 def trained(model: Any, name: str, *, second_line: bool = True) -> list[Any]:
     """Train with a trainer of `tests.trainer.test_trainers`, and return the logged figures and the weights."""
-    from tests.trainer.test_held_batches import history
-    from tests.trainer.test_trainers import TRAINERS, make
+    from tests.support.trainer_runs import history
+    from tests.support.trl_trainers import TRAINERS, make
 
     cls = TRAINERS[name][0]
     if hasattr(model, "_horizon") and second_line:

@@ -1,0 +1,45 @@
+"""Rows of conversations, written to files and prepared for training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config import DatasetConfig
+from horizon_lm.data.chat_template import TokenizedConversation
+from horizon_lm.data.conversations import Conversation
+from horizon_lm.data.preprocess import PreprocessConfig, pack_rows, prepare
+from tests.e2e.tiny import CHATML, build_tokenizer
+
+USER, ANSWER = {"role": "user", "content": "Who?\nNow"}, {"role": "assistant", "content": "The keeper."}
+
+
+def write(tmp_path: Path, rows: Any, name: str = "rows.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_text(
+        rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
+    return path
+
+
+def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = CHATML, **settings: Any) -> Any:
+    dataset = {
+        name: settings.pop(name)
+        for name in ("columns", "format", "max_samples", "fraction", "weight")
+        if name in settings
+    }
+    options = PreprocessConfig(objective, **settings)
+    report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), options)
+    return pack_rows(report.rows, options), report
+
+
+def conversation(*contents: str) -> Conversation:
+    roles = ("user", "assistant")
+    return Conversation([{"role": roles[n % 2], "content": c} for n, c in enumerate(contents)])
+
+
+def trained_text(tokenizer: Any, row: TokenizedConversation) -> str:
+    return tokenizer.decode(row.ids[row.assistant])
+
+
+def messages(*contents: str) -> dict[str, Any]:
+    return {"messages": list(conversation(*contents).messages)}
