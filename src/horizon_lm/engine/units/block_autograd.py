@@ -32,7 +32,7 @@ from horizon_lm.units import block
 
 
 class BlockComparison(Protocol):
-    """A comparison of the gradients of some blocks with those of another computation.
+    """A comparison of the gradients of some blocks with the gradients of another computation.
 
     Attributes:
         indices: the blocks to compare.
@@ -118,7 +118,7 @@ class BlockAutograd:
     def backward(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor | None]:
-        """Differentiate the block. Return the gradients of its inputs; those of its parameters go to a gradient slot.
+        """Differentiate the block. Return the gradients of its inputs; the gradients of its parameters go to a slot.
 
         Args:
             inputs: the tensors of `calls`; None instead of offloaded hidden states.
@@ -132,10 +132,14 @@ class BlockAutograd:
             input_grads, names = self._differentiate_all(inputs, grads)
             if not engine.memory.is_resident(self.index):
                 engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
+            # Within the computation: with update_in_backward this binds the unit's update, and the cursor goes on to
+            # issue it as soon as the computation ends.
             if engine.trained(unit) and not engine.memory.accumulates:
                 engine.backward.gradients_ready(unit, names)
         # Sums over micro-batches are in a separate float32 buffer; here they are rounded into the outgoing slot.
         if engine.trained(unit) and engine.memory.accumulates:
+            # A computation of its own, so that only this rounding, and not the backward pass before it, waits until
+            # the gradients of the block before have left the single slot.
             with engine.cursor.compute(Kind.STAGE, unit):
                 engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
                 engine.backward.gradients_ready(unit, names)
@@ -160,7 +164,9 @@ class BlockAutograd:
             sink = saved.sink  # the sink that receives the gradients of the graphs' leaves
         else:
             sink = GradSink(self.blocks.engine, self.index)
+            # A kept graph was made under the attributes of the forward pass, so only a recompute can differ.
             self._require_same_attributes()
+        # Not before the computation has begun: until then the slot may still be landing another block's gradients.
         sink.open()
         # Weights were streamed in again, so the leaves of the forward pass are gone: the recompute needs new ones.
         with self.module.bound(sink.leaves(self.blocks.weights(self.index))):
@@ -203,25 +209,28 @@ class BlockAutograd:
             return Tree(output).tensors
 
         with replaying(self.blocks.engine.device, self.saved.rng_states[number]):
+            # On a GPU, autograd calls this in a thread of its own, which has neither the context variables nor the
+            # autocast settings of the forward pass.
             outputs = self.context.run(forward)
         if self.expected is not None:
             self._require_equal(outputs, self.expected, part)
         return Graph(leaves, outputs)
 
     def outputs_of(self, tensors: Sequence[Any], part: MicroBatch) -> Sequence[Any]:
-        """Return those of the tensors, which belong to the outputs of all batches, that belong to a micro-batch's batch."""
+        """Return the tensors of the batch of a micro-batch, out of tensors that belong to the outputs of all batches."""
         return tensors[spans_of(each.num_tensors for each in self.outputs)[part.batch]]
 
     def _differentiate(
         self, part: MicroBatch, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
     ) -> None:
-        """Differentiate one micro-batch, and write the gradients of its inputs into those of all batches."""
+        """Differentiate one micro-batch, and write the gradients of its inputs into the gradients for all batches."""
         pairs = [
             (output, grad if part.is_whole else rows_of_output(grad, output, part.rows))
             for output, grad in zip(graph.outputs, self.outputs_of(grads, part), strict=True)
             if grad is not None and output.requires_grad
         ]
         with torch.enable_grad():
+            # All outputs in one call, so that each leaf gets a single gradient, summed as plain autograd sums it.
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
         for i, leaf in enumerate(graph.leaves, self.calls.spans[part.batch].start):
@@ -236,7 +245,7 @@ class BlockAutograd:
                 slice_rows(input_grads[i], self.dims[i], part.rows).add_(leaf.grad)
 
     def _require_equal(self, outputs: list[torch.Tensor], expected: list[torch.Tensor], part: MicroBatch) -> None:
-        """Raise RecomputeMismatchError if recomputed outputs differ in any bit from those of the forward pass."""
+        """Raise RecomputeMismatchError if recomputed outputs differ in any bit from the outputs of the forward pass."""
         for output, whole in zip(outputs, self.outputs_of(expected, part), strict=True):
             before = whole if part.is_whole else rows_of_output(whole, output, part.rows)
             if not torch.equal(output, before):
@@ -261,6 +270,7 @@ class BlockFunction(torch.autograd.Function):
         ctx.node = node
         # None for an output without gradient: zeros of its size would be made, and differentiated.
         ctx.set_materialize_grads(False)
+        # Of the tensors alone, without node and anchor.
         outputs = node.forward(ctx.needs_input_grad[2:])
         node.hidden = [(tensors[i].shape, tensors[i].dtype) for i in node.calls.hidden]
         # From here on autograd keeps the inputs, and frees them after the backward pass. An offloaded boundary is not
@@ -277,6 +287,8 @@ class BlockFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         node: BlockAutograd = ctx.node
         with node.blocks.engine.backward_of(node.forward_state):
+            # After `backward_of`, whose error for a second backward pass names the remedy; autograd's error here
+            # would not.
             inputs = list(ctx.saved_tensors)
             input_grads = node.backward(inputs, grads)
         return None, None, *input_grads

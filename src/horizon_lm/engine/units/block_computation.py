@@ -85,11 +85,16 @@ class BlockComputation:
             self._plan_offloads(index, calls, saved.forward_state)
         with (
             engine.cursor.compute(Kind.FORWARD, block(index)),
+            # A sink stands for a graph of this block's own, whatever becomes of it (`GraphUse`). The caller's mode
+            # does not matter: autograd runs a Function's forward without gradients.
             torch.set_grad_enabled(saved is not None and saved.sink is not None),
             no_autocast_cache(),
         ):
             if offload:
+                # Within the computation, before which the schedule waits until the ring's last boundary has left for
+                # host memory.
                 self._fill_ring(index, calls)
+            # Within the computation, too: what is converted to float32 is read here, so its copy must have arrived.
             weights = self.weights(index)
             with module.bound(weights if saved is None else saved.params(weights)):
                 # All micro-batches run through a block before the next block, so its weights are streamed only once per
@@ -114,6 +119,7 @@ class BlockComputation:
                             )
                         tree.tensors = saved.save(rng_state, inputs, tree.tensors)
                     outputs[part.batch].add(part.rows, tree)
+            # Resident weights are read again, in the backward pass and by later passes until an update.
             if not engine.memory.is_resident(index):
                 engine.device.poison(engine.memory.weights_of(block(index)))
         engine.counts["block_forward_rows"] += sum(engine.forward.num_rows)
@@ -126,10 +132,13 @@ class BlockComputation:
         adapters = engine.parts.adapters.get(index, frozenset())
         views = {
             name: engine.store.units[unit].layout.view(engine.memory.weights_of(unit), name)
+            # Adapters inside of blocks lie with the outer parameters, which are on the device throughout a pass.
             for unit, names in ((block(index), engine.store.units[block(index)].layout), (OUTER, adapters))
             for name in names
         }
         return {
+            # A view of the slot, except for what transformers keeps in float32 (routers, some norms), which is a
+            # copy.
             name.removeprefix(prefix): view.to(engine.parts.computed_dtype(name, view.dtype))
             for name, view in views.items()
         }
@@ -155,6 +164,7 @@ class BlockComputation:
         It is copied within the device first, so that the original is freed before the slower copy to the host is done.
         """
         tensors = calls.tensors
+        # As bytes, so that the ring serves any dtype, and batches of a pass lie in it one after the other.
         hidden = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in calls.hidden]  # (B * T * H * bytes,)
         num_bytes, largest = self._boundary_bytes(calls)
         ring = self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
@@ -181,6 +191,8 @@ class BlockComputation:
 
     def _dims_of(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
         signature = self.signatures[batch]
+        # Without the block's number: one probe finds the dimensions for all blocks whose inputs have the same names
+        # and ranks.
         keys = [(signature, path) for path in call.paths]
         if any(key not in self._row_dims for key in keys):
             assert self.probe_rows is not None

@@ -41,10 +41,13 @@ class Blocks(BlockComputation):
         """Compute a block for a whole batch. The model calls this instead of the forward method of the block module."""
         require_forward(self.engine, self.blocks[index].name)
         call = BlockCall(args, kwargs)
+        # First, because a rehearsal asks for row dimensions, and so probes (`Rehearsal._measure`).
         if self.probing is not None:
             return self._probe(index, call)
         if self.rehearsal is not None:
             return self.rehearsal.forward(index, call)
+        # Read, and published below, in the thread of this call: its context has the collector of its own call of the
+        # model.
         keys = capture.requested_keys()
         output, captured = meet(index, (call, keys), lambda calls: self._forward_all(index, calls))
         capture.publish(captured)
@@ -71,10 +74,14 @@ class Blocks(BlockComputation):
         state = engine.recording
         if state is not None and index in state.keeps:
             node = BlockAutograd(self, index, joined, keys, state, hooked, uncompiled, self.gradient_check)
+            # Without the anchor, autograd would skip the node where no input needs a gradient: the first block on a
+            # frozen table.
             tensors = BlockFunction.apply(node, engine.anchor, *joined.tensors)
+            # From the tensors that `apply` returns, which have the node as their grad_fn.
             return rebuild_all(node.outputs, tensors)
         outputs = self.compute_forward(index, joined, keys, uncompiled)
         rebuilt = [each.rebuild(each.tensors) for each in outputs]
+        # `self.outputs` keeps the structure for probes of later blocks; the tensors would stay alive with it.
         for each in outputs:
             each.release()
         return rebuilt
@@ -97,6 +104,7 @@ class Blocks(BlockComputation):
             raise ProbeDoneError
         # Earlier blocks have already been computed in this forward pass, so the structure of their outputs is known.
         outputs = self.outputs[index][batch]
+        # Of the pair of output and captured outputs (`run_block`): a probe captures nothing.
         return outputs.rebuild(outputs.imitate(self.engine.forward.num_rows[batch] + 1))[0]
 
 

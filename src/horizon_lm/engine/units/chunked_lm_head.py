@@ -88,6 +88,8 @@ class ChunkedLmHead:
     def trunk_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the trunk over the whole batch, or return the hidden states of the current chunk."""
         if self._chunk is not None:
+            # The model goes on as after its trunk, with scaling and capping of logits; the norm that the trunk
+            # skipped is made up for.
             return Decoded(self._chunk.normalise())
         output = forward(*args, **kwargs)
         if self._active:

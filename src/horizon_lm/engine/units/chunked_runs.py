@@ -106,6 +106,7 @@ class ChunkedRun(ABC):
         leaves = [w.detach().requires_grad_() for w in outer]
         with torch.enable_grad(), no_autocast_cache():
             for number, index in enumerate(chunks):
+                # A copy of the chunk's rows, and the leaf of its graph, which ends here.
                 leaf = flat[index].requires_grad_()  # (N, H)
                 differentiate_chunk(leaf, index, leaves, grads, first and number == 0)
                 hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
@@ -135,6 +136,7 @@ def compute(
     engine = runs[0].engine
     # Without a backward pass there is no anchor; the function takes any tensor that needs no gradient.
     anchor = engine.anchor if engine.recording is not None else hidden[0].new_empty(0)
+    # As inputs of the node, so that autograd hands their gradients to the node of the outer parameters.
     used = [outer[name] for name in runs[0].outer_names]
     values = _ChunkedHeadFunction.apply(_ChunkedPass(runs), anchor, *used, *hidden)
     per_run = len(values) // len(runs)

@@ -70,6 +70,7 @@ class StreamedEmbedding:
         room = self._max_rows(flat.numel(), table.shape[0])
         if engine.mesh is not None:  # each rank gathers the rows that it owns, of those that any rank reads
             own, rows = rows, engine.mesh.union(rows)
+            # Positions of the own rows in the sorted union, and from there those of each token.
             flat = torch.searchsorted(rows, own)[flat]
         mine = self._mine(rows)
         buffer = engine.memory.table_rows.get(
@@ -78,8 +79,10 @@ class StreamedEmbedding:
         received = buffer.view(rows.numel(), table.shape[1])  # (R, H)
         # The last step's update of these rows must finish before they are read; the rest of the table may follow later.
         if engine.updates.table is not None:
+            # A pass that reads another of the tables than the trained one needs none of its rows.
             read = rows[mine] if self._unit == EMBED else rows[:0]
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(read))
+        # Bound, not issued: the cursor issues these three in the schedule's order when the lookup begins to compute.
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received[mine], table, rows[mine])])
         if engine.mesh is not None:
             engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
@@ -136,6 +139,8 @@ class StreamedEmbedding:
         """Return rows of the table that the model reads directly, outside of a lookup. Their gradient must be zero."""
         engine = self.engine
         engine.access.hand_out_weight()
+        # A copy even on the CPU, where a slice would be a view of the weights that code could write to or mark as a
+        # leaf.
         rows = self._table()[index].to(engine.device.torch_device, engine.options.compute_dtype, copy=True)
         if engine.recording is not None and self._is_trained():
             rows.requires_grad_().register_hook(_reject_gradient)
@@ -159,6 +164,7 @@ class StreamedEmbedding:
         """Return ids on the host, copied from the device unless they are the expected ids and unchanged."""
         # Most models pass the ids on as they are, or as another view of the same memory.
         for given, version, on_host in self._known:
+            # An unchanged version means that the model has not written to them in place since they were sent.
             same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
             if same_place and given.shape == ids.shape and _version(ids) == version:
                 return on_host
@@ -267,6 +273,8 @@ class _Lookup:
         mine = embedding._mine(self.rows)
         if engine.mesh is not None:
             engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
+        # Bound before the computation, at whose end the cursor issues it. Of a sum over ranks, each lands the rows
+        # that it owns.
         engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing(self.rows[mine], outgoing[mine], self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them

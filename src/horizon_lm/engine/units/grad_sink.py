@@ -47,6 +47,8 @@ class GradSink:
             self._engine.device.poison(slot)  # every element must be written
             self._slot.buffer = slot
         if self._adapters:
+            # One buffer for the adapters of all blocks: they are outer parameters, landed once, at the end of the
+            # pass.
             self._adapter_slot.buffer = memory.outer_grads[0]
 
     def close(self) -> list[str]:
@@ -57,12 +59,14 @@ class GradSink:
         if self._trained:
             self._slot.zero_the_rest()
         self._engine.backward.adapters.update(self._adapter_slot.written)
+        # In the order of the layout: an update merges neighbours into spans by it (`StepUpdate.spans`).
         return [name for name in self._slot.layout if name in self._slot.written]
 
 
 @contextmanager
 def trapped_graph() -> Iterator[None]:
     """Context manager: save nothing for a backward pass, so that differentiating the graph made here is an error."""
+    # The graph has its nodes, through which the gradient of a kept activation would come, but holds no tensor.
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _reject_gradient):
         yield
 
@@ -89,13 +93,14 @@ def _fresh_leaves(views: Mapping[str, torch.Tensor], prefix: str, slots: Iterabl
         leaf = view.detach()
         for slot in slots:
             if prefix + name in slot.trained:
+                # After accumulation: a weight that the block uses several times arrives as one sum, not use by use.
                 leaf.requires_grad_().register_post_accumulate_grad_hook(slot.hook(prefix + name))
         leaves[name] = leaf
     return leaves
 
 
 class _Slot:
-    """A gradient slot, and those of a block's trained parameters whose gradients are in the slot.
+    """A gradient slot, and the trained parameters of a block whose gradients go to it.
 
     The hooks refer to this object instead of the sink. A kept graph refers to its leaves, and the leaves to their
     hooks: a reference from here to the engine would close a cycle, and the engine would never be freed.
@@ -115,6 +120,8 @@ class _Slot:
             target = self.layout.view(self.buffer, name)
             with torch.no_grad():
                 if name in self.written:  # written by an earlier micro-batch
+                    # In the dtype of the slot, float32 if there are several micro-batches: their sum is rounded once,
+                    # when it is staged or landed.
                     target.add_(leaf.grad)
                 else:
                     target.copy_(leaf.grad)
@@ -123,6 +130,7 @@ class _Slot:
 
         return take
 
+    # The slot is landed as a whole, and squares are summed over all of it for the norm.
     def zero_the_rest(self) -> None:
         """Fill the parts that no gradient was written to with zeros."""
         for name in self.layout:

@@ -33,7 +33,7 @@ Grads = dict[str, torch.Tensor]  # by the parameter's name inside the block, or 
 
 
 class GradientCheck:
-    """A comparison of the gradients of some blocks with those of plain autograd; see the module's docstring.
+    """A comparison of the gradients of some blocks with the gradients of plain autograd; see the module's docstring.
 
     Args:
         engine: the model's engine.
@@ -71,6 +71,7 @@ class GradientCheck:
             _require_close(f"{node.module.name}, {name}", tensor, exact[name], bounds[name])
         for name in self._engine.trained(block(node.index)):
             inner = name.removeprefix(f"{node.module.name}.")
+            # A parameter that the batch does not use, such as an idle expert, has no gradient to compare with.
             if inner in exact:
                 # In host memory a gradient has the store's dtype: one more rounding than on the device.
                 rounding = torch.finfo(self._engine.store.precision.grad_dtype).eps * float(exact[inner].norm())
@@ -110,6 +111,7 @@ class GradientCheck:
         """
         engine = self._engine
         params = {
+            # From host memory, past slots, copies and decoding, whose mistakes would be in both results otherwise.
             name: engine.store.weight(full)
             .to(engine.device.torch_device, engine.parts.computed_dtype(full, dtype), copy=True)
             .requires_grad_()

@@ -149,6 +149,8 @@ class _Projection:
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs, given the gradient of each batch's logits (B, T, V)."""
         head, engine = self.head, self.head.engine
+        # The loss that the caller keeps holds this node; its graph and the logits (B, T, V) must end here, as what
+        # autograd saves.
         leaves, logits = self.graph
         del self.graph
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
@@ -157,6 +159,8 @@ class _Projection:
                     if grad is not None:
                         torch.autograd.backward([each], [grad])
             engine.device.poison(engine.memory.head_weights[0])
+            # A batch whose loss does not depend on its logits leaves weights without a gradient, as in plain
+            # autograd.
             head.gradients_ready(self._written)
         return [leaf.grad for leaf in leaves]
 

@@ -1,4 +1,4 @@
-"""Outer parameters: those outside of the embedding, blocks and head. They are small, and on the device during
+"""Outer parameters: the parameters outside of the embedding, blocks and head. They are small, and on the device during
 a pass.
 """
 
@@ -26,6 +26,7 @@ class OuterParameters:
         self._names = [name for name in self._layout if name not in parts.adapter_names]
         # Buffers outside of blocks (mostly rope frequencies) stay on the device permanently.
         streamed = {id(m) for b in parts.blocks for m in b.modules()}
+        # Buffers inside of blocks are not moved: a block gets device copies when it is bound (`BuffersOfModules`).
         for module in parts.model.modules():
             if id(module) not in streamed:
                 for name, buffer in module._buffers.items():
@@ -37,9 +38,12 @@ class OuterParameters:
         if engine.recording is None or not engine.trained(OUTER):
             with engine.cursor.compute(Kind.FORWARD, OUTER):
                 return self._views()
+        # Without adapters: blocks bind them, and their sinks take the gradients.
         trained = [name for name in engine.trained(OUTER) if name in self._names]
         # All other nodes depend on the first output, so that autograd runs this node last.
         engine.forward.anchor, *tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
+        # Frozen parameters are views of the buffer; trained ones are outputs of the node, so their gradients come to
+        # it.
         return self._views() | dict(zip(trained, tensors, strict=True))
 
     def in_place(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
@@ -63,8 +67,8 @@ class OuterParameters:
             return tuple(views[name] for name in trained)
 
     def backward(self, trained: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Write the gradients of the trained parameters, or zeros, to the buffer from which they are landed. Those of
-        adapters are in it already.
+        """Write the gradients of the trained parameters, or zeros, to the buffer from which they are landed. The
+        gradients of adapters are in it already.
         """
         engine = self.engine
         layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
@@ -91,10 +95,13 @@ class _OuterFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.outer, ctx.forward_state, ctx.trained = outer, forward_state, trained
         ctx.set_materialize_grads(False)
+        # A new tensor with this node as its grad_fn. As the anchor of the pass it makes all later nodes depend on
+        # this one, so that it runs last: then the gradients of all blocks' adapters are in its buffer, too.
         return anchor.detach().clone(), *outer.forward(trained)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         with ctx.outer.engine.backward_of(ctx.forward_state):
             ctx.outer.backward(ctx.trained, grads)
+        # Nothing for the anchor: gradients go to host memory, past autograd.
         return None, None, None, None

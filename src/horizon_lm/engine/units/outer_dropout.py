@@ -36,7 +36,7 @@ class OuterDropout:
         self._engine = engine
 
     def forward(self, module: "weakref.ref[nn.Module]", own: _Forward, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the module's own forward method returns for each micro-batch, put together.
+        """Return the outputs of the module's own forward method for all micro-batches, put together.
 
         Args:
             module: the dropout module.
@@ -45,6 +45,7 @@ class OuterDropout:
         """
         running, dropout = self._engine.running.forward, module()
         assert isinstance(dropout, _DROPOUTS)
+        # An in-place dropout must change its input, and pieces that are put together are another tensor.
         if running is None or not dropout.training or dropout.inplace or not running.randomness.has_streams:
             return own(hidden)
         dropped: torch.Tensor = meet(("dropout", id(dropout)), hidden, partial(self._forward_all, own))

@@ -97,6 +97,7 @@ class SavedForBackward:
 
     def save(self, rng_state: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Save what the backward pass of a computed micro-batch needs. Return its outputs without their graph."""
+        # Kept graphs need none, but `GradientCheck` computes those blocks again, too.
         self.rng_states.append(rng_state)
         if self.graph_use is GraphUse.NONE:
             return outputs
@@ -109,5 +110,6 @@ class SavedForBackward:
         """Return the kept graph of a micro-batch and forget it, so that its memory is freed right after
         differentiation.
         """
+        # An empty one in its place, because graphs are found by the number of their micro-batch.
         graph, self.graphs[number] = self.graphs[number], Graph([], [])
         return graph

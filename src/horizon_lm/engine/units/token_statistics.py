@@ -39,6 +39,7 @@ class TokenStatistics:
 
     def add_batch(self, trained: torch.Tensor, logits: torch.Tensor) -> None:
         """Add the trained tokens (N,) of a batch from all of its logits (B, T, V)."""
+        # (B * T, V), a view; only the selected tokens of each piece are copied.
         flat = logits.detach().flatten(0, 1)
         # On an accelerator in halves, for the reason given in `token_statistics`.
         size = _SELECTED_TOKENS if logits.device.type == "cpu" else -(-len(trained) // 2)
