@@ -53,6 +53,7 @@ def with_store(
                 if ref.name in store.codecs
                 else nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
             )
+            # In all places of a tied weight, so that it stays one parameter.
             for module, attribute in ref.places:
                 module._parameters[attribute] = ref.param
     return examined, store
@@ -76,6 +77,7 @@ def draw(
     for module in {id(m): m for ref in refs for m, _ in ref.places}.values():
         model._init_weights(module)
     for ref in refs:
+        # `save_pretrained` writes a weight in the dtype that it came in.
         store.source_dtypes[ref.name] = drawn[ref.name].dtype
         store.write(ref.name, drawn[ref.name])
         for module, attribute in ref.places:
@@ -90,12 +92,15 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
             f"{adapters.copies_weights} is not supported with several processes: the new values are computed from weights, of which "
             "each process has a part; add the adapters with one process, save them, and open their folder"
         )
+    # By identity, and before PEFT wraps modules, which renames their parameters.
     names = {id(ref.param): ref.name for refs in base.units.values() for ref in refs}
     with decoding():  # DoRA begins with the norms of weights
         model = adapters.add_to(base.model, draw=True)
     if mesh is not None:
+        # Without the path of the base, which may be another one on each machine.
         configs = {name: each.to_dict() | {"base_model_name_or_path": ""} for name, each in model.peft_config.items()}
         require_alike(mesh, Path(adapters.folder or "adapters"), {"config of the adapters": configs})
+    # Again, because the adapters belong to units now, and only they are trained.
     examined = settings.examine(adapted_model(model))
     parts = examined.parts
     refs = [ref for of_unit in parts.units.values() for ref in of_unit]
@@ -104,6 +109,7 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
     store = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
     parts.codecs = store.codecs
+    # What transformers keeps in float32 is found by names, and PEFT has changed them.
     parts.in_float32 = base.renamed_in_float32(old_names)
     with sharing_moved(mesh, store, old, old_names):
         for ref in refs:
@@ -132,6 +138,7 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     for refs in parts.units.values():
         for ref in refs:
             require_plain(ref.param)
+    # While each rank still has whole parameters: the store has only its own part of each.
     copy_from_first(
         settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
     )

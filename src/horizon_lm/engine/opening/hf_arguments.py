@@ -1,4 +1,4 @@
-"""The arguments of transformers' ``from_pretrained``: those that streaming has, those without effect, and remedies for others."""
+"""Arguments of transformers' ``from_pretrained``: the ones that streaming has or that have no effect, and remedies for others."""
 
 import difflib
 from dataclasses import fields
@@ -55,12 +55,14 @@ def read_precision(precision: str | None, options: dict[str, Any]) -> str:
     Raises:
         ConfigError: no precision has this dtype, or it contradicts the given precision.
     """
+    # The older name of the same argument; if both are given, `dtype` counts.
     dtype = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", dtype)
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype, dtype)
     if dtype in (None, "auto"):
         return precision or "fp32_master"
+    # The first precision of a dtype is taken if none is given.
     fits = {torch.float32: ("float32", "fp32_master"), torch.bfloat16: ("fp32_master", "bf16")}.get(dtype)
     if fits is None:
         raise ConfigError(f"dtype={dtype} is not supported: use bfloat16 or float32, or choose a precision")
@@ -82,6 +84,7 @@ def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
                 f"from_pretrained: {name}={value!r} is not supported by a streamed model: {_REMEDIES[name]}"
             )
     ours = {field.name for field in fields(StreamArguments)}
+    # An option of ours stays ours, even if a config has an attribute of that name.
     changes = {name: options.pop(name) for name in list(options) if name not in ours and hasattr(config, name)}
     for name in options.keys() - ours:
         close = difflib.get_close_matches(name, [*ours, *_DOWNLOAD], n=1)

@@ -44,6 +44,7 @@ def are_adapters_changed(horizon: ModelForward) -> bool:
     before = {id(ref.param) for ref in horizon.engine.refs.values()}
     if now == before:  # PEFT swaps modules when it merges norms
         return bool(horizon.adapter_params)
+    # Other changes are not taken in: the forward pass rejects them with its own message.
     return now - before <= adapter_params(horizon.model) and before - now <= horizon.removable_params
 
 
@@ -81,8 +82,10 @@ def attach_again(
             "peft.set_peft_model_state_dict(model, values, low_cpu_mem_usage=True) first, or leave low_cpu_mem_usage out"
         )
     _require_between_steps(engine)
+    # Slabs move and device buffers are freed below, so nothing may read or write them any more.
     engine.drain()
     streamed_class = type(model)
+    # An ordinary model is examined: replaced forwards and streamed parameters would be taken for the model's own.
     _detach(horizon)
     try:
         examined = examine(model)
@@ -98,6 +101,7 @@ def attach_again(
             old = engine.name_of(ref.param)
             move_in(ref, store, None if old is None else partial(engine.store.master, old))
     _drop_empty_low_halves(store, mesh)
+    # Before the new engine takes buffers: the device may not have room for both.
     engine.retire(store)
     attach(examined, store)
     # `stats` counts since the model was streamed, which is not now.
@@ -123,6 +127,7 @@ def _detach(horizon: ModelForward) -> None:
     model = horizon.model
     horizon.replaced.restore()
     model.__class__ = horizon.model_class
+    # Placeholders stay what they are: as plain parameters their memory would be read as values.
     for param in {id(param): param for param in model.parameters()}.values():
         if isinstance(param, StreamedParameter) and not isinstance(param, PackedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -142,6 +147,7 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[
     """Return the store of a model with other adapters than before, and the old names of the weights that it had."""
     old = engine.store
     names = {id(ref.param): name for name, ref in engine.refs.items()}
+    # By identity, because PEFT renames what it wraps.
     old_names = {
         ref.name: names[id(ref.param)] for refs in parts.units.values() for ref in refs if id(ref.param) in names
     }

@@ -63,6 +63,7 @@ def open_model(request: OpenRequest) -> Any:
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
         config = hub.load_config(folder, request.trust_remote_code, model_class=request.model_class)
+    # Each step takes its options out, so the last one can reject what is left by name.
     asked = read_quantization(options)
     changes = config_arguments(options, config)
     settings = StreamArguments(precision=precision, **options)
@@ -82,6 +83,7 @@ def _find(request: OpenRequest, options: dict[str, Any]) -> tuple[OpenRequest, P
     if request.source is not None and request.source.folder is not None:
         return request, request.source.folder
     folder = hub.local_folder(request.name, **download) / request.subfolder
+    # PEFT's folders have an adapter_config.json and no config.json.
     base = None if request.adapters is not None or (folder / "config.json").is_file() else base_of_adapters(folder)
     if base is None:
         return request, folder
@@ -118,16 +120,22 @@ def _open_checkpoint(
     """Read the weights of a folder straight into the store, one by one, and attach the model."""
     model, adapters, mesh = source.take_skeleton(), request.adapters, settings.device_mesh
     checkpoint, find_codecs = open_weights(folder, source.quantization, asked, opened_dtype(settings.precision))
+    # Codes cannot be updated, so a model with quantized weights is trained by adapters alone; decoded weights are
+    # plain ones.
     frozen = adapters is not None or (find_codecs is not None and not isinstance(checkpoint, DecodedCheckpoint))
     if frozen:
+        # On the skeleton, from which parameters in the store take it over.
         model.requires_grad_(False)
     if adapters is not None:  # PEFT writes the name into the adapter's config
         model.config.name_or_path = model.name_or_path = str(request.name)
+    # Before anything is read, because it hashes the bytes as they are read.
     same = SameWeights(mesh, checkpoint, model.config)
     examined, store = with_store(model, settings, frozen, find_codecs)
     if request.reads_weights:
         with fail_together(mesh, "the loading of weights"):
             new = load_weights(examined.parts, store, checkpoint)
+        # Before anything is computed from the weights, and outside of `fail_together`: this error is raised on all
+        # ranks anyway.
         same.require()
         # Weights that the folder lacks are drawn in the dtype of those that it has.
         drawn_in = torch.float32 if settings.precision == "float32" else next(iter(store.source_dtypes.values()))

@@ -48,9 +48,11 @@ class StreamArguments(StreamingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The dataclass is frozen because many hold it. What `auto` means is settled here, before anybody does.
         if self.device == "auto":
             object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
         object.__setattr__(self, "device_mesh", find_mesh(self.device_mesh, device_of(self.device)))
+        # For its errors, before a model is touched.
         self.get_precision()
         if self.check_gradients < 0:
             raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
@@ -116,6 +118,8 @@ class StreamArguments(StreamingOptions):
         """
         parts = examined.parts
         device = open_device(self.device, self.device_memory)
+        # First, because streams and the scratch memory of transfers and libraries take device memory, which
+        # `spare_bytes` must not promise.
         device.open_streams()
         on_host = device.torch_device.type == "cpu"
         dtype = self.compute_dtype or (torch.float32 if on_host else store.precision.weight_dtype)
@@ -130,6 +134,7 @@ class StreamArguments(StreamingOptions):
         options = EngineOptions(
             **StreamingOptions.of(self) | self._residency(parts.num_blocks, device) | chosen,
             compute_dtype=dtype,
+            # Where memory is not planned, nobody needs the trial run of the head on the meta device.
             head_peak=None
             if device.spare_bytes() is None
             else head_peak(parts, trunk, dtype, chunked=path is not None),
@@ -138,17 +143,20 @@ class StreamArguments(StreamingOptions):
         model = attach(parts, store, device, options, path, examined.takes_images, before, self.device_mesh)
         if self.check_gradients:
             model._horizon.check_gradients(self.check_gradients)
+        # Weakly, because `renew` is kept by the object that it refers to.
         horizon = weakref.ref(model._horizon)
         model._horizon.renew = lambda: self._renew(horizon())
         return model
 
     def _renew(self, horizon: ModelForward | None) -> None:
         """Attach a model again if PEFT has changed its adapters. Leave other changes to the checks of the forward pass."""
+        # After a failure of the device, weights can still be read and saved, but nothing is attached to it.
         if horizon is None or horizon.engine.device_lost or not are_adapters_changed(horizon):
             return
         engine = horizon.engine
         again = replace(
             self,
+            # The open device: `open_device` returns it as it is.
             device=engine.device,
             device_micro_batch_size=engine.options.device_micro_batch_size,
             check_gradients=0,
@@ -168,6 +176,7 @@ def device_of(device: str | Device) -> torch.device | None:
     """Return the device of the buffers, with its index; None for host memory."""
     if not isinstance(device, str):
         return None if device.torch_device.type == "cpu" else device.torch_device
+    # Without CUDA, `open_device` raises the error that says so.
     if device.partition(":")[0] != "cuda" or not torch.cuda.is_available():
         return None
     index = torch.device(device).index

@@ -44,7 +44,7 @@ def read_quantization(options: dict[str, Any]) -> dict[str, Any] | None:
 def open_weights(
     folder: Path, published: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, dtype: torch.dtype
 ) -> tuple[Checkpoint, FindCodecs | None]:
-    """Return the weights in a folder, and the function that finds the codecs of those that stay quantized, if any may.
+    """Return the weights in a folder, and the function that finds the codecs of weights that stay quantized, if any may.
 
     Args:
         folder: the folder.
@@ -58,6 +58,7 @@ def open_weights(
     if asked is not None and asked.get("dequantize"):
         decoded = DecodedCheckpoint(folder, require_dequantizable(published, asked, folder), dtype)
         return decoded, partial(codecs_of, decoded)
+    # Plain weights are encoded one by one when they are written to the store, if the caller asks for it.
     if published is None:
         return Checkpoint(folder), None if asked is None else partial(expected_codecs, quantization=asked)
     if asked is not None:

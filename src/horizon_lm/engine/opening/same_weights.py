@@ -21,7 +21,7 @@ _Range = tuple[int, int, int]  # a tensor's place among the sorted names, and it
 
 
 class SameWeights:
-    """Compares all bytes that the ranks read while they load a model with those of another copy of it.
+    """A comparison of all bytes that the ranks read while they load a model with the bytes of another copy of it.
 
     Ranks of one machine that read the same files read the same bytes. Otherwise each rank hashes what it reads, and what several
     ranks have read is compared. Of the rest, the ranks of the first one's machine read their copy; and of what only these have
@@ -45,6 +45,7 @@ class SameWeights:
         self._tensors = sorted(checkpoint.files)
         self._places = {name: place for place, name in enumerate(self._tensors)}
         self._seen = SeenFiles(mesh, checkpoint.folder, sorted(set(checkpoint.files.values())))
+        # Ranks of one machine that read the same files have nothing to compare.
         if not self._seen.are_one:
             checkpoint.when_read = self._add
 
@@ -53,10 +54,13 @@ class SameWeights:
 
     def require(self) -> None:
         """Raise ConfigError on all ranks if one has read other bytes. Call it on all ranks once the weights are loaded."""
+        # What is read again below is hashed apart from what the ranks train with.
         self._checkpoint.when_read = None
         if self._mesh is None or self._seen.are_one:
             return
         everyone, first, second = self._exchange(), self._seen.readers, self._seen.other_readers
+        # The copy of the first rank's machine is the reference; the second copy covers what only that machine has
+        # read.
         others = [rank for rank in range(self._mesh.size) if rank not in first]
         again = {**self._unread(everyone, others, first), **self._unread(everyone, first, second)}
         if again:
@@ -125,7 +129,7 @@ def _require_alike(mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
 
 
 def require_alike(mesh: Mesh, folder: Path, own: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all ranks if what they have read in a folder differs.
+    """Raise ConfigError on all ranks if the data that they have read in a folder differ.
 
     Args:
         mesh: the ranks.

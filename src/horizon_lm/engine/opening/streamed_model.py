@@ -97,6 +97,7 @@ class StreamedModel:
     def _horizon(self) -> ModelForward:
         """The model's forward pass, with the adapters that the model has now."""
         horizon: ModelForward = self.__dict__["_horizon"]
+        # Not within a pass, whose schedule and buffers are those of the engine that began it.
         if horizon.renew is not None and not horizon.engine.cursor.active:
             horizon.renew()
         return self.__dict__["_horizon"]  # type: ignore[no-any-return]
@@ -138,10 +139,14 @@ class StreamedModel:
             )
         engine = self._horizon.engine
         engine.synchronize()
+        # torch checks names and shapes, and copies into the views, where values are rounded. The writes below add the
+        # bits that were lost.
         result = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
         loaded = [name for name in engine.refs if name in state_dict]
         for name in loaded:
             engine.store.write(name, state_dict[name])
+        # torch's copies have raised the versions of the parameters, as foreign writes do; but low halves are not to
+        # be reset.
         engine.foreign_writes.follow(with_low_halves=True)
         if engine.store.precision.low_half and any(state_dict[name].dtype == torch.bfloat16 for name in loaded):
             warnings.warn(
@@ -187,6 +192,7 @@ class StreamedModel:
         self._horizon.replaced.require_structure()
         engine = self._horizon.engine
         if engine.mesh is not None:
+            # The first rank decides for all: callers pass `rank == 0`, but the other ranks have to lend their parts.
             is_main_process = engine.mesh.exchange("model.save_pretrained", is_main_process)[0]
         if not is_main_process:
             return
@@ -251,6 +257,7 @@ class StreamedModel:
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Return the model if a function of another module's `to` and the like changes neither device nor dtype."""
+        # Tried on an empty tensor, because a function does not tell which device and dtype it moves to.
         moved = function(torch.empty(0, dtype=self._horizon.engine.store.precision.weight_dtype))
         return self._unless_changed("to(), type() and the like", moved.device, moved.dtype)
 
@@ -403,6 +410,7 @@ def attach(
         adopt(ref.param, HeadParameter if heads else StreamedParameter, engine.access)
     cls = type(model)
     parts.refer_weakly()  # the model owns the engine, which refers to the parts
+    # Before the class changes, in which `_horizon` is a property without a setter.
     model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)
     model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
     return model
