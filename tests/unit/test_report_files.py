@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.report.run_files import load_run, read_metrics, read_plan, read_samples
-from horizon_lm.report.trace_file import busy_shares, read_trace
+from horizon_lm.report.run_files import load_run, read_metrics, read_plan, read_samples, read_trace
+from horizon_lm.report.trace_file import busy_shares
 from tests.unit import report_run
 from tests.unit.report_run import metrics_file, span, step, taken, trace_file, training
 

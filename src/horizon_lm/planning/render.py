@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.disk import Disk, write_file
-from horizon_lm.planning.device_memory import Curve
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.plan_file import (
+    Place,
+    PlanFile,
+    PlannedItem,
+    PlannedLimit,
+    PlannedMemory,
+    PlannedModel,
+    PlannedRun,
+    PlannedStep,
+)
 from horizon_lm.planning.remedies import Remedy, smallest
 from horizon_lm.planning.request import Budget
 from horizon_lm.planning.step_time import StepTime
@@ -212,76 +221,78 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-VERSION = 1
-
-
 def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
     """Return everything in a plan as JSON values. ``device``: the run's setting."""
-    return {
-        "version": VERSION,
-        "fits": plan.fits,
-        "model": _model(plan.step.outline),
-        "run": _run(plan, device),
-        **{budget.place: _budget(budget) for budget in plan.budgets},
-        "hardware": None if plan.machine.hardware is None else asdict(plan.machine.hardware),
-        "interconnect": None if plan.machine.interconnect is None else asdict(plan.machine.interconnect),
-        "save": None if plan.save is None else asdict(plan.save),
-        "step": None if plan.time is None else {**_step(plan.time), "run_seconds": plan.run_seconds},
-        "memory": _memory(plan.curve),
-        "problems": list(plan.problems),
-        "remedies": [_remedy(remedy) for remedy in remedies],
-    }
+    machine, time, curve = plan.machine, plan.time, plan.curve
+    content = PlanFile(
+        fits=plan.fits,
+        model=_model(plan.step.outline),
+        run=_run(plan, device),
+        host=_place(plan.host),
+        device=_place(plan.device),
+        buffers=_place(plan.buffers),
+        disk=_place(plan.disk),
+        download=_place(plan.download),
+        hardware=None if machine.hardware is None else asdict(machine.hardware),
+        interconnect=None if machine.interconnect is None else asdict(machine.interconnect),
+        save=None if plan.save is None else asdict(plan.save),
+        step=None if time is None else _step(time, plan.run_seconds),
+        memory=None if curve is None else PlannedMemory(list(curve.seconds), list(curve.device), list(curve.host)),
+        problems=list(plan.problems),
+        remedies=[_remedy(remedy) for remedy in remedies],
+    )
+    return asdict(content)
 
 
-def _model(outline: ModelOutline) -> dict[str, Any]:
-    return {
-        "name": outline.name,
-        "parameters": outline.sizes.num_parameters,
-        "active_parameters": outline.active,
-        "num_blocks": outline.num_blocks,
-        "hidden": outline.sizes.hidden,
-        "vocabulary": outline.sizes.vocabulary,
-    }
+def _model(outline: ModelOutline) -> PlannedModel:
+    sizes = outline.sizes
+    return PlannedModel(
+        outline.name, sizes.num_parameters, outline.active, outline.num_blocks, sizes.hidden, sizes.vocabulary
+    )
 
 
-def _run(plan: Plan, device: str) -> dict[str, Any]:
+def _run(plan: Plan, device: str) -> PlannedRun:
     outline, request, settings = plan.step.outline, plan.request, plan.step.settings
-    return {
-        "rows": request.rows,
-        "length": outline.length,
-        "tokens": plan.step.tokens,
-        "num_steps": request.num_steps,
-        "num_ranks": request.num_ranks,
-        "dp_shard_size": request.shard.count,
-        "processes_per_machine": plan.machine.num_processes,
-        "precision": request.precision,
-        "device": device,
-        "settings": {
+    return PlannedRun(
+        rows=request.rows,
+        length=outline.length,
+        tokens=plan.step.tokens,
+        num_steps=request.num_steps,
+        num_ranks=request.num_ranks,
+        dp_shard_size=request.shard.count,
+        processes_per_machine=plan.machine.num_processes,
+        precision=request.precision,
+        device=device,
+        settings={
             **settings.choices(),
             "slices": settings.slices,
             "attn_implementation": outline.attention,
         },
-        "reasons": list(plan.reasons),
-    }
+        reasons=list(plan.reasons),
+    )
 
 
-def _step(time: StepTime) -> dict[str, Any]:
-    return {
-        "seconds": time.seconds,
-        "tokens_per_second": time.tokens_per_second,
-        "model_tflops": time.model_tflops,
-        "limited_by": time.limited_by,
-        "exposed_seconds": dict(time.exposed_seconds),
-        "exposed_update_seconds": time.exposed_update_seconds,
-        "busy": dict(time.busy),
-        "hidden_from_tokens": dict(time.hidden_from_tokens),
-    }
+def _step(time: StepTime, run_seconds: float | None) -> PlannedStep:
+    return PlannedStep(
+        seconds=time.seconds,
+        tokens_per_second=time.tokens_per_second,
+        model_tflops=time.model_tflops,
+        limited_by=time.limited_by,
+        exposed_seconds=dict(time.exposed_seconds),
+        exposed_update_seconds=time.exposed_update_seconds,
+        busy=dict(time.busy),
+        hidden_from_tokens=dict(time.hidden_from_tokens),
+        run_seconds=run_seconds,
+    )
 
 
-def _memory(curve: Curve | None) -> dict[str, Any] | None:
-    if curve is None:
-        return None
-    return {"seconds": list(curve.seconds), "device": list(curve.device), "host": list(curve.host)}
+def _place(budget: Budget) -> Place:
+    return Place(
+        [PlannedItem(item.name, item.num_bytes, item.note) for item in budget.items],
+        budget.num_bytes,
+        budget.available,
+        [PlannedLimit(limit.name, limit.num_bytes) for limit in budget.limits],
+    )
 
 
 def _remedy(remedy: Remedy) -> dict[str, Any]:
@@ -289,15 +300,6 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
         "settings": dict(remedy.settings),
         "cost": remedy.cost,
         "bytes": {budget.place: budget.num_bytes for budget in remedy.plan.budgets},
-    }
-
-
-def _budget(budget: Budget) -> dict[str, Any]:
-    return {
-        "items": [{"name": item.name, "bytes": item.num_bytes, "note": item.note} for item in budget.items],
-        "bytes": budget.num_bytes,
-        "available": budget.available,
-        "limits": [{"name": limit.name, "bytes": limit.num_bytes} for limit in budget.limits],
     }
 
 

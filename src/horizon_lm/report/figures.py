@@ -3,125 +3,76 @@
 import html
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
+from horizon_lm.planning.plan_file import Place, PlanFile
 from horizon_lm.quantities import format_bytes
-from horizon_lm.report.run_files import MetricsFile, Place, Plan
-from horizon_lm.report.trace_file import Part
-from horizon_lm.schedule.ops import SOMETIMES, STREAM_TITLES, Kind
+from horizon_lm.report.palette import (
+    FIRST,
+    FONT,
+    GRID,
+    KINDS,
+    LIMIT,
+    MAX_MARKED_POINTS,
+    MUTED,
+    NOT_FROM_ZERO,
+    PAGE,
+    SECOND,
+    TEXT,
+    THIRD,
+)  # fmt: skip
+from horizon_lm.report.run_files import MetricsFile, Run
+from horizon_lm.report.steps import StepView
+from horizon_lm.schedule.ops import SOMETIMES, STREAM_TITLES
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-TEXT, MUTED, GRID, PAGE = "#24292f", "#656d76", "#e4e7eb", "#ffffff"
-FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif'
-FIRST, SECOND, THIRD, LIMIT = "#4c78a8", "#f58518", "#54a24b", "#e45756"
-DARK = {TEXT: "#d5dbe2", MUTED: "#98a2ad", GRID: "#30363d", PAGE: "#151a21", FIRST: "#6699cc"}
-
-# Copies in are blue, computation is green and orange, copies out are red and mauve, updates are yellow.
-KINDS = {
-    Kind.STREAM_IN: "#4c78a8",
-    Kind.FETCH: "#88bde6",
-    Kind.FORWARD: "#54a24b",
-    Kind.BACKWARD: "#f58518",
-    Kind.STAGE: "#9d755d",
-    Kind.OFFLOAD: "#b279a2",
-    Kind.STREAM_OUT: "#e45756",
-    Kind.UPDATE: "#d0a829",
-    Kind.UPDATE_ROWS: "#8d7518",
-    Kind.SAVE: "#79706e",
-}
-
-NOT_FROM_ZERO = "axis not from 0"
+_EVAL = {"mode": "lines+markers", "line_dash": "dot", "marker": {"size": 9, "symbol": "diamond"}}
 
 
-def apply_style(figure: "Figure", height: int, top: int = 32, right: int = 24) -> "Figure":
-    """Set the fonts, axes and margins of a finished figure. The upper 28 pixels of ``top`` are for Plotly's buttons."""
-    axis: dict[str, Any] = {
-        "gridcolor": GRID, "linecolor": GRID, "zeroline": False, "showline": True, "ticks": "outside", "tickcolor": GRID,
-        "automargin": True, "title_font_size": 13, "spikecolor": MUTED, "spikethickness": 1,
-    }  # fmt: skip
-    figure.update_layout(
-        template="none",
-        height=height,
-        font={"family": FONT, "size": 13, "color": TEXT},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        margin={"l": 70, "r": right, "t": top, "b": 48},
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "yref": "container", "y": 0, "yanchor": "bottom"},
-        hoverlabel={"bgcolor": PAGE, "bordercolor": GRID, "font": {"family": FONT, "color": TEXT}, "align": "left"},
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": MUTED, "activecolor": TEXT},
-    )
-    figure.update_xaxes(**axis)
-    figure.update_yaxes(title_standoff=12, **axis)
-    return figure
-
-
-def as_text(text: str, width: int | None = None) -> str:
-    """Escape text for a figure, where Plotly reads angle brackets as markup; with ``width``, also wrap it."""
-    lines = [text] if width is None else textwrap.wrap(text, width) or [""]
-    return "<br>".join(html.escape(line, quote=False) for line in lines)
-
-
-def byte_scale(values: Iterable[float]) -> tuple[float, str]:
-    """Return the unit of an axis for these numbers of bytes: its size and its name."""
-    largest = max(values, default=0.0)
-    unit, name = 1.0, "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if largest < unit * 1024:
-            break
-        unit, name = unit * 1024, larger
-    return unit, name
-
-
-def time_scale(seconds: float) -> tuple[float, str]:
-    """Return the unit of an axis of this length: its seconds and its name."""
-    return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
-
-
-_MAX_MARKED_POINTS = 60  # lines with more points have no markers
+def run_figures(run: Run) -> dict[str, Figure]:
+    """Return the figures over the steps of a run, by name, as far as the run has what they show."""
+    metrics, figures = run.metrics, {}
+    if metrics is None:
+        return {}
+    if metrics.losses or metrics.evaluations:
+        figures["loss"] = loss_figure(metrics)
+    if metrics.of_preferences:
+        figures["preferences"] = preferences_figure(metrics)
+    if metrics.training:
+        figures |= {"tokens": tokens_figure(metrics), "run-memory": run_memory_figure(metrics, run.plan)}
+    return figures
 
 
 def loss_figure(metrics: MetricsFile) -> Figure:
     """Plot training loss and eval loss above the learning rate."""
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
     steps = [line.step for line in metrics.training]
-    figure.add_trace(_line("training", steps, [line.loss for line in metrics.training], FIRST, "%{y:.4f}"), 1, 1)
+    losses = [_line("training", steps, [line.loss for line in metrics.training], FIRST, "%{y:.4f}")]
     if metrics.evaluations:
-        eval_steps = [each.step for each in metrics.evaluations]
-        points = _line("eval", eval_steps, [each.eval_loss for each in metrics.evaluations], SECOND, "%{y:.4f}")
-        figure.add_trace(points.update(_EVAL_STYLE), 1, 1)
-    rates = [line.learning_rate for line in metrics.training]
-    figure.add_trace(_line("learning rate", steps, rates, THIRD, "%{y:.3g}"), 2, 1)
-    figure.update_yaxes(title=f"{metrics.loss_title}<br>({NOT_FROM_ZERO})", row=1, col=1)
-    figure.update_yaxes(title="learning rate", exponentformat="e", rangemode="tozero", nticks=4, row=2, col=1)
-    _set_steps(figure, metrics, rows=2)
-    figure.update_layout(hovermode="x unified")
-    return apply_style(figure, 440)
+        points = [each.step for each in metrics.evaluations], [each.eval_loss for each in metrics.evaluations]
+        losses.append(_line("eval", *points, SECOND, "%{y:.4f}").update(_EVAL))
+    rates = _line("learning rate", steps, [line.learning_rate for line in metrics.training], THIRD, "%{y:.3g}")
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
+    _fill(figure, 1, losses, title=f"{metrics.loss_title}<br>({NOT_FROM_ZERO})")
+    _fill(figure, 2, [rates], title="learning rate", exponentformat="e", rangemode="tozero", nticks=4)
+    return _over_steps(figure, metrics, 440)
 
 
 def preferences_figure(metrics: MetricsFile) -> Figure:
     """Plot reward margins above accuracy: the share of pairs whose chosen answer has the higher reward."""
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
+    margins, accuracies = [], []
     for name, lines, colour in (("training", metrics.training, FIRST), ("eval", metrics.evaluations, SECOND)):
-        if not lines:
-            continue
-        steps = [line.step for line in lines]
-        for row, values in ((1, [line.margin for line in lines]), (2, [line.accuracy for line in lines])):
-            trace = _line(name, steps, values, colour, "%{y:.3f}")
-            if name == "eval":
-                trace.update(_EVAL_STYLE)
-            figure.add_trace(trace.update(showlegend=row == 1), row, 1)
-    figure.update_yaxes(title="reward margin", rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title="accuracy", range=[-0.05, 1.05], row=2, col=1)
-    _set_steps(figure, metrics, rows=2)
-    figure.update_layout(hovermode="x unified")
-    return apply_style(figure, 440)
+        if lines:
+            steps, style = [line.step for line in lines], _EVAL if name == "eval" else {}
+            margins.append(_line(name, steps, [line.margin for line in lines], colour, "%{y:.3f}").update(style))
+            accuracy = _line(name, steps, [line.accuracy for line in lines], colour, "%{y:.3f}")
+            accuracies.append(accuracy.update(style).update(showlegend=False))
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
+    _fill(figure, 1, margins, title="reward margin", rangemode="tozero")
+    _fill(figure, 2, accuracies, title="accuracy", range=[-0.05, 1.05])
+    return _over_steps(figure, metrics, 440)
 
 
 def tokens_figure(metrics: MetricsFile) -> Figure:
@@ -129,34 +80,28 @@ def tokens_figure(metrics: MetricsFile) -> Figure:
     steps = [line.step for line in metrics.training]
     total = [line.tokens_per_second for line in metrics.training]
     trained = [line.trained_tokens_per_second for line in metrics.training]
-    figure = Figure([
-        _line("all tokens", steps, total, FIRST, "%{y:,.1f}"),
-        _line("trained tokens", steps, trained, SECOND, "%{y:,.1f}"),
-    ])  # fmt: skip
-    figure.update_layout(hovermode="x unified")
-    figure.update_yaxes(title="tokens per second", rangemode="tozero")
-    _set_steps(figure, metrics, rows=1)
-    return apply_style(figure, 320)
+    lines = (("all tokens", total, FIRST), ("trained tokens", trained, SECOND))
+    figure = make_subplots(rows=1, cols=1)
+    traces = [_line(name, steps, values, colour, "%{y:,.1f}") for name, values, colour in lines]
+    _fill(figure, 1, traces, title="tokens per second", rangemode="tozero")
+    return _over_steps(figure, metrics, 320, last_row=1)
 
 
-def run_memory_figure(metrics: MetricsFile, plan: Plan | None) -> Figure:
+def run_memory_figure(metrics: MetricsFile, plan: PlanFile | None) -> Figure:
     """Plot host and device memory over the run, with lines at the planned and available bytes."""
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1)
     steps = [line.step for line in metrics.training]
     host, device = (None, None) if plan is None else (plan.host, plan.device_peak)
     rows = [
-        (1, "host memory", "resident", FIRST, [line.host_bytes for line in metrics.training], host),
-        (2, "device memory", "peak of buffers", SECOND, [line.device_bytes_peak for line in metrics.training], device),
+        ("host memory", "resident", FIRST, [line.host_bytes for line in metrics.training], host),
+        ("device memory", "peak of buffers", SECOND, [line.device_bytes_peak for line in metrics.training], device),
     ]
-    for row, title, quantity, colour, used, place in rows:
-        unit, name = byte_scale(_axis_values(used, place))
+    for row, (title, quantity, colour, used, place) in enumerate(rows, start=1):
+        unit, name = byte_scale([*used, *_limits(used, place)])
         trace = _line(f"{title}, {quantity}", steps, [value / unit for value in used], colour, f"%{{y:,.3f}} {name}")
-        figure.add_trace(trace, row, 1)
+        _fill(figure, row, [trace], title=f"{title}, {name}", rangemode="tozero")
         _add_limits(figure, row, used, place, unit)
-        figure.update_yaxes(title=f"{title}, {name}", rangemode="tozero", row=row, col=1)
-    _set_steps(figure, metrics, rows=2)
-    figure.update_layout(hovermode="x unified")
-    return apply_style(figure, 520, top=48)
+    return _over_steps(figure, metrics, 520, top=48)
 
 
 def waterfall_figure(place: Place) -> Figure:
@@ -168,20 +113,14 @@ def waterfall_figure(place: Place) -> Figure:
     sizes = [item.bytes for item in place.items] + [place.bytes]
     starts = [*accumulate(sizes[:-2], initial=0), 0] if place.items else [0]
     texts = [f"{item.name}: {format_bytes(item.bytes)}. {item.note}" for item in place.items]
-    figure = Figure(
-        Bar(  # not Waterfall, which Plotly's basic bundle does not have
-            orientation="h",
-            y=list(range(len(sizes))),
-            base=[start / unit for start in starts],
-            x=[size / unit for size in sizes],
-            hovertext=[as_text(text, 60) for text in [*texts, f"total: {format_bytes(place.bytes)}"]],
-            hovertemplate="%{hovertext}<extra></extra>",
-            marker={"color": [FIRST] * len(place.items) + [SECOND]},
-            width=0.7,
-        )
-    )
-    names = [as_text(item.name, 34) for item in place.items] + ["total"]
     rows = list(range(len(sizes)))
+    bars = Bar(
+        orientation="h", y=rows, base=[start / unit for start in starts], x=[size / unit for size in sizes], width=0.7,
+        hovertext=[as_text(text, 60) for text in [*texts, f"total: {format_bytes(place.bytes)}"]],
+        hovertemplate="%{hovertext}<extra></extra>", marker={"color": [FIRST] * len(place.items) + [SECOND]},
+    )  # fmt: skip
+    figure = Figure(bars)
+    names = [as_text(item.name, 34) for item in place.items] + ["total"]
     figure.update_yaxes(tickvals=rows, ticktext=names, range=[len(sizes) - 0.5, -0.5], showgrid=False)
     for row, size in enumerate(sizes):  # sizes are a column at the right, away from bars and lines
         figure.add_annotation(
@@ -190,96 +129,12 @@ def waterfall_figure(place: Place) -> Figure:
     end, top = largest, 32
     if place.available is not None and place.available <= 2 * largest:
         end, top = max(largest, place.available), 48  # leave room for the label of the line
-        text = f"available {format_bytes(place.available)}"
-        figure.add_vline(
-            place.available / unit, line={"color": LIMIT, "width": 1.5},
-            annotation={"text": text, "font": {"color": LIMIT, "size": 12}, "yanchor": "bottom", "xanchor": "right"},
-            annotation_position="top left",
-        )  # fmt: skip
+        label = _label(f"available {format_bytes(place.available)}", LIMIT) | {"yanchor": "bottom", "xanchor": "right"}
+        line = {"color": LIMIT, "width": 1.5}
+        figure.add_vline(place.available / unit, line=line, annotation=label, annotation_position="top left")
     figure.update_xaxes(title=name, range=[0, end * 1.02 / unit])
     figure.update_layout(showlegend=False, meta={"bars": True})  # page.js moves the names on narrow screens
     return apply_style(figure, 34 * len(sizes) + 72 + top, top, right=100)
-
-
-def _set_steps(figure: Figure, metrics: MetricsFile, rows: int) -> None:
-    """Give all figures of a run the same axis of steps."""
-    last = max([1, *(line.step for line in metrics.training), *(each.step for each in metrics.evaluations)])
-    figure.update_xaxes(
-        range=[-0.01 * last, 1.01 * last], dtick=1 if last < 10 else None, unifiedhovertitle_text="step %{x}"
-    )
-    figure.update_xaxes(title="step", row=rows if rows > 1 else None, col=1 if rows > 1 else None)
-
-
-_EVAL_STYLE = {"mode": "lines+markers", "line_dash": "dot", "marker": {"size": 9, "symbol": "diamond"}}
-
-
-def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colour: str, value_format: str) -> Scatter:
-    return Scatter(
-        name=name,
-        x=list(steps),
-        y=list(values),
-        mode="lines+markers" if len(steps) <= _MAX_MARKED_POINTS else "lines",
-        line={"color": colour, "width": 2},
-        marker={"size": 5, "color": colour},
-        hovertemplate=f"{value_format}<extra>{name}</extra>",
-    )
-
-
-def _axis_values(used: Sequence[float], place: Place | None) -> list[float]:
-    """Return the values that an axis must include. A limit far above the others is left out, as it would
-    flatten them.
-    """
-    if place is None:
-        return list(used)
-    shown = [*used, place.bytes]
-    near = place.available is not None and place.available <= 2 * max(shown)
-    return [*shown, place.available] if near and place.available is not None else shown
-
-
-def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Place | None, unit: float) -> None:
-    """Add lines at the planned and available bytes, or a note if the available bytes are far above."""
-    if place is None:
-        return
-    figure.add_hline(
-        place.bytes / unit, row=row, col=1, line={"color": MUTED, "dash": "dash", "width": 1.5},
-        annotation={"text": f"planned {format_bytes(place.bytes)}", "font": {"color": MUTED, "size": 12}},
-        annotation_position="top left",
-    )  # fmt: skip
-    if place.available is None:
-        return
-    text = f"available {format_bytes(place.available)}"
-    if place.available in _axis_values(used, place):
-        figure.add_hline(
-            place.available / unit, row=row, col=1, line={"color": LIMIT, "width": 1.5},
-            annotation={"text": text, "font": {"color": LIMIT, "size": 12}}, annotation_position="top right",
-        )  # fmt: skip
-    else:
-        number = "" if row == 1 else str(row)
-        figure.add_annotation(
-            text=f"↑ {text}", xref=f"x{number} domain", yref=f"y{number} domain", x=1, y=1, xanchor="right",
-            yanchor="bottom", showarrow=False, font={"color": LIMIT, "size": 12},
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """A step to plot.
-
-    Attributes:
-        name: Predicted or Measured.
-        title: name, length and number of the step.
-        colour: colour of its lines.
-        seconds: length of the step.
-        parts: its operations.
-        memory: ``device`` and ``host``: seconds from the start of the step, and the bytes in use since that moment.
-    """
-
-    name: str
-    title: str
-    colour: str
-    seconds: float
-    parts: Sequence[Part]
-    memory: dict[str, list[tuple[float, float]]]
 
 
 def timeline_figure(views: Sequence[StepView]) -> Figure:
@@ -287,9 +142,8 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
     longest = max(view.seconds for view in views)
     unit, name = time_scale(longest)
     figure = make_subplots(
-        rows=len(views), cols=1, shared_xaxes=True, vertical_spacing=0.12,
-        subplot_titles=[view.title for view in views],
-    )  # fmt: skip
+        rows=len(views), cols=1, shared_xaxes=True, vertical_spacing=0.12, subplot_titles=[view.title for view in views]
+    )
     figure.update_annotations(x=0, xanchor="left", font={"size": 14})
     used = {part.span.op.stream for view in views for part in view.parts}
     # A row for checkpoints only if one was being written, and for collectives if there are several ranks.
@@ -319,8 +173,7 @@ def timeline_figure(views: Sequence[StepView]) -> Figure:
         tickvals=list(rows.values()), ticktext=list(titles.values()), range=[len(rows) - 0.5, -0.5], fixedrange=True,
         showgrid=False,
     )  # fmt: skip
-    figure.update_xaxes(range=[0, longest * 1.01 / unit])
-    figure.update_xaxes(title=f"{name} from the step's start", row=len(views), col=1)
+    _over_seconds(figure, longest / unit, name, last_row=len(views))
     return apply_style(figure, 190 * len(views) + 126, top=48)
 
 
@@ -332,19 +185,127 @@ def step_memory_figure(views: Sequence[StepView]) -> Figure:
     figure = make_subplots(rows=len(places), cols=1, shared_xaxes=True, vertical_spacing=0.1)
     for row, place in enumerate(places, start=1):
         unit, name = byte_scale(used for view in views for _, used in view.memory[place])
-        for view in views:
-            points = view.memory[place]
-            trace = Scatter(
+        traces = [
+            Scatter(
                 name=view.name, legendgroup=view.name, showlegend=row == 1, mode="lines",
-                x=[moment / time_unit for moment, _ in points],
-                y=[used / unit for _, used in points],
-                hovertext=[format_bytes(used) for _, used in points],
-                hovertemplate="%{hovertext}",
-                line={"color": view.colour, "width": 1.5, "shape": "hv"},
-            )  # fmt: skip
-            figure.add_trace(trace, row, 1)
-        figure.update_yaxes(title=f"{place}, {name}<br>({NOT_FROM_ZERO})", row=row, col=1)
-    figure.update_xaxes(range=[0, longest * 1.01 / time_unit], unifiedhovertitle_text=f"%{{x:,.2f}} {time_name}")
-    figure.update_xaxes(title=f"{time_name} from the step's start", row=len(places), col=1)
+                x=[moment / time_unit for moment, _ in view.memory[place]],
+                y=[used / unit for _, used in view.memory[place]],
+                hovertext=[format_bytes(used) for _, used in view.memory[place]],
+                hovertemplate="%{hovertext}", line={"color": view.colour, "width": 1.5, "shape": "hv"},
+            )
+            for view in views
+        ]  # fmt: skip
+        _fill(figure, row, traces, title=f"{place}, {name}<br>({NOT_FROM_ZERO})")
+    _over_seconds(figure, longest / time_unit, time_name, last_row=len(places))
+    figure.update_xaxes(unifiedhovertitle_text=f"%{{x:,.2f}} {time_name}")
     figure.update_layout(hovermode="x unified")
     return apply_style(figure, 200 * len(places) + 90)
+
+
+def apply_style(figure: Figure, height: int, top: int = 32, right: int = 24) -> Figure:
+    """Set the fonts, axes and margins of a finished figure. The upper 28 pixels of ``top`` are for Plotly's buttons."""
+    axis: dict[str, Any] = {
+        "gridcolor": GRID, "linecolor": GRID, "zeroline": False, "showline": True, "ticks": "outside", "tickcolor": GRID,
+        "automargin": True, "title_font_size": 13, "spikecolor": MUTED, "spikethickness": 1,
+    }  # fmt: skip
+    figure.update_layout(
+        template="none",
+        height=height,
+        font={"family": FONT, "size": 13, "color": TEXT},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 70, "r": right, "t": top, "b": 48},
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "yref": "container", "y": 0, "yanchor": "bottom"},
+        hoverlabel={"bgcolor": PAGE, "bordercolor": GRID, "font": {"family": FONT, "color": TEXT}, "align": "left"},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": MUTED, "activecolor": TEXT},
+    )
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(title_standoff=12, **axis)
+    return figure
+
+
+def as_text(text: str, width: int | None = None) -> str:
+    """Escape text for a figure, where Plotly reads angle brackets as markup; with ``width``, also wrap it."""
+    lines = [text] if width is None else textwrap.wrap(text, width) or [""]
+    return "<br>".join(html.escape(line, quote=False) for line in lines)
+
+
+def byte_scale(values: Iterable[float]) -> tuple[float, str]:
+    """Return the unit of an axis for these numbers of bytes: its size and its name."""
+    exponent = max(0, min(4, (int(max(values, default=0)).bit_length() - 1) // 10))
+    return 1024.0**exponent, ("B", "KiB", "MiB", "GiB", "TiB")[exponent]
+
+
+def time_scale(seconds: float) -> tuple[float, str]:
+    """Return the unit of an axis of this length: its seconds and its name."""
+    return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
+
+
+def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colour: str, value_format: str) -> Scatter:
+    return Scatter(
+        name=name, x=list(steps), y=list(values), mode="lines+markers" if len(steps) <= MAX_MARKED_POINTS else "lines",
+        line={"color": colour, "width": 2}, marker={"size": 5, "color": colour},
+        hovertemplate=f"{value_format}<extra>{name}</extra>",
+    )  # fmt: skip
+
+
+def _fill(figure: Figure, row: int, traces: Sequence[Scatter], **axis: Any) -> None:
+    """Add traces to a row of a figure, and set its vertical axis."""
+    figure.add_traces(traces, rows=row, cols=1)
+    figure.update_yaxes(row=row, col=1, **axis)
+
+
+def _over_steps(figure: Figure, metrics: MetricsFile, height: int, last_row: int = 2, top: int = 32) -> Figure:
+    """Give a figure of a run the axis of steps that all of them have, titled below the last row, and the common style."""
+    last = max([1, *(line.step for line in metrics.training), *(each.step for each in metrics.evaluations)])
+    figure.update_xaxes(
+        range=[-0.01 * last, 1.01 * last], dtick=1 if last < 10 else None, unifiedhovertitle_text="step %{x}"
+    )
+    figure.update_xaxes(title="step", row=last_row, col=1)
+    figure.update_layout(hovermode="x unified")
+    return apply_style(figure, height, top)
+
+
+def _over_seconds(figure: Figure, length: float, unit: str, last_row: int) -> None:
+    """Set the horizontal axes of a figure of a step; the last row has the title."""
+    figure.update_xaxes(range=[0, length * 1.01])
+    figure.update_xaxes(title=f"{unit} from the step's start", row=last_row, col=1)
+
+
+def _limits(used: Sequence[float], place: Place | None) -> list[int]:
+    """Return the planned and the available bytes that an axis must include. A limit far above the others is left out, as
+    it would flatten them.
+    """
+    if place is None:
+        return []
+    near = place.available is not None and place.available <= 2 * max([*used, place.bytes])
+    return [place.bytes, place.available] if near and place.available is not None else [place.bytes]
+
+
+def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Place | None, unit: float) -> None:
+    """Add lines at the planned and available bytes, or a note if the available bytes are far above."""
+    if place is None:
+        return
+    planned = _label(f"planned {format_bytes(place.bytes)}", MUTED)
+    dashed = {"color": MUTED, "dash": "dash", "width": 1.5}
+    figure.add_hline(
+        place.bytes / unit, row=row, col=1, line=dashed, annotation=planned, annotation_position="top left"
+    )
+    if place.available is None:
+        return
+    text = f"available {format_bytes(place.available)}"
+    if len(_limits(used, place)) > 1:
+        line, label = {"color": LIMIT, "width": 1.5}, _label(text, LIMIT)
+        figure.add_hline(
+            place.available / unit, row=row, col=1, line=line, annotation=label, annotation_position="top right"
+        )
+    else:
+        number = "" if row == 1 else str(row)
+        figure.add_annotation(
+            xref=f"x{number} domain", yref=f"y{number} domain", x=1, y=1, xanchor="right", yanchor="bottom",
+            showarrow=False, **_label(f"↑ {text}", LIMIT),
+        )  # fmt: skip
+
+
+def _label(text: str, colour: str) -> dict[str, Any]:
+    return {"text": text, "font": {"color": colour, "size": 12}}

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 from horizon_lm.disk import Disk, write_file
-from horizon_lm.report.figures import FIRST, GRID, MUTED, NOT_FROM_ZERO, SECOND, THIRD
+from horizon_lm.report.palette import FIRST, GRID, MAX_MARKED_POINTS, MUTED, NOT_FROM_ZERO, SECOND, THIRD
 from horizon_lm.report.run_files import read_metrics
 
 
@@ -35,7 +35,7 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
         *zip(*metrics.losses, strict=True),
         color=FIRST,
         label="training loss",
-        marker="." if len(metrics.losses) <= 60 else "",
+        marker="." if len(metrics.losses) <= MAX_MARKED_POINTS else "",
     )
     if metrics.evaluations:
         eval_losses = [(each.step, each.eval_loss) for each in metrics.evaluations]

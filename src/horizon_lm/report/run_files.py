@@ -1,23 +1,76 @@
 """Read and check the files of a run. A missing file is None, which the page reports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.report.checked import check_json, check_lines, read_bytes
-from horizon_lm.report.trace_file import TraceFile, read_trace
+from horizon_lm.planning.plan_file import PlanFile
+from horizon_lm.report.trace_file import TraceContent, TraceFile, make_trace
+
+T = TypeVar("T")
+
+
+class NotJsonError(ConfigError):
+    """A line that is not JSON, such as the last line of a run that was killed while writing it."""
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file. Raise ConfigError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+
+
+def check_json(adapter: TypeAdapter[T], content: bytes, place: str) -> T:
+    """Parse JSON into a dataclass.
+
+    Raises:
+        NotJsonError: the content is not JSON.
+        ConfigError: a field is missing or has the wrong type; the message names the first such field.
+    """
+    try:
+        return adapter.validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "json_invalid":
+            raise NotJsonError(f"{place}: {first['msg']}") from error
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{place}: {field + ': ' if field else ''}{first['msg']}") from error
+
+
+def check_lines(path: Path, adapter_of: Callable[[bytes], TypeAdapter[T]]) -> Iterator[T]:
+    """Parse the lines of a JSONL file, each with the adapter that the function returns for it.
+
+    A truncated last line, left by a killed run, is skipped.
+
+    Raises:
+        ConfigError: another line is invalid; the message has its number.
+    """
+    *lines, rest = read_bytes(path).split(b"\n")
+    for number, line in enumerate([*lines, rest], start=1):
+        if not line.strip():
+            continue
+        try:
+            yield check_json(adapter_of(line), line, f"{path}:{number}")
+        except NotJsonError as error:
+            if number <= len(lines):
+                raise ConfigError(f"{error}; remove the line, or the file") from error
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLine:
-    """The fields of a training line that the report uses, described in `horizon_lm.training.metrics`."""
+    """The fields of a training line that the report uses, described in `horizon_lm.training.metrics`.
+
+    A line has more fields, which depend on the objective; the report accepts any value of them.
+    """
 
     step: int
     loss: float | None
@@ -76,137 +129,6 @@ class MetricsFile:
         return median(spans) if spans else None
 
 
-_TRAINING_LINE: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(TrainingLine)
-_EVALUATION: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(Evaluation)
-
-
-def read_metrics(path: Path) -> MetricsFile:
-    """Read the metrics in a file. Raise ConfigError like `check_lines`."""
-    lines = list(check_lines(path, lambda line: _EVALUATION if b'"eval_loss"' in line else _TRAINING_LINE))
-    return MetricsFile(
-        [line for line in lines if isinstance(line, TrainingLine)],
-        [line for line in lines if isinstance(line, Evaluation)],
-        datetime.fromtimestamp(path.stat().st_mtime).astimezone(),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    name: str
-    bytes: int
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The planned bytes of the host, the device or the disk.
-
-    Attributes:
-        items: the parts that add up to ``bytes``.
-        bytes: all planned bytes.
-        available: the smallest of ``limits``; None if unknown.
-        limits: limits of this machine.
-    """
-
-    items: list[Item]
-    bytes: int
-    available: int | None
-    limits: list[Limit]
-
-    @property
-    def is_used(self) -> bool:
-        """True if any bytes are planned. A CPU has no device memory, so its buffers are planned on the host."""
-        return bool(self.items)
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedModel:
-    name: str
-    parameters: int
-    active_parameters: int
-    num_blocks: int
-    hidden: int
-    vocabulary: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """The shape of a step and the settings chosen by the plan, with the reasons."""
-
-    rows: int
-    length: int
-    tokens: int
-    num_steps: int | None
-    precision: str
-    device: str
-    settings: dict[str, Any]
-    reasons: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """The simulated step: its duration, stalls of compute by cause, and the busy share of each stream."""
-
-    seconds: float
-    tokens_per_second: float
-    model_tflops: float
-    limited_by: str
-    exposed_seconds: dict[str, float]
-    busy: dict[str, float]
-    hidden_from_tokens: dict[str, int | None]
-    run_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedMemory:
-    """The memory in use over a step; each value holds from its moment in ``seconds`` on."""
-
-    seconds: list[float]
-    device: list[float]
-    host: list[float]
-
-    def __post_init__(self) -> None:
-        if not len(self.seconds) == len(self.device) == len(self.host):
-            raise ValueError("seconds, device and host must have the same number of values")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The content of ``plan.json``. ``buffers`` is the engine's share of the device, if the run limits it."""
-
-    version: Literal[1]
-    model: PlannedModel
-    run: PlannedRun
-    host: Place
-    device: Place
-    disk: Place
-    hardware: dict[str, Any] | None
-    step: PlannedStep | None
-    memory: PlannedMemory | None
-    buffers: Place | None = None
-
-    @property
-    def device_peak(self) -> Place | None:
-        """The planned bytes to compare with ``device_bytes_peak``, or None if no bytes are planned."""
-        if self.buffers is not None and self.buffers.is_used:
-            return self.buffers
-        return self.device if self.device.is_used else None
-
-
-_PLAN = TypeAdapter(Plan)
-
-
-def read_plan(path: Path) -> Plan:
-    """Read a plan. Raise ConfigError with the invalid field."""
-    return check_json(_PLAN, read_bytes(path), str(path))
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     prompt: str
@@ -219,7 +141,31 @@ class SamplesLine:
     samples: list[Sample]
 
 
+_TRAINING_LINE: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(TrainingLine)
+_EVALUATION: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(Evaluation)
 _SAMPLES_LINE = TypeAdapter(SamplesLine)
+_PLAN = TypeAdapter(PlanFile)
+_TRACE = TypeAdapter(TraceContent)
+
+
+def read_metrics(path: Path) -> MetricsFile:
+    """Read the metrics in a file. Raise ConfigError like `check_lines`."""
+    lines = list(check_lines(path, lambda line: _EVALUATION if b'"eval_loss"' in line else _TRAINING_LINE))
+    return MetricsFile(
+        [line for line in lines if isinstance(line, TrainingLine)],
+        [line for line in lines if isinstance(line, Evaluation)],
+        datetime.fromtimestamp(path.stat().st_mtime).astimezone(),
+    )
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read a plan. Raise ConfigError with the invalid field."""
+    return check_json(_PLAN, read_bytes(path), str(path))
+
+
+def read_trace(path: Path) -> TraceFile:
+    """Read a trace. Raise ConfigError with the event that is invalid."""
+    return make_trace(check_json(_TRACE, read_bytes(path), str(path)), path)
 
 
 def read_samples(path: Path) -> list[SamplesLine]:
@@ -227,7 +173,18 @@ def read_samples(path: Path) -> list[SamplesLine]:
     return list(check_lines(path, lambda line: _SAMPLES_LINE))
 
 
-T = TypeVar("T")
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Read the settings in a file. Raise ConfigError with the line that is not YAML."""
+    from horizon_lm.config.yaml_file import parse_yaml
+
+    try:
+        settings = parse_yaml(read_bytes(path).decode("utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: must have one setting per line, such as learning_rate: 1e-5")
+    return {str(name): value for name, value in settings.items()}
+
 
 METRICS, SETTINGS, PLAN = "metrics.jsonl", "config.yaml", "plan.json"
 PREDICTED, MEASURED = "predicted_trace.json", "trace.json"
@@ -241,7 +198,7 @@ class Run:
     folder: Path
     metrics: MetricsFile | None
     settings: dict[str, Any] | None
-    plan: Plan | None
+    plan: PlanFile | None
     predicted: TraceFile | None
     measured: TraceFile | None
     samples: list[SamplesLine] | None = None
@@ -272,16 +229,3 @@ def load_run(folder: Path) -> Run:
         names = ", ".join((METRICS, SETTINGS, PLAN, PREDICTED, MEASURED))
         raise ConfigError(f"{folder}: no files of a run; name the output_dir of a run, which has {names}")
     return run
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings in a file. Raise ConfigError with the line that is not YAML."""
-    from horizon_lm.config.yaml_file import parse_yaml
-
-    try:
-        settings = parse_yaml(read_bytes(path).decode("utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: must have one setting per line, such as learning_rate: 1e-5")
-    return {str(name): value for name, value in settings.items()}

@@ -1,5 +1,6 @@
 """The most important statistics of a run, compared with the plan."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -66,37 +67,22 @@ def _losses(run: Run) -> list[Statistic]:
 
 
 def _speeds(run: Run) -> list[Statistic]:
+    planned = None if run.plan is None else run.plan.step
+    lines = [] if run.metrics is None else run.metrics.training
+    speed = median(line.tokens_per_second for line in lines) if lines else None
+    seconds, source = None if run.metrics is None else run.metrics.step_seconds, "median"
+    if seconds is None and run.measured is not None and (step := run.measured.median_step()) is not None:
+        seconds, source = step.seconds, "median of traced steps"
     statistics = []
-    predicted = None if run.plan is None else run.plan.step
-    if run.metrics is not None and run.metrics.training:
-        speed = median(line.tokens_per_second for line in run.metrics.training)
-        comparison = (
-            "median"
-            if predicted is None
-            else (
-                f"median; predicted {predicted.tokens_per_second:,.0f}{_difference(speed, predicted.tokens_per_second)}"
-            )
-        )
-        statistics.append(Statistic("Tokens per second", f"{speed:,.0f}", comparison))
-    seconds, source = _step_seconds(run)
+    if speed is not None:
+        expected = None if planned is None else planned.tokens_per_second
+        statistics.append(_compared("Tokens per second", speed, "{:,.0f}".format, "median", "predicted", expected))
     if seconds is not None:
-        comparison = (
-            source
-            if predicted is None
-            else (f"{source}; predicted {duration(predicted.seconds)}{_difference(seconds, predicted.seconds)}")
-        )
-        statistics.append(Statistic("Step", duration(seconds), comparison))
-    elif predicted is not None:
-        statistics.append(Statistic("Step", duration(predicted.seconds), "predicted"))
+        expected = None if planned is None else planned.seconds
+        statistics.append(_compared("Step", seconds, duration, source, "predicted", expected))
+    elif planned is not None:
+        statistics.append(Statistic("Step", duration(planned.seconds), "predicted"))
     return statistics
-
-
-def _step_seconds(run: Run) -> tuple[float | None, str]:
-    """Return the median seconds of a step and their source: the metrics, or traced steps if there are too few lines."""
-    if run.metrics is not None and run.metrics.step_seconds is not None:
-        return run.metrics.step_seconds, "median"
-    step = None if run.measured is None else run.measured.median_step()
-    return (None, "") if step is None else (step.seconds, "median of traced steps")
 
 
 def _energy(run: Run) -> list[Statistic]:
@@ -121,13 +107,18 @@ def _memory(run: Run) -> list[Statistic]:
         ("Device peak", [line.device_bytes_peak for line in lines], device),
     ):
         if peaks:
-            comparison = f"planned {format_bytes(place.bytes)}{_difference(max(peaks), place.bytes)}" if place else ""
-            statistics.append(Statistic(name, format_bytes(max(peaks)), comparison))
+            expected = None if place is None else place.bytes
+            statistics.append(_compared(name, max(peaks), format_bytes, "", "planned", expected))
         elif place:
             statistics.append(Statistic(name, format_bytes(place.bytes), "planned"))
     return statistics
 
 
-def _difference(measured: float, expected: float) -> str:
-    """Return the relative difference as text."""
-    return f" ({measured / expected - 1:+.1%})" if expected else ""
+def _compared(
+    name: str, value: float, text: Callable[[float], str], source: str, word: str, expected: float | None
+) -> Statistic:
+    """Return a measured statistic with its source, such as the median, and the expected value, if there are these."""
+    words = [source] if source else []
+    if expected is not None:
+        words.append(f"{word} {text(expected)}{f' ({value / expected - 1:+.1%})' if expected else ''}")
+    return Statistic(name, text(value), "; ".join(words))

@@ -1,14 +1,11 @@
-"""Read ``trace.json`` and ``predicted_trace.json``: the operations of a few steps."""
+"""The content of ``trace.json`` and ``predicted_trace.json``: the operations of a few steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from horizon_lm.errors import ConfigError
-from horizon_lm.report.checked import check_json, read_bytes
 from horizon_lm.schedule.ops import SOMETIMES, Kind, Op, Stream
 from horizon_lm.schedule.trace import Span, busy_seconds
 
@@ -88,32 +85,28 @@ def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
-    """The content of a trace file, with the field names of Chrome's trace format."""
+class TraceContent:
+    """The content of the file, with the field names of Chrome's trace format."""
 
     traceEvents: list[dict[str, Any]]  # noqa: N815
     otherData: dict[str, Any] = field(default_factory=dict)  # noqa: N815
 
 
-_CONTENT = TypeAdapter(_Content)
-
-
-def read_trace(path: Path) -> TraceFile:
-    """Read a trace. Raise ConfigError with the event that is invalid."""
-    content = check_json(_CONTENT, read_bytes(path), str(path))
+def make_trace(content: TraceContent, path: Path) -> TraceFile:
+    """Return what a file says. Raise ConfigError with the event that is invalid."""
     trace = TraceFile()
     rows: dict[int, Stream] = {}
-    for number, event in enumerate(content.traceEvents):
-        try:
-            _add(trace, event, rows)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path}: traceEvents[{number}] is invalid ({error!r})") from error
-    for points in trace.memory.values():
-        points.sort(key=lambda point: point[0])
+    place = ""
     try:
+        for number, event in enumerate(content.traceEvents):
+            place = f"traceEvents[{number}]"
+            _add(trace, event, rows)
+        for points in trace.memory.values():
+            points.sort(key=lambda point: point[0])
+        place = "otherData.steps"
         trace.steps = _steps(content.otherData, trace.spans)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: otherData.steps is invalid ({error!r})") from error
+        raise ConfigError(f"{path}: {place} is invalid ({error!r})") from error
     return trace
 
 

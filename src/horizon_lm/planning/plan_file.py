@@ -1,0 +1,126 @@
+"""The content of ``plan.json`` and of ``horizon-lm plan --json``, as plain data that the report of a run reads back.
+
+Fields with a default may be missing: files of another version do not have them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    name: str
+    bytes: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLimit:
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The planned bytes of the host, the device or the disk.
+
+    Attributes:
+        items: the parts that add up to ``bytes``.
+        bytes: all planned bytes.
+        available: the smallest of ``limits``; None if unknown.
+        limits: limits of this machine.
+    """
+
+    items: list[PlannedItem]
+    bytes: int
+    available: int | None
+    limits: list[PlannedLimit]
+
+    @property
+    def is_used(self) -> bool:
+        """True if any bytes are planned. A CPU has no device memory, so its buffers are planned on the host."""
+        return bool(self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    name: str
+    parameters: int
+    active_parameters: int
+    num_blocks: int
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """The shape of a step and the settings chosen by the plan, with the reasons."""
+
+    rows: int
+    length: int
+    tokens: int
+    num_steps: int | None
+    num_ranks: int = 1
+    dp_shard_size: int = 1
+    processes_per_machine: int = 1
+    precision: str
+    device: str
+    settings: dict[str, Any]
+    reasons: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """The simulated step: its duration, stalls of compute by cause, and the busy share of each stream."""
+
+    seconds: float
+    tokens_per_second: float
+    model_tflops: float
+    limited_by: str
+    exposed_seconds: dict[str, float]
+    exposed_update_seconds: float = 0.0
+    busy: dict[str, float]
+    hidden_from_tokens: dict[str, int | None]
+    run_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """The memory in use over a step; each value holds from its moment in ``seconds`` on."""
+
+    seconds: list[float]
+    device: list[float]
+    host: list[float]
+
+    def __post_init__(self) -> None:
+        if not len(self.seconds) == len(self.device) == len(self.host):
+            raise ValueError("seconds, device and host must have the same number of values")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """A plan as plain data. ``buffers`` is the engine's share of the device, if the run limits it."""
+
+    version: Literal[1] = 1
+    fits: bool = True
+    model: PlannedModel
+    run: PlannedRun
+    host: Place
+    device: Place
+    buffers: Place | None = None
+    disk: Place
+    download: Place | None = None
+    hardware: dict[str, Any] | None
+    interconnect: dict[str, Any] | None = None
+    save: dict[str, Any] | None = None
+    step: PlannedStep | None
+    memory: PlannedMemory | None
+    problems: list[str] = field(default_factory=list)
+    remedies: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def device_peak(self) -> Place | None:
+        """The planned bytes to compare with ``device_bytes_peak``, or None if no bytes are planned."""
+        if self.buffers is not None and self.buffers.is_used:
+            return self.buffers
+        return self.device if self.device.is_used else None

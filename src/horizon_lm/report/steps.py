@@ -1,0 +1,112 @@
+"""A step of a run, predicted and measured: what the figures plot, and the tables of streams, stalls and operations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from horizon_lm.planning.plan_file import PlannedStep
+from horizon_lm.report.palette import FIRST, KINDS, SECOND
+from horizon_lm.report.run_files import Run
+from horizon_lm.report.summary import count, duration
+from horizon_lm.report.trace_file import Part, TraceFile, busy_shares
+from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES, Kind
+from horizon_lm.schedule.trace import exposed_seconds
+
+Table = tuple[list[str], list[list[str]]]  # headings and rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """A step to plot.
+
+    Attributes:
+        name: Predicted or Measured.
+        title: name, length and number of the step.
+        colour: colour of its lines.
+        seconds: length of the step.
+        parts: its operations.
+        memory: ``device`` and ``host``: seconds from the start of the step, and the bytes in use since that moment.
+    """
+
+    name: str
+    title: str
+    colour: str
+    seconds: float
+    parts: Sequence[Part]
+    memory: dict[str, list[tuple[float, float]]]
+
+
+def step_views(run: Run) -> list[StepView]:
+    """Return the predicted and the measured step. Without a predicted trace, memory comes from the plan."""
+    views = [_view("Predicted", FIRST, run.predicted), _view("Measured", SECOND, run.measured)]
+    memory = None if run.plan is None else run.plan.memory
+    if memory is not None and memory.seconds and (views[0] is None or not any(views[0].memory.values())):
+        parts, seconds = ((), memory.seconds[-1]) if views[0] is None else (views[0].parts, views[0].seconds)
+        taken = {
+            "device": list(zip(memory.seconds, memory.device, strict=True)),
+            "host": list(zip(memory.seconds, memory.host, strict=True)),
+        }
+        views[0] = StepView("Predicted", f"Predicted: {duration(seconds)}", FIRST, seconds, parts, taken)
+    return [view for view in views if view is not None]
+
+
+def _view(name: str, colour: str, trace: TraceFile | None) -> StepView | None:
+    step = None if trace is None else trace.median_step()
+    if trace is None or step is None:
+        return None
+    which = f", step {step.number}, the median of {len(trace.steps)}" if len(trace.steps) > 1 else ""
+    memory = {place: trace.memory_within(place, step) for place in trace.memory}
+    title = f"{name}: {duration(step.seconds)}{which}"
+    return StepView(name, title, colour, step.seconds, trace.within(step), memory)
+
+
+def verdict(planned: PlannedStep) -> str:
+    """Return the plan's prediction for a step as text."""
+    text = (
+        f"The plan expects {duration(planned.seconds)} per step, {planned.tokens_per_second:,.0f} tokens per second and "
+        f"{planned.model_tflops:.3g} model TFLOP/s, limited by {CAUSE_TITLES.get(planned.limited_by, planned.limited_by)}."
+    )
+    hidden = [
+        f"{CAUSE_TITLES.get(cause, cause)} from {count(tokens)}"
+        for cause, tokens in planned.hidden_from_tokens.items()
+        if tokens is not None
+    ]
+    if hidden:
+        text += f" Fully overlapped with compute: {', '.join(hidden)} tokens per step."
+    if planned.run_seconds is not None:
+        text += f" The whole run takes {duration(planned.run_seconds)}."
+    return text
+
+
+def stream_tables(views: Sequence[StepView], planned: PlannedStep | None) -> list[Table]:
+    """Return the tables of busy streams and of stalls of compute, by cause."""
+    shares: dict[str, Mapping[str, float]] = {} if planned is None else {"predicted": planned.busy}
+    exposed: dict[str, Mapping[str, float]] = {} if planned is None else {"predicted": planned.exposed_seconds}
+    for view in views:
+        spans = [part.span for part in view.parts]
+        shares[view.name.lower()] = busy_shares(spans, view.seconds)
+        exposed[view.name.lower()] = exposed_seconds(spans)
+    if not shares:
+        return []
+    busy = [
+        [words, *(f"{share.get(stream, 0):.1%}" for share in shares.values())]
+        for stream, words in STREAM_TITLES.items()
+        if any(stream in share for share in shares.values())
+    ]
+    stalls = [
+        [CAUSE_TITLES.get(cause, cause), *(duration(each.get(cause, 0.0)) for each in exposed.values())]
+        for cause in next(iter(exposed.values()))
+    ]
+    return [(["busy share of stream", *shares], busy), (["compute stalls, by cause", *exposed], stalls)]
+
+
+def operation_tables(views: Sequence[StepView]) -> list[Table]:
+    """Return the table of operations with their total time and number."""
+    found = {part.span.op.kind for view in views for part in view.parts}
+    rows = [[str(kind), *(_total(view, kind) for view in views)] for kind in KINDS if kind in found]
+    return [(["operations", *(view.name.lower() for view in views)], rows)] if views else []
+
+
+def _total(view: StepView, kind: Kind) -> str:
+    """Return the total time of the operations of a kind, and their number, as text."""
+    spans = [part.span for part in view.parts if part.span.op.kind == kind]
+    return f"{duration(sum(span.end - span.start for span in spans))} ({len(spans)})" if spans else "none"
