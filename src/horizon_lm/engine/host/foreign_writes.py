@@ -39,6 +39,7 @@ class ForeignWrites:
         written = self._find_written()
         if not written:
             return
+        # Outer parameters and resident blocks are streamed in again, and graphs of the old values are rejected.
         self._store.weights_changed()
         masters = [name for name in written if self._store.units[self._store.unit_of[name]].low is not None]
         if masters and not with_low_halves:
@@ -92,12 +93,14 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+# Before the first write: in fp32_master a step is rejected as a whole, not after some of its parameters.
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for owner in _owners_of(optimizer):
         owner.before_foreign_step(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    # Fused optimizers raise no version counter, so `follow` would not notice them.
     for owner in _owners_of(optimizer):
         owner.after_foreign_step()
 

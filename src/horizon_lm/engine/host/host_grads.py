@@ -48,6 +48,8 @@ class SquaredNorms:
 
     def of(self, unit: Unit) -> float | None:
         """Return the sum of squares of a unit, or None if it is unknown. All landings must be finished."""
+        # Read only now: a value may be a tensor that the device was still computing, for which `float` waits. Sums of
+        # doubles, so that the order of pieces does not show in the clip factor.
         sums = self._sums.get(unit)
         return None if sums is None else float(sum(float(value) for value in sums))
 
@@ -93,6 +95,8 @@ class LandingSlots:
         if unit == HEAD:
             assert self._head is not None
             return self._head
+        # Blocks by parity, as in the schedule (`build._landing`), whose waits keep a landing from an update that
+        # still reads the slot.
         slot = self._outer if unit == OUTER else self._blocks[unit.block_index % 2]
         return slot[: self._length(unit)]
 
@@ -160,6 +164,7 @@ class HostGrads:
             units: the units whose gradients are kept.
         """
         self._store.allocate_grads(trainable, set(units))
+        # Only the own range: the rest of a slab has addresses, but no memory.
         self._device.register_host([s.grads[s.own_grads] for s in self._store.units.values() if s.grads.numel()])
 
     def is_empty(self, name: str) -> bool:
@@ -211,12 +216,14 @@ class HostGrads:
         """Record that other code may read and write a unit's gradients from now on."""
         self.squared_norms.forget(unit)
         if unit == EMBED:
+            # For good: code that has got the tensor once may write to any row of it later.
             self._table_is_exclusive, self._table_rows = False, None
 
     def publish(self, names: Iterable[str]) -> None:
         """Set ``grad`` of these parameters to their gradients in host memory, which may still be landing."""
         for name in names:
             param = self._refs[name].param
+            # A gradient that is there is this memory already (`is_empty`), and other code may hold the tensor.
             if landing_grad(param) is None:
                 set_landing_grad(param, self._store.grad(name))
 
@@ -237,6 +244,7 @@ class HostGrads:
 
     def break_off(self) -> None:
         """Mark the gradients invalid, because a fault has left some of them incomplete."""
+        # A landing that was cut off may have written any rows.
         self.invalid, self._table_rows = True, None
 
     def clear(self) -> None:

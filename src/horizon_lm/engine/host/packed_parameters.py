@@ -71,6 +71,7 @@ class PackedParameter(StreamedParameter):
                 result = func(*args, **(kwargs or {}))
             # A detached placeholder would be a tensor without values, and without the error of this class.
             return args[0] if func in _KEEPS else result
+        # A write would change a decoded copy, and be lost.
         if _reads and not _writes(func):
             return func(*map(_decoded, args), **{name: _decoded(value) for name, value in (kwargs or {}).items()})
         found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, PackedParameter)), None)

@@ -84,10 +84,12 @@ class StreamedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Every other function may read or write the memory, which an update, or a checkpoint's writer, may be using.
         if func not in METADATA:
             _hand_out_weights(args)
             if kwargs:
                 _hand_out_weights(kwargs.values())
+        # Without the class, also so that results are plain tensors, of which no use waits.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -108,6 +110,7 @@ class StreamedParameter(nn.Parameter):
             # Without its engine it is an ordinary parameter again.
             if self.owner() is None:
                 _DATA.__set__(self, value)
+            # What torch's `Module.to` assigns if it changes nothing is accepted.
             elif not _is_same_memory(self, value):
                 raise StreamingError(
                     "the values of a streamed parameter live in the model's host memory, so its .data cannot be replaced "
@@ -119,6 +122,7 @@ class StreamedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         owner, grad = self.owner(), landing_grad(self)
+        # Without waiting, because what is returned has no values.
         if owner is not None and owner.has_parts:
             return None if grad is None else PartOfGrad.of(grad)
         self._hand_out_grad()
@@ -126,6 +130,9 @@ class StreamedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        # The old gradient must have landed before another one takes its place. Of several ranks, each has a part:
+        # other code may drop a gradient, but set none, which `hand_out_weight` rejects as it rejects other uses of
+        # parts.
         owner = self.owner()
         if owner is None or not owner.has_parts:
             self._hand_out_grad()
@@ -173,7 +180,7 @@ class PartOfGrad(torch.Tensor):
 
     @staticmethod
     def of(grad: torch.Tensor) -> "PartOfGrad":
-        """Return what stands for a gradient."""
+        """Return the stand-in for a gradient."""
         # On the meta device it has shape and dtype for code that only asks whether there is a gradient, and no memory.
         return torch.empty_like(grad, device="meta").as_subclass(PartOfGrad)
 
@@ -195,6 +202,7 @@ def _hand_out_weights(values: Iterable[Any]) -> None:
             owner = value.owner()
             if owner is not None:
                 owner.hand_out_weight()
+        # torch.cat and the _foreach functions of optimizers take lists.
         elif isinstance(value, (list, tuple)):
             _hand_out_weights(value)
 
@@ -300,5 +308,6 @@ def require_plain(param: nn.Parameter) -> None:
 
 def call_after_grad(param: nn.Parameter) -> None:
     """Call a parameter's post-accumulate hooks."""
+    # A copy of the hooks, since one may remove itself.
     for hook in list((getattr(param, "_after_grad", None) or {}).values()):
         hook(param)

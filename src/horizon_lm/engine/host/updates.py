@@ -59,11 +59,11 @@ class RunningSave(Protocol):
     """A checkpoint that is being written, as the engine knows it."""
 
     def abandon(self, error: BaseException) -> None:
-        """Stop writing soon, because of this error, before updates change what is being written."""
+        """Stop writing soon, because of this error, before updates change the weights that are being written."""
         ...
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the files that were written."""
         ...
 
 
@@ -147,8 +147,10 @@ class PendingUpdates:
 
     @staticmethod
     def _rest_of_table(table: TableUpdate) -> Task:
+        # Without waits: it runs between two passes, after all other updates.
         return Task(Op(Kind.UPDATE, EMBED, Stream.HOST), [], table.rest())
 
     def wait(self, tasks: Sequence[Task]) -> None:
         """Block until the added updates are done, and those in ``tasks`` that have been issued."""
+        # Waiting for a task that is not issued would never end: the thread that issues it is the one that waits.
         self._device.wait([*self._running, *(task for task in tasks if task.issued)])

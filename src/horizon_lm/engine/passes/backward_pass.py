@@ -20,7 +20,7 @@ class BackwardPass:
     Attributes:
         state: the state of the forward pass.
         ready: full names of the parameters whose gradients are complete on the device, by unit.
-        adapters: those of adapters inside blocks, which are landed with the outer parameters.
+        adapters: full names of the ready adapters inside blocks, which are landed with the outer parameters.
     """
 
     def __init__(self, engine: Machinery, between: BetweenPasses, state: ForwardState) -> None:
@@ -37,6 +37,7 @@ class BackwardPass:
         """Start the copies of the pass; autograd's nodes compute the units."""
         engine, state = self._engine, self.state
         units = [EMBED, *map(block, range(engine.parts.num_blocks)), HEAD, OUTER]
+        # By the unit that has the slab: a tied head is trained if the table is.
         trainable = [unit for unit in units if self.trained.get(engine.slab_unit(unit))]
         self._free_head_grads()
         schedule = build.backward(engine.layout, blocks=state.keeps, trainable=trainable, head_grads=state.head_grads)
@@ -84,12 +85,15 @@ class BackwardPass:
         optimizer = engine.updates.optimizer_in_backward
         if optimizer is not None:
             engine.store.weights_changed()
+            # The next forward pass issues this update: it knows which rows it reads first.
             if EMBED in self.ready or (engine.parts.tied and HEAD in self.ready):
                 assert engine.grads.slots is not None
                 engine.updates.table = optimizer.table(engine.grads.slots.table_grads())
             return
+        # Alike on all ranks: a rank whose batch has left a parameter out still owns a part of the others' sum.
         landed = [name for names in self._agreed(self.ready).values() for name in names]
         engine.grads.publish(landed)
+        # Not called here: other backward passes of the same graph may add to these gradients.
         self._between.after_grad |= dict.fromkeys(landed)
 
 

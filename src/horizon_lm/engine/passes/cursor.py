@@ -88,6 +88,7 @@ class Cursor:
 
     def unfinished(self) -> list[Task]:
         """Return the tasks that were issued and are not done, and the computation that is next. Any thread may call this."""
+        # Read once, because the thread that trains goes on meanwhile and replaces both.
         position, tasks = self._position, self._tasks
         issued = {id(t): t for t in [*self._last_use.copy().values(), *tasks] if t.issued and not t.done}
         return [*issued.values(), *(t for t in tasks[position : position + 1] if not t.issued and not t.done)]
@@ -104,6 +105,7 @@ class Cursor:
         """End the pass, and drain the device if computations were left out."""
         self._issue_copies()
         left = self._tasks[self._position :]
+        # Waits across passes are proven for passes that are complete. After one that is not, nothing may be running.
         if left:
             self._device.cancel(left)
             self._device.synchronize()
@@ -158,6 +160,7 @@ class Cursor:
         if skipped[0].kind == Kind.FORWARD or blocks_left_out:
             raise ScheduleMismatchError(str(skipped[0]), wanted)
         units = {op.unit for op in skipped}
+        # Of these units alone: copies of the unit that is wanted stand among the skipped operations.
         self._device.cancel([t for t in self._tasks[self._position : index] if t.op.unit in units])
 
     def _issue_copies(self, up_to: int | None = None) -> None:

@@ -163,6 +163,7 @@ class DeviceBuffers:
             return self.head_weights[0]
         if unit == OUTER:
             return self.outer_weights[0]
+        # The buffers that the schedule names (`build.Layout.weights`), whose waits protect them.
         index = unit.block_index
         return self.resident_weights[index][0] if self.is_resident(index) else self.weight_slots[index % 2]
 

@@ -131,8 +131,10 @@ class Engine(Machinery):
         if self.cursor.active:
             raise StreamingError("backward was called inside the forward pass of the same model")
         self.grads.clear_error_if_no_grads()
+        # Before the pass exists, because it may reject a second backward pass of a step, and then nothing has begun.
         if self.updates.optimizer_in_backward is not None:
             self.updates.optimizer_in_backward.begin()
+        # Made and begun in two steps, so that `abandon` finds the pass if it fails at its begin.
         self.running.backward = BackwardPass(self, self.between, state)
         self.running.backward.begin()
         # No node knows that it is the last one; autograd calls back when its graph is finished.
@@ -164,6 +166,8 @@ class Engine(Machinery):
             moves: the pieces of each unit's update.
             table: the embedding's update, which the next forward pass issues.
         """
+        # Before anything is issued: after an interrupt some updates may run, and no graph of the old weights may be
+        # used.
         self.store.weights_changed(blocks=any(pieces and unit.is_block for unit, pieces in moves.items()))
         self.updates.table = table
         try:
@@ -213,7 +217,7 @@ class Engine(Machinery):
         self.foreign_writes.follow()
 
     def retire(self, store: Store) -> None:
-        """Free what is not used any more, because the model is attached again with another store. No pass may be running."""
+        """Free the memory that is not used any more, because the model is attached again with another store. No pass may be running."""
         self.retired = True
         self.memory.release()
         # The new store has taken over the slabs of units that have the same parameters as before.

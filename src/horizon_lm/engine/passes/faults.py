@@ -22,7 +22,7 @@ def abandon(engine: Machinery, running: Running, between: BetweenPasses, error: 
 
 
 def _release(engine: Machinery, running: Running, between: BetweenPasses) -> None:
-    """Free what the running pass has taken."""
+    """Free the boundaries and leases that the running pass has taken."""
     for each in (running.backward, running.forward):
         if each is not None and each.state is not None:
             each.state.consumed = True

@@ -61,9 +61,12 @@ class ForwardPass:
     def __init__(self, engine: Machinery, between: BetweenPasses, request: ForwardRequest) -> None:
         self._engine, self._between = engine, between
         keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
+        # Asked once: nodes and backward pass follow the parameters that were trained now, even if one is frozen in
+        # between.
         self.trained = engine.trainable()
         self.state = self._record(keeps, request.head_grads) if request.recording else None
         self._drain_if_reshaped(keeps)
+        # After the drain, which may have issued the table's update.
         self._schedule = build.forward(
             engine.layout,
             keeps=keeps,
@@ -77,6 +80,8 @@ class ForwardPass:
         self.micro_batches: list[MicroBatch] = split_batches(
             request.rows, None if request.whole_batch else engine.options
         )
+        # Before the first copy: a rank that is elsewhere must get an error here, and not join another pass's
+        # collectives.
         before, everywhere = _agree(engine, self._schedule, len(self.micro_batches))
         self.randomness = MicroBatchRandomness(
             engine.device, len(self.micro_batches), request.draws, before, everywhere

@@ -47,6 +47,7 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
+        # None, and not zeros, which autograd would accumulate into `.grad` beside the gradients that land there.
         return (None,) * ctx.num_inputs
 
 
@@ -198,7 +199,7 @@ class BoundaryPool:
 
 
 class BetweenPasses:
-    """State that a pass leaves for those that follow.
+    """State that a pass leaves for later passes.
 
     Attributes:
         head_grads, graphs: the leases of the head's gradient buffer, and of the room for autograd graphs.
@@ -218,6 +219,7 @@ class BetweenPasses:
 
     def anchor_of(self, params: list[nn.Parameter]) -> Anchor:
         """Return the anchor of the trained parameters: the last anchor, unless it belongs to other parameters."""
+        # By identity. The anchor holds its parameters, so no other one can have got their ids.
         if self._anchor is None or list(map(id, params)) != list(map(id, self._anchor.params)):
             with torch.enable_grad():
                 self._anchor = Anchor(params)
@@ -232,7 +234,7 @@ class BetweenPasses:
         self.outer_version = self.resident_version = -1
 
     def release(self) -> None:
-        """Free what a pass that failed has taken."""
+        """Free the leases that a failed pass has taken."""
         self.after_grad = {}
         self.head_grads.release()
         self.graphs.release()

@@ -99,6 +99,8 @@ class _Member:
 
     def __init__(self, function: Callable[[], Any], state: ThreadState, prepare: Callable[[], None]) -> None:
         self._function, self._state, self._prepare = function, state, prepare
+        # A baton: the first lets the function run, the second says that it waits or has ended. Between the two, the
+        # thread that resumes it stands still, so no state of the engine needs a lock.
         self._may_run, self._waits = threading.Semaphore(0), threading.Semaphore(0)
         self.meeting: _Meeting | None = None
         self.answer: Any = None
@@ -140,6 +142,7 @@ class _Member:
         """End the thread, which may be running if its `resume` was interrupted."""
         if self._thread is None or self._thread.ident is None:
             return
+        # The interrupt came while `resume` waited: the function still runs, to its next meeting or its end.
         if self._runs:
             self._waits.acquire()
         if not self.ended:
@@ -160,6 +163,7 @@ class _Member:
             self.error = error
         finally:
             self.ended = True
+            # With it go the batch and the graph that it refers to; the member lives until all have ended.
             del self._function
             self._waits.release()
 
@@ -199,6 +203,7 @@ def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
             members.append(_Member(function, state, before))
         for member in members:
             member.resume()
+        # The first that waits decides what is computed next; members at other points wait for a meeting of their own.
         while waiting := [member for member in members if member.meeting is not None]:
             _hold(waiting)
         return [member.result for member in members]
@@ -212,7 +217,7 @@ def _nothing() -> None:
 
 
 def _hold(waiting: list[_Member]) -> None:
-    """Hold the meeting that the first of these members waits for, with all that wait for the same one."""
+    """Hold one meeting, of the first of these members and of all members that wait at the same point."""
     first = waiting[0].meeting
     assert first is not None
     together = [
@@ -239,6 +244,7 @@ def run_on_in_backward(outputs: Any) -> None:
     nodes of two graphs that were made in lock-step would take turns, and a streamed model can run one backward pass at a
     time.
     """
+    # The next number of this thread, above the numbers of all nodes that it has made.
     number = torch.autograd._get_sequence_nr()
     nodes = [
         leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
@@ -247,6 +253,7 @@ def run_on_in_backward(outputs: Any) -> None:
     while nodes:
         node: Any = nodes.pop()
         node._set_sequence_nr(number)
+        # Nodes without successors accumulate gradients; autograd runs them first as they are.
         inner = {each for each, _ in node.next_functions if each is not None and each.next_functions} - seen
         seen |= inner
         nodes += inner
@@ -265,11 +272,12 @@ def meet(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[An
     if member is None:
         (answer,) = compute([value])
         return answer
+    # Computed in the thread of the lock-step, which has neither this thread's gradient mode nor its autocast.
     return member.wait(_Meeting(point, value, compute, ThreadState()))
 
 
 def apart(function: Callable[[], T]) -> T:
-    """Call a function at once and alone: what meets in it does not wait for the rest of the lock-step."""
+    """Call a function at once and alone: its meetings do not wait for the other members of the lock-step."""
     member = getattr(_current, "member", None)
     _current.member = None
     try:

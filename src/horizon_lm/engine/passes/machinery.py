@@ -40,6 +40,7 @@ class Machinery:
     ) -> None:
         self.parts, self.store, self.device, self.options, self.mesh = parts, store, device, options, mesh
         self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
+        # Identities stay unique because `refs` holds the parameters.
         self._name_of = {id(ref.param): name for name, ref in self.refs.items()}
         self.cursor = Cursor(device)
         self.memory = DeviceBuffers(parts, store, device, options)

@@ -151,6 +151,8 @@ def compare_rows(
     dims: dict[Path, int | None] = {}
     for path, a, b in zip(paths, shapes, more, strict=True):
         changed = [d for d in range(len(a)) if a[d] != b[d]]
+        # Exactly one dimension may follow the rows, and by one entry for each row: otherwise a slice would cut a row
+        # in two.
         if changed and (len(changed) > 1 or (a[changed[0]], b[changed[0]]) != (num_rows, num_rows + 1)):
             raise ModelNotSupportedError(
                 f"the block input {path[0]} has shape {tuple(a)} for {num_rows} rows and {tuple(b)} for {num_rows + 1}, so it "
@@ -229,6 +231,7 @@ class RowOutputs:
     def _put(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:
         for whole, part in zip(self.tensors, tensors, strict=True):
             per_row = part.shape[0] // (stop - start)
+            # Copied part by part, not concatenated at the end, when all parts and the whole would exist at once.
             whole[start * per_row : stop * per_row] = part
 
     def _empty_whole(self, part: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -124,7 +124,7 @@ class MicroBatchRandomness:
         return self._own is not None
 
     def restore(self) -> bool:
-        """Put the global generators back, if they were replaced. Return whether anything was drawn from what replaced them."""
+        """Put the global generators back, if they were replaced. Return whether numbers were drawn from the states that replaced them."""
         if self._outside is None:
             return False
         used = not _same_state(self._device.rng_state(), self._replaced)
@@ -162,7 +162,7 @@ class MicroBatchRandomness:
 
 
 def _same_state(a: Any, b: Any) -> bool:
-    """Return whether two random states are equal: those of the host and, on an accelerator, of the device."""
+    """Return whether two random states are equal: the state of the host and, on an accelerator, that of the device."""
     return all(map(_same_state, a, b)) if isinstance(a, tuple) else torch.equal(a, b)
 
 

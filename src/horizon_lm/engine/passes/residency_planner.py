@@ -61,6 +61,7 @@ def plan_device(
         taken += engine.mesh.reduce.growth_bytes(
             max(n for kind, n in buffers.items() if kind.endswith(("_grads", "grad_slots")))
         )
+    # The margin is for fragmentation of the allocator, of which the plan knows nothing.
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
     weights = [numel * options.compute_dtype.itemsize for numel in block_slots(sizes, settings.shard)]
     residency = options.residency
@@ -79,7 +80,7 @@ def plan_device(
 
 
 def _buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
-    """Return what decides the size of the engine's buffers for a step with these tokens and offloaded boundaries."""
+    """Return the settings that decide the size of the engine's buffers for a step with these tokens and offloaded boundaries."""
     options, sizes = engine.options, engine.parts.sizes()
     num_ranks = 1 if engine.mesh is None else engine.mesh.size
     most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start

@@ -59,7 +59,7 @@ class Saves:
             self._issue(schedule, lambda op: moves)
 
     def issue(self) -> None:
-        """Issue what is left of a checkpoint, between two passes."""
+        """Issue the operations that are left of a checkpoint, between two passes."""
         if self._table is not None and not self._cursor.active:
             self._updates.finish()
             self.issue_table()

@@ -21,6 +21,7 @@ def allocate_grads(engine: Machinery) -> None:
         # With update_in_backward, gradients land in `LandingSlots`; a tied table sums those of the head and of rows.
         kept = () if engine.updates.optimizer_in_backward is not None else store.units
         engine.grads.allocate(trainable, [*kept, *([EMBED] if engine.parts.tied else [])])
+    # Slots, slabs and moments share one layout of gradients, which cannot grow between two steps.
     late = [name for name in trainable if name not in store.units[store.unit_of[name]].grad_layout]
     if late:
         raise StreamingError(
