@@ -9,6 +9,7 @@ from horizon_lm.errors import ConfigError
 
 def is_streamed(model: Any) -> bool:
     """Return whether a model, or the model inside a PEFT model, is streamed."""
+    # PEFT's models hand on the attributes of the model inside, so a type check would miss them.
     return hasattr(model, "_horizon")
 
 

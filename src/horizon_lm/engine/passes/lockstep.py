@@ -46,6 +46,7 @@ class ThreadState:
         self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _DEVICE_TYPES]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._device = torch.get_default_device()
+        # A member on another stream would compute beside the events that order computation and copies.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def run(self, function: Callable[[], T]) -> T:

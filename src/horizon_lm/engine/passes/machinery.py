@@ -107,6 +107,7 @@ class Machinery:
         """Continue an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
         require_attached(self)
         self.updates.partial_update.require_complete()
+        # Such a pass has no computation to wait for: what an interrupt has left over is issued now.
         if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
             self.cursor.finish()
 

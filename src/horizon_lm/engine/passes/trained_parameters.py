@@ -55,6 +55,8 @@ def apply_in_backward(engine: Machinery, optimizer: UnitOptimizer) -> None:
             "update_in_backward keeps no gradients, but this model has been trained with gradients in host memory; create "
             "the optimizer before the first training step"
         )
+    # In this order: with an optimizer in the backward pass, only a tied table gets a gradient slab, and the slots
+    # have the lengths of the layouts that this allocation makes.
     engine.updates.optimizer_in_backward = optimizer
     allocate_grads(engine)
     engine.grads.slots = LandingSlots(engine.store, engine.device, engine.parts)

@@ -111,7 +111,7 @@ class GradientCheck:
         """
         engine = self._engine
         params = {
-            # From host memory, past slots, copies and decoding, whose mistakes would be in both results otherwise.
+            # From host memory, past copies and slots, whose mistakes would be in both results otherwise.
             name: engine.store.weight(full)
             .to(engine.device.torch_device, engine.parts.computed_dtype(full, dtype), copy=True)
             .requires_grad_()

@@ -38,6 +38,7 @@ class LossInputs:
             ]  # (B, T): the last token of a row has no target
         trained = (shifted.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         num_items = call.pop("num_items_in_batch", None)
+        # Without a number, the mean over the targets of this batch, as in transformers.
         num_items = len(trained) if num_items is None else num_items
         if isinstance(num_items, torch.Tensor):
             num_items = send(num_items, device)
