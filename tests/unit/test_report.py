@@ -28,10 +28,9 @@ from horizon_lm.report.figures import (
 )
 from horizon_lm.report.loss_png import write_loss_png
 from horizon_lm.report.page import build_page, figure_json
-from horizon_lm.report.run_files import load_run, read_metrics, read_plan, read_trace
-from horizon_lm.report.steps import step_views
+from horizon_lm.report.run_files import load_run, read_metrics, read_plan
+from horizon_lm.report.steps import StepView, step_views
 from horizon_lm.report.summary import count, duration, summarise
-from horizon_lm.report.trace_file import TraceFile
 from tests.unit import report_run
 from tests.unit.report_run import GIB, metrics_file, span, step, taken, trace_file, training
 
@@ -259,7 +258,7 @@ def test_complete_page(complete: Path) -> None:
     assert "resident_blocks" in settings
     assert "nullplanned: 2" in settings
     assert "on the device there would be room for 11 of 30" in settings
-    shares = [_share_computed(read_trace(complete / name)) for name in ("predicted_trace.json", "trace.json")]
+    shares = [_share_computed(view) for view in step_views(load_run(complete))]
     assert f"compute{shares[0]:.1%}{shares[1]:.1%}device-to-host" in page.words["Timeline of a step"]
 
 
@@ -298,12 +297,10 @@ def test_axes_start_at_zero_or_say_so(complete: Path, tmp_path: Path) -> None:
             assert from_zero != ("axis not from 0" in layout["title"]["text"]), (name, axis)
 
 
-def _share_computed(trace: TraceFile) -> float:
+def _share_computed(view: StepView) -> float:
     """Return the busy share of compute, whose operations do not overlap, so that their seconds add up."""
-    middle = trace.median_step()
-    assert middle is not None
-    spans = [part.span for part in trace.within(middle) if part.span.op.stream == "compute"]
-    return sum(each.end - each.start for each in spans) / middle.seconds
+    spans = [part.span for part in view.parts if part.span.op.stream == "compute"]
+    return sum(each.end - each.start for each in spans) / view.seconds
 
 
 @pytest.mark.parametrize("name", FILES)

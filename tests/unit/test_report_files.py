@@ -9,7 +9,8 @@ import pytest
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.report.run_files import load_run, read_metrics, read_plan, read_samples, read_trace
-from horizon_lm.report.trace_file import busy_shares
+from horizon_lm.report.steps import busy_shares, step_views
+from horizon_lm.report.summary import median_step
 from tests.unit import report_run
 from tests.unit.report_run import metrics_file, span, step, taken, trace_file, training
 
@@ -113,7 +114,7 @@ def test_invalid_trace(tmp_path: Path, event: dict[str, Any], message: str) -> N
 def test_invalid_steps_of_a_trace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"otherData.steps .* ends before it begins"):
         read_trace(trace_file(tmp_path, steps=[step(1, 5, 5)]))
-    assert read_trace(trace_file(tmp_path)).median_step() is None
+    assert median_step(read_trace(trace_file(tmp_path))) is None
     (tmp_path / "trace.json").write_text('{"traceEvents": [')
     with pytest.raises(ConfigError, match=r"trace.json: Invalid JSON"):
         read_trace(tmp_path / "trace.json")
@@ -141,22 +142,19 @@ def test_invalid_samples(tmp_path: Path) -> None:
 
 
 def test_median_step_and_its_operations(tmp_path: Path) -> None:
-    trace = read_trace(
-        trace_file(
-            tmp_path,
-            span("stream_in", "block0", 7, 8, 6),  # starts before the second step
-            span("forward", "block0", 1, 14, 10),
-            span("backward", "block0", 1, 26, 8),  # ends after it
-            span("forward", "block0", 1, 40, 1),
-            taken("device bytes", 2, 100), taken("device bytes", 20, 300), taken("device bytes", 31, 50),
-            taken("other", 21, 7),
-            steps=[step(1, 0, 10), step(2, 10, 30), step(3, 30, 100)],
-        )
+    trace_file(
+        tmp_path,
+        span("stream_in", "block0", 7, 8, 6),  # starts before the second step
+        span("forward", "block0", 1, 14, 10),
+        span("backward", "block0", 1, 26, 8),  # ends after it
+        span("forward", "block0", 1, 40, 1),
+        taken("device bytes", 2, 100), taken("device bytes", 20, 300), taken("device bytes", 31, 50),
+        taken("other", 21, 7),
+        steps=[step(1, 0, 10), step(2, 10, 30), step(3, 30, 100)],
     )  # fmt: skip
-    middle = trace.median_step()
-    assert middle is not None
-    assert (middle.number, middle.seconds) == (2, pytest.approx(0.02))
-    parts = trace.within(middle)
+    (middle,) = step_views(load_run(tmp_path))
+    assert (middle.title, middle.seconds) == ("Measured: 20 ms, step 2, the median of 3", pytest.approx(0.02))
+    parts = middle.parts
     assert [str(part.span.op) for part in parts] == ["stream_in block0", "forward block0", "backward block0"]
     assert [(part.span.start, part.span.end) for part in parts] == [
         (0, pytest.approx(0.004)), (pytest.approx(0.004), pytest.approx(0.014)), (pytest.approx(0.016), pytest.approx(0.02)),
@@ -164,19 +162,17 @@ def test_median_step_and_its_operations(tmp_path: Path) -> None:
     assert [part.seconds for part in parts] == [pytest.approx(s) for s in (0.006, 0.010, 0.008)]
     shares = busy_shares([part.span for part in parts], middle.seconds)
     assert shares == pytest.approx({"copy_in": 0.2, "compute": 0.7, "copy_out": 0.0, "host": 0.0})
-    assert trace.memory_within("device", middle) == [
+    assert middle.memory["device"] == [
         (0.0, 100), (pytest.approx(0.01), 300), (pytest.approx(0.02), 300),
     ]  # fmt: skip
-    assert trace.memory_within("host", middle) == []
+    assert middle.memory["host"] == []
 
 
 def test_trace_without_steps_is_one_step(tmp_path: Path) -> None:
     trace = read_trace(trace_file(tmp_path, span("forward", "head", 1, 5, 3), span("backward", "head", 1, 9, 2)))
-    only = trace.median_step()
-    assert only is not None
-    assert (only.start, only.end) == (pytest.approx(0.005), pytest.approx(0.011))
+    assert median_step(trace) == (1, pytest.approx(0.005), pytest.approx(0.011))
 
 
 def test_median_of_two_steps_is_the_shorter(tmp_path: Path) -> None:
     trace = read_trace(trace_file(tmp_path, steps=[step(1, 0, 30), step(2, 30, 40)]))
-    assert trace.median_step() == trace.steps[1]
+    assert median_step(trace) == trace.steps[1]

@@ -1,7 +1,7 @@
 """Read and check the files of a run. A missing file is None, which the page reports."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.plan_file import PlanFile
-from horizon_lm.report.trace_file import TraceContent, TraceFile, make_trace
+from horizon_lm.schedule.trace import Trace
 
 T = TypeVar("T")
 
@@ -42,8 +42,8 @@ def check_json(adapter: TypeAdapter[T], content: bytes, place: str) -> T:
         first = error.errors(include_url=False)[0]
         if first["type"] == "json_invalid":
             raise NotJsonError(f"{place}: {first['msg']}") from error
-        field = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{place}: {field + ': ' if field else ''}{first['msg']}") from error
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{place}: {name + ': ' if name else ''}{first['msg']}") from error
 
 
 def check_lines(path: Path, adapter_of: Callable[[bytes], TypeAdapter[T]]) -> Iterator[T]:
@@ -141,11 +141,19 @@ class SamplesLine:
     samples: list[Sample]
 
 
+@dataclass(frozen=True, slots=True)
+class _TraceFile:
+    """The content of a trace, with the field names of Chrome's trace format."""
+
+    traceEvents: list[dict[str, Any]]  # noqa: N815
+    otherData: dict[str, Any] = field(default_factory=dict)  # noqa: N815
+
+
 _TRAINING_LINE: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(TrainingLine)
 _EVALUATION: TypeAdapter[TrainingLine | Evaluation] = TypeAdapter(Evaluation)
 _SAMPLES_LINE = TypeAdapter(SamplesLine)
 _PLAN = TypeAdapter(PlanFile)
-_TRACE = TypeAdapter(TraceContent)
+_TRACE = TypeAdapter(_TraceFile)
 
 
 def read_metrics(path: Path) -> MetricsFile:
@@ -163,9 +171,13 @@ def read_plan(path: Path) -> PlanFile:
     return check_json(_PLAN, read_bytes(path), str(path))
 
 
-def read_trace(path: Path) -> TraceFile:
+def read_trace(path: Path) -> Trace:
     """Read a trace. Raise ConfigError with the event that is invalid."""
-    return make_trace(check_json(_TRACE, read_bytes(path), str(path)), path)
+    content = check_json(_TRACE, read_bytes(path), str(path))
+    try:
+        return Trace.read(content.traceEvents, content.otherData)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def read_samples(path: Path) -> list[SamplesLine]:
@@ -199,8 +211,8 @@ class Run:
     metrics: MetricsFile | None
     settings: dict[str, Any] | None
     plan: PlanFile | None
-    predicted: TraceFile | None
-    measured: TraceFile | None
+    predicted: Trace | None
+    measured: Trace | None
     samples: list[SamplesLine] | None = None
 
 

@@ -1,17 +1,26 @@
 """A step of a run, predicted and measured: what the figures plot, and the tables of streams, stalls and operations."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from horizon_lm.planning.plan_file import PlannedStep
 from horizon_lm.report.palette import FIRST, KINDS, SECOND
 from horizon_lm.report.run_files import Run
-from horizon_lm.report.summary import count, duration
-from horizon_lm.report.trace_file import Part, TraceFile, busy_shares
-from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES, Kind
-from horizon_lm.schedule.trace import exposed_seconds
+from horizon_lm.report.summary import count, duration, median_step
+from horizon_lm.schedule.ops import CAUSE_TITLES, SOMETIMES, STREAM_TITLES, Kind, Stream
+from horizon_lm.schedule.trace import Span, Trace, busy_seconds, exposed_seconds
 
 Table = tuple[list[str], list[list[str]]]  # headings and rows
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of an operation inside a step, in seconds from the step's start, and the length of the whole
+    operation.
+    """
+
+    span: Span
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +58,41 @@ def step_views(run: Run) -> list[StepView]:
     return [view for view in views if view is not None]
 
 
-def _view(name: str, colour: str, trace: TraceFile | None) -> StepView | None:
-    step = None if trace is None else trace.median_step()
+def _view(name: str, colour: str, trace: Trace | None) -> StepView | None:
+    step = None if trace is None else median_step(trace)
     if trace is None or step is None:
         return None
-    which = f", step {step.number}, the median of {len(trace.steps)}" if len(trace.steps) > 1 else ""
-    memory = {place: trace.memory_within(place, step) for place in trace.memory}
-    title = f"{name}: {duration(step.seconds)}{which}"
-    return StepView(name, title, colour, step.seconds, trace.within(step), memory)
+    number, start, end = step
+    which = f", step {number}, the median of {len(trace.steps)}" if len(trace.steps) > 1 else ""
+    parts = [
+        Part(_cut(span, start, end), span.end - span.start)
+        for span in trace.spans
+        if span.start < end and span.end > start
+    ]
+    memory = {place: _memory_within(trace, f"{place} bytes", start, end) for place in ("device", "host")}
+    return StepView(name, f"{name}: {duration(end - start)}{which}", colour, end - start, parts, memory)
+
+
+def _cut(span: Span, start: float, end: float) -> Span:
+    """Return the part of an operation inside a step, in seconds from the step's start."""
+    begun = max(span.start, start)
+    reached = min(max(span.reached, start), begun)
+    return replace(span, start=begun - start, end=min(span.end, end) - start, reached=reached - start)
+
+
+def _memory_within(trace: Trace, counter: str, start: float, end: float) -> list[tuple[float, float]]:
+    """Return the bytes in use from the start of a step to its end."""
+    points = [(moment, sample[counter]) for moment, sample in trace.samples if counter in sample and moment < end]
+    before = [(0.0, used) for moment, used in points if moment <= start][-1:]
+    found = before + [(moment - start, used) for moment, used in points if moment > start]
+    return [*found, (end - start, found[-1][1])] if found else []
+
+
+def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:
+    """Return the share of a step in which each stream is busy."""
+    used = {s.op.stream for s in spans}  # few steps write a checkpoint
+    streams = [stream for stream in Stream if stream in used or stream not in SOMETIMES]
+    return {stream: busy_seconds([s for s in spans if s.op.stream == stream]) / seconds for stream in streams}
 
 
 def verdict(planned: PlannedStep) -> str:

@@ -6,6 +6,7 @@ from statistics import median
 
 from horizon_lm.quantities import counted, format_bytes, format_seconds
 from horizon_lm.report.run_files import Run
+from horizon_lm.schedule.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,12 @@ def _three_digits(number: float) -> float:
     return float(f"{number:.3g}")
 
 
+def median_step(trace: Trace) -> tuple[int, float, float] | None:
+    """Return number, start and end of the step of median length, or of the shorter of two; None if nothing was traced."""
+    by_length = sorted(trace.steps, key=lambda step: step[2] - step[1])
+    return by_length[(len(by_length) - 1) // 2] if by_length else None
+
+
 def _losses(run: Run) -> list[Statistic]:
     statistics = []
     metrics = run.metrics
@@ -71,8 +78,8 @@ def _speeds(run: Run) -> list[Statistic]:
     lines = [] if run.metrics is None else run.metrics.training
     speed = median(line.tokens_per_second for line in lines) if lines else None
     seconds, source = None if run.metrics is None else run.metrics.step_seconds, "median"
-    if seconds is None and run.measured is not None and (step := run.measured.median_step()) is not None:
-        seconds, source = step.seconds, "median of traced steps"
+    if seconds is None and run.measured is not None and (step := median_step(run.measured)) is not None:
+        seconds, source = step[2] - step[1], "median of traced steps"
     statistics = []
     if speed is not None:
         expected = None if planned is None else planned.tokens_per_second

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from horizon_lm.disk import Disk, write_file
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
@@ -29,7 +30,9 @@ class Span:
     reached: float
 
 
-Counters = Mapping[str, int]  # bytes in use, by name
+Counters = Mapping[str, float]  # bytes in use, by name
+
+_MICRO = 1e-6  # seconds of a microsecond, the unit of time in files
 
 
 class Trace:
@@ -63,6 +66,49 @@ class Trace:
     def write(self, path: Path) -> None:
         """Write the trace as a file for chrome://tracing or Perfetto."""
         write_chrome(path, self.spans, self.samples, self.steps)
+
+    @classmethod
+    def read(cls, events: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> "Trace":
+        """Return the trace in a file that `write_chrome` has written. A trace that names no steps is one step.
+
+        Args:
+            events: the file's ``traceEvents``.
+            other: its ``otherData``.
+
+        Raises:
+            ValueError: an event or the steps are invalid; the message names the first one.
+        """
+        trace, rows, place = cls(), dict[int, Stream](), ""
+        try:
+            for number, event in enumerate(events):
+                place = f"traceEvents[{number}]"
+                trace._read_event(event, rows)
+            place = "otherData.steps"
+            trace.steps = [
+                (int(each["step"]), float(each["start"]) * _MICRO, float(each["end"]) * _MICRO)
+                for each in other.get("steps", [])
+            ]
+            if any(end <= start for _, start, end in trace.steps):
+                raise ValueError("a step ends before it begins")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{place} is invalid ({error!r})") from error
+        if not trace.steps and trace.spans:
+            trace.steps = [(1, min(span.start for span in trace.spans), max(span.end for span in trace.spans))]
+        trace.samples.sort(key=lambda sample: sample[0])
+        return trace
+
+    def _read_event(self, event: Mapping[str, Any], rows: dict[int, Stream]) -> None:
+        """Add an event of a file. ``rows`` maps rows to streams; a file names rows before their events."""
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            rows[event["tid"]] = Stream(event["args"]["name"])
+        elif event["ph"] == "X":
+            kind = Kind(event["cat"])
+            op = Op(kind, event["name"].removeprefix(kind).strip(), rows[event["tid"]])
+            start = float(event["ts"]) * _MICRO
+            reached = float(event.get("args", {}).get("reached", event["ts"])) * _MICRO
+            self.spans.append(Span(op, start, start + float(event["dur"]) * _MICRO, reached))
+        elif event["ph"] == "C":
+            self.samples.append((float(event["ts"]) * _MICRO, {event["name"]: float(event["args"]["bytes"])}))
 
 
 def write_chrome(
