@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.constants import MOMENT_BLOCK, PAGE, SLAB_ALIGNMENT
+from horizon_lm.constants import MOMENT_BLOCK, PACKED_ALIGNMENT, PAGE, SLAB_ALIGNMENT
 from horizon_lm.quantities import page_aligned
 
 
@@ -42,6 +42,26 @@ class Shard:
     def own(self, cuts: Sequence[int]) -> slice:
         """Return the range of this rank."""
         return slice(cuts[self.index], cuts[self.index + 1])
+
+    def packed_slot(self, num_bytes: int) -> list[int]:
+        """Return the places between the equal parts of a slot in which the ranks gather codes and scales; 0 for one rank, which
+        decodes them where they are.
+        """
+        chunk = 0 if self.is_whole else self.chunk(num_bytes, PACKED_ALIGNMENT)
+        return [chunk * rank for rank in range(self.count + 1)]
+
+    def grad_slots(self, in_micro_batches: bool, grad_bytes: int) -> tuple[bool, int]:
+        """Return whether gradients are summed over micro-batches in an accumulator, and the bytes of an element of their slots.
+
+        Sums are in float32. One rank rounds them from the accumulator into a slot; several add theirs in the slots before they are
+        rounded.
+
+        Args:
+            in_micro_batches: there are such sums.
+            grad_bytes: bytes of an element in host memory. With 4, they are summed in a slot.
+        """
+        rounds = in_micro_batches and grad_bytes < 4
+        return rounds and self.is_whole, 4 if rounds and not self.is_whole else grad_bytes
 
 
 WHOLE = Shard()

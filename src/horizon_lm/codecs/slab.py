@@ -47,8 +47,7 @@ class PackedSlab:
         self.num_bytes, self._shard = start, shard
         self.data = torch.empty(0, dtype=torch.uint8)
         self.cuts = shard.cuts(start, PACKED_ALIGNMENT)
-        chunk = shard.chunk(start, PACKED_ALIGNMENT)
-        self.slot_cuts = [chunk * rank for rank in range(shard.count + 1)]
+        self.slot_cuts = shard.packed_slot(start)
         self.slot_numel = self.slot_cuts[-1]
 
     def __contains__(self, name: str) -> bool:

@@ -191,7 +191,7 @@ def model_key(model: Any) -> str:
         units = engine.store.units
         for each in threads.map(lambda unit: _digest(unit, units[unit], left_out), units):
             digest.update(each)
-    if engine.mesh is not None and not engine.store.shard.is_whole:  # each rank has a part of the weights
+    if engine.mesh is not None and engine.access.has_parts:
         return hashlib.sha256(
             "".join(engine.mesh.exchange("the hash of the weights", digest.hexdigest())).encode()
         ).hexdigest()

@@ -118,13 +118,6 @@ def _cuts(sizes: ModelSizes, shard: Shard) -> list[UnitCuts]:
     ]
 
 
-def _packed_slot(sizes: ModelSizes, shard: Shard) -> int:
-    """Return the bytes of a slot in which several ranks gather the codes and scales of a block."""
-    if shard.is_whole:
-        return 0
-    return max((shard.count * shard.chunk(each.slab_bytes, PACKED_ALIGNMENT) for each in sizes.packed), default=0)
-
-
 def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSizes | None = None) -> Mapping[str, int]:
     """Return the bytes of each kind of buffer in a training step, for the worst case of the tokens in a batch.
 
@@ -143,14 +136,13 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     rows, forward_rows = num_rows * sizes.hidden, settings.forward_table_rows * sizes.hidden
     compute, grad = settings.compute_bytes, settings.grad_bytes
     of_head = 4 if sizes.float32_head else compute
-    sums = settings.micro_batches and grad < 4
-    accumulates, slot_grad = sums and shard.is_whole, 4 if sums and not shard.is_whole else grad
+    accumulates, slot_grad = shard.grad_slots(settings.micro_batches, grad)
     grad_slots = largest if any(map(sum, trained.blocks)) else 0
     first_resident = len(sizes.blocks) - settings.resident
     buffers = {
         "weight_slots": 2 * largest * compute if first_resident else 0,
         "resident_weights": sum(slots[first_resident:]) * compute,
-        "packed_slots": 2 * _packed_slot(sizes, shard),
+        "packed_slots": 2 * max((shard.packed_slot(each.slab_bytes)[-1] for each in sizes.packed), default=0),
         "grad_slots": (1 if accumulates else 2) * grad_slots * slot_grad,
         "grad_accumulator": grad_slots * 4 if accumulates else 0,
         "head_weights": head * of_head,

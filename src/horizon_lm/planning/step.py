@@ -44,6 +44,11 @@ class StepSettings(Request):
         """The data that stays on the device."""
         return Residency.of(self)
 
+    @property
+    def grad_slots(self) -> tuple[bool, int]:
+        """As in `Shard.grad_slots`."""
+        return self.shard.grad_slots(self.in_micro_batches, self.grad_bytes)
+
     def keeping(self, residency: Residency) -> Self:
         """Return these settings with another residency."""
         return replace(self, **residency.options())
@@ -100,6 +105,11 @@ class Step:
         """Number of boundaries that stay on the device."""
         return min(self.settings.residency.boundaries, self.outline.num_blocks - self.outline.first_differentiated)
 
+    @property
+    def gathers_packed(self) -> bool:
+        """True if ranks gather codes and scales of quantized weights, and decode them there."""
+        return any(self.settings.shard.packed_slot(each.slab_bytes)[-1] for each in self.outline.sizes.packed)
+
     def buffer_settings(self) -> BufferSettings:
         """Return the settings that determine the engine's device buffers."""
         settings = self.settings
@@ -143,11 +153,11 @@ class Step:
             tied=self.outline.trained.tied,
             offloaded=self.offloaded,
             resident=settings.residency.weights,
-            accumulate=settings.in_micro_batches and settings.grad_bytes < 4 and settings.shard.is_whole,
+            accumulate=settings.grad_slots[0],
             update_in_backward=settings.update_in_backward,
             adapters=self.outline.has_adapters,
             sharded=settings.num_ranks > 1,
-            packed=bool(self.outline.sizes.packed) and not settings.shard.is_whole,
+            packed=self.gathers_packed,
         )
 
     def passes(self) -> list[Pass]:
@@ -260,7 +270,7 @@ class StepCost:
             return elements * self._summed_bytes(op.unit) * parts / ranks
         itemsize = self._settings.grad_bytes if op.kind == Kind.STREAM_OUT else WEIGHT_BYTES[self._settings.precision]
         moved = ((elements - decoded) * itemsize + packed) / ranks
-        if not self._settings.shard.is_whole:  # decoded once it is gathered
+        if self._step.gathers_packed:  # decoded once it is gathered
             return moved
         hardware = self._hardware
         decoding = self._decoding_seconds(packed, decoded) * min(hardware.link_in, hardware.host_rate)
@@ -277,8 +287,7 @@ class StepCost:
         settings = self._settings
         if unit == HEAD:
             return 4 if settings.chunked_head else self._outline.compute_bytes
-        sums = settings.in_micro_batches and not settings.shard.is_whole and unit != EMBED
-        return 4 if sums else settings.grad_bytes
+        return settings.grad_bytes if unit == EMBED else settings.grad_slots[1]
 
     def _decoding_seconds(self, num_bytes: int, numel: int) -> float:
         """Return the seconds that decoding takes."""

@@ -82,8 +82,8 @@ class Saver:
                 if lost:
                     engine_of(self._training.model).settle_without_device()
                 # A step whose update has begun is neither done nor undone for the loop.
-                is_whole = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
-                if done and is_whole and self._ranks.mesh is None:  # other ranks may be gone, or elsewhere
+                is_done = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
+                if done and is_done and self._ranks.mesh is None:  # other ranks may be gone, or elsewhere
                     if self._config.save_only_model:
                         self.save(done)
                     else:

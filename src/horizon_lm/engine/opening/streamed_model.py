@@ -120,7 +120,7 @@ class StreamedModel:
         engine = self._horizon.engine
         engine.synchronize()
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        if not engine.store.shard.is_whole and engine.parts.is_adapted:
+        if engine.access.has_parts and engine.parts.is_adapted:
             state = kwargs.get("destination", args[0] if args else None)
             return _whole_adapters(engine, OrderedDict() if state is None else state, prefix)
         state = super().state_dict(*args, **kwargs)  # type: ignore[misc]

@@ -125,13 +125,11 @@ class DeviceBuffers:
         largest = max(store.units[block(u)].slot_numel for u in range(parts.num_blocks))
         head = store.units[EMBED if parts.tied else HEAD].slot_numel
         outer = store.units[OUTER].slot_numel
-        sums = options.in_micro_batches and grad_dtype != torch.float32
-        self.accumulates = sums and store.shard.is_whole
-        # Several ranks add their sums before they are rounded.
-        grad_dtype = torch.float32 if sums and not self.accumulates else grad_dtype
+        self.accumulates, width = store.shard.grad_slots(options.in_micro_batches, grad_dtype.itemsize)
+        grad_dtype = torch.float32 if width == 4 else grad_dtype
         self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
         packed = max(store.units[block(u)].packed.slot_numel for u in range(parts.num_blocks))
-        self.gathers_packed = packed > 0 and not store.shard.is_whole
+        self.gathers_packed = packed > 0
         self.packed_slots = Slots(device, "packed_slots", 2, packed, torch.uint8)
         self.resident_weights: dict[int, Slots] = {}
         self._new_resident = lambda u: Slots(device, "resident_weights", 1, store.units[block(u)].slot_numel, dtype)

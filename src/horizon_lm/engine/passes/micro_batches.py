@@ -57,6 +57,11 @@ def split_batches(num_rows: Sequence[int], options: StreamingOptions | None) -> 
     return micro_batches
 
 
+def cut_batches(micro_batches: Iterable[MicroBatch]) -> set[int]:
+    """Return the numbers of the batches that have several micro-batches."""
+    return {part.batch for part in micro_batches if not part.is_whole}
+
+
 class BlockCall(Tree):
     """The arguments of one block call, with the tensors removed.
 
@@ -195,6 +200,8 @@ def rows_of_output(whole: torch.Tensor, output: torch.Tensor, rows: Rows) -> tor
     Dimension 0 of an output is the rows, possibly with several entries per row: (B * T, experts) for a router, for
     example.
     """
+    if whole.shape == output.shape:  # the micro-batch is the whole batch
+        return whole
     start, stop = rows
     per_row = output.shape[0] // (stop - start) if output.ndim else 0
     return slice_rows(whole, 0, (start * per_row, stop * per_row))

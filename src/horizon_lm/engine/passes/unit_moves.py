@@ -45,7 +45,7 @@ class UnitMoves:
             moves.append(Copy(slot[slabs.own], plain, plain.numel() * plain.element_size()))
         if not slabs.packed.num_bytes:
             return moves
-        if self._engine.store.shard.is_whole:
+        if not memory.gathers_packed:
             return moves + self._decoding(slabs, slot, slabs.packed.data, Decode)
         packed = slabs.packed.data[slabs.packed.own]
         return [*moves, Copy(memory.packed_of(op.unit)[slabs.packed.own], packed, packed.numel())]
@@ -56,7 +56,7 @@ class UnitMoves:
         assert engine.mesh is not None
         slot, group = engine.memory.weights_of(op.unit), engine.mesh.gather
         moves: list[Move] = [Gather(group, slot[: slabs.slot_cuts[-1]], slabs.slot_cuts)]
-        if engine.store.shard.is_whole or not slabs.packed.num_bytes:
+        if not slabs.packed.slot_numel:
             return moves
         packed = engine.memory.packed_of(op.unit)[: slabs.packed.slot_numel]
         return [

@@ -225,7 +225,7 @@ class BlockAutograd:
     ) -> None:
         """Differentiate one micro-batch, and write the gradients of its inputs into the gradients for all batches."""
         pairs = [
-            (output, grad if part.is_whole else rows_of_output(grad, output, part.rows))
+            (output, rows_of_output(grad, output, part.rows))
             for output, grad in zip(graph.outputs, self.outputs_of(grads, part), strict=True)
             if grad is not None and output.requires_grad
         ]
@@ -247,7 +247,7 @@ class BlockAutograd:
     def _require_equal(self, outputs: list[torch.Tensor], expected: list[torch.Tensor], part: MicroBatch) -> None:
         """Raise RecomputeMismatchError if recomputed outputs differ in any bit from the outputs of the forward pass."""
         for output, whole in zip(outputs, self.outputs_of(expected, part), strict=True):
-            before = whole if part.is_whole else rows_of_output(whole, output, part.rows)
+            before = rows_of_output(whole, output, part.rows)
             if not torch.equal(output, before):
                 difference = (output.float() - before.float()).abs().max().item()
                 raise RecomputeMismatchError(

@@ -14,7 +14,15 @@ from torch import nn
 from horizon_lm.device.transfers import Copy
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs, compare_rows, run_block, spans_of
+from horizon_lm.engine.passes.micro_batches import (
+    BlockCall,
+    BlockCalls,
+    RowOutputs,
+    compare_rows,
+    cut_batches,
+    run_block,
+    spans_of,
+)
 from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.passes.tree import Path, Tree
 from horizon_lm.engine.units.saved_for_backward import SavedForBackward
@@ -183,7 +191,7 @@ class BlockComputation:
     def row_dims(self, index: int, calls: BlockCalls) -> list[int | None]:
         """Return the row dimension of each tensor input, found by a probe for batches of several micro-batches."""
         # A probe runs the model's outer code once more, which batches of one micro-batch do without.
-        split = {part.batch for part in self.engine.forward.micro_batches if not part.is_whole}
+        split = cut_batches(self.engine.forward.micro_batches)
         dims: list[int | None] = []
         for batch, call in enumerate(calls.calls):
             dims += self._dims_of(index, batch, call) if batch in split else [None] * len(call.paths)

@@ -123,19 +123,18 @@ class GradientCheck:
             for t in inputs
         ]
         for number, part in enumerate(parts):
-            dims = [None] * len(leaves) if part.is_whole else node.dims
             with (
                 torch.enable_grad(), no_autocast_cache(), node.module.bound(params), node.module.in_mode(node.mode),
                 replaying(engine.device, node.saved.rng_states[number]), plain_kernels(),
             ):  # fmt: skip
-                args, kwargs = node.calls.calls[part.batch].rebuild(node.calls.inputs(leaves, dims, part))
+                args, kwargs = node.calls.calls[part.batch].rebuild(node.calls.inputs(leaves, node.dims, part))
                 before = torch.get_rng_state()
                 segments = node.segments[part.batch]
                 output = run_block(node.module, args, kwargs, node.keys, segments, part.rows, uncompiled=True)
                 if len(parts) < len(node.micro_batches) and not torch.equal(before, torch.get_rng_state()):
                     raise _DrawsNumbersError
             pairs = [
-                (t, (g if part.is_whole else rows_of_output(g, t, part.rows)).to(t.dtype))
+                (t, rows_of_output(g, t, part.rows).to(t.dtype))
                 for t, g in zip(Tree(output).tensors, node.outputs_of(grads, part), strict=True)
                 if g is not None and t.requires_grad
             ]
