@@ -152,17 +152,20 @@ class Ranks:
         if is_late:
             self.meet("the files of the first rank of this machine")
         yield
-        if self.mesh is not None and not is_late:
+        if not is_late:
             self.meet("the files of the first rank of this machine")
+
+    def exchange(self, place: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, which are plain data, at the same place of the program."""
+        return [value] if self.mesh is None else self.mesh.exchange(place, value)
 
     def meet(self, place: str) -> None:
         """Wait until all ranks are at the same place of the program."""
-        if self.mesh is not None:
-            self.mesh.exchange(place, None)
+        self.exchange(place, None)
 
     def of_first(self, place: str, value: Any) -> Any:
         """Return the first rank's value, which is plain data."""
-        return value if self.mesh is None else self.mesh.exchange(place, value)[0]
+        return self.exchange(place, value)[0]
 
     @contextmanager
     def failing_with_first(self, place: str) -> Iterator[None]:
@@ -182,20 +185,16 @@ class Ranks:
 
     def agree(self, place: str, value: str) -> str:
         """Return the first text of the ranks that is not empty."""
-        if self.mesh is None:
-            return value
-        return next((each for each in self.mesh.exchange(place, value) if each), "")
+        return next((each for each in self.exchange(place, value) if each), "")
 
     def agree_on_control(self, own: Control) -> Control:
         """Return the actions that callbacks request on any rank."""
-        if self.mesh is None:
-            return own
-        flags = self.mesh.exchange("the requests of callbacks", astuple(own))
+        flags = self.exchange("the requests of callbacks", astuple(own))
         return Control(*map(any, zip(*flags, strict=True)))
 
     def sum(self, place: str, value: float) -> float:
         """Return the sum of a number over all ranks, in their order."""
-        return value if self.mesh is None else math.fsum(map(float, self.mesh.exchange(place, str(value))))
+        return math.fsum(map(float, self.exchange(place, str(value))))
 
     def with_totals(self, batch: Batch) -> Batch:
         """Return this rank's batch of a step, with the number of targets of the whole step."""
@@ -210,7 +209,7 @@ class Ranks:
         Args:
             hashes: the number of rows of each part of the data, and a hash of them.
         """
-        everyone = [hashes] if self.mesh is None else self.mesh.exchange("the rows", hashes)
+        everyone = self.exchange("the rows", hashes)
         for rank, each in enumerate(everyone):
             for name, (count, _) in everyone[0].items():
                 if each.get(name) != everyone[0][name]:
