@@ -17,7 +17,7 @@ from horizon_lm.integrations.trainer_checkpoints import TrainerCheckpoints
 from horizon_lm.integrations.trainer_plan import TrainerPlan
 from horizon_lm.integrations.trainer_ranks import TrainerRanks
 from horizon_lm.integrations.trainer_rows import longest_row
-from horizon_lm.optim.choosing import make_optimizer
+from horizon_lm.optim.choosing import decay_groups, make_optimizer
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.optimizers import by_other_name
 from horizon_lm.planning.render import summary_lines
@@ -148,14 +148,9 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
 
     def _own_optimizer(self, model: Any, name: str, moments: str) -> SlabOptimizer:
         trainer: Any = self
-        args, decayed = trainer.args, set(trainer.get_decay_parameter_names(model))
-        params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        groups = [
-            {"params": [p for name, p in params if name in decayed], "weight_decay": args.weight_decay},
-            {"params": [p for name, p in params if name not in decayed], "weight_decay": 0.0},
-        ]
-        used = [group for group in groups if group["params"]]
-        return make_optimizer(name, model, args, params=used, moments=moments, seed=args.seed)
+        args = trainer.args
+        params = decay_groups(model, set(trainer.get_decay_parameter_names(model)), args.weight_decay)
+        return make_optimizer(name, model, args, params=params, moments=moments, seed=args.seed)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. Explain what to do about a set whose reference was not computed before training."""

@@ -1,5 +1,6 @@
 """The optimizer of a run, by its name in run files."""
 
+from collections.abc import Collection
 from importlib import import_module
 from typing import Any
 
@@ -26,3 +27,13 @@ def make_optimizer(name: str, model: Any, settings: Any, **options: Any) -> Slab
     cls: Any = optimizer_class(name)
     made: SlabOptimizer = cls(model, **cls.hyperparameters(settings), **options)
     return made
+
+
+def decay_groups(model: Any, decayed: Collection[str], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the groups of the trainable parameters: those that decay, by name, and the others; none that is empty."""
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for name, param in params if name in decayed], "weight_decay": weight_decay},
+        {"params": [param for name, param in params if name not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

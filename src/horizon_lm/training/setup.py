@@ -2,7 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,10 +219,17 @@ def _build_scheduler(optimizer: Any, config: RunConfig, num_steps: int) -> Any:
     from transformers import get_scheduler
 
     num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
-    try:
+    with _calling_schedule(config):
         return get_scheduler(
             config.lr_scheduler_type, optimizer, num_warmup_steps, num_steps, config.lr_scheduler_kwargs
         )
+
+
+@contextmanager
+def _calling_schedule(config: RunConfig) -> Iterator[None]:
+    """Context manager: raise ConfigError for what the code of a schedule raises about its arguments."""
+    try:
+        yield
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
             f"lr_scheduler_kwargs: rejected by {config.lr_scheduler_type}: {first_line(error)}"
@@ -250,12 +258,8 @@ def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)
     scheduler = _build_scheduler(optimizer, config, num_steps)
     for step in range(0, num_steps, -(-num_steps // _RATES)):
-        try:
+        with _calling_schedule(config):
             share = scheduler.lr_lambdas[0](step)
-        except (TypeError, ValueError, ArithmeticError) as error:
-            raise ConfigError(
-                f"lr_scheduler_kwargs: rejected by {config.lr_scheduler_type}: {first_line(error)}"
-            ) from error
         if not (isinstance(share, int | float) and 0 <= share <= 1 + 1e-9):
             raise ConfigError(
                 f"lr_scheduler_kwargs: the learning rate of step {step + 1:,} would be {share:g} times learning_rate; correct them"
@@ -266,17 +270,12 @@ def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | Non
     """Return the parameter groups by transformers' rule: no weight decay for biases and norms. None without decay."""
     if not weight_decay:
         return None
-    from torch import nn
     from transformers.trainer_pt_utils import get_parameter_names
 
+    from horizon_lm.optim.choosing import decay_groups
+
     not_decayed = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], not_decayed))
-    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    groups = [
-        {"params": [param for name, param in params if name in decayed], "weight_decay": weight_decay},
-        {"params": [param for name, param in params if name not in decayed], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    return decay_groups(model, set(get_parameter_names(model, [nn.LayerNorm], not_decayed)), weight_decay)
 
 
 @dataclass(frozen=True, slots=True)
