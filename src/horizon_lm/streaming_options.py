@@ -63,6 +63,16 @@ class StreamingOptions:
         """True if batches are cut into micro-batches, whose gradients are summed."""
         return self.device_micro_batch_size is not None
 
+    @property
+    def chunked_head(self) -> bool:
+        """True if the loss is computed over chunks of tokens."""
+        return self.head == "chunked"
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """The tokens per chunk of logits, if they are chosen; None if all logits are computed at once."""
+        return self.head_chunk_tokens if self.chunked_head else None
+
     def rows_at_once(self, rows: int) -> int:
         """Return the rows of a micro-batch of a batch with this many rows."""
         return min(self.device_micro_batch_size or rows, rows)
@@ -73,8 +83,9 @@ class StreamingOptions:
 
     def choices(self) -> dict[str, Any]:
         """Return the options that a plan may choose, by name."""
-        found = {name: getattr(self, name) for name in self.names_of_choices()}
-        return found if self.head == "chunked" else found | {"head_chunk_tokens": None}
+        return {name: getattr(self, name) for name in self.names_of_choices()} | {
+            "head_chunk_tokens": self.chunk_tokens
+        }
 
     def with_choices(self, other: "StreamingOptions") -> Self:
         """Return these options with the choices of others."""

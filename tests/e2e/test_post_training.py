@@ -588,7 +588,7 @@ def test_all_forward_passes_are_planned(tmp_path: Path, model: Path, base: dict[
         "sample_prompts": ["What?"], "sample_max_new_tokens": 7,
     }  # fmt: skip
     config = as_config({**base, **settings})
-    request = make_request(config, open_source(config), RowShape(50, 40, prompt_length=4), 1, None, 0)
+    request = make_request(config, open_source(config), RowShape(50, 40, prompt_length=4), 1)
     shapes = {(each.rows, each.length, each.setting) for each in request.forwards}
     assert shapes == {(6, 40, "per_device_eval_batch_size"), (10, 50, "precompute_ref_batch_size"), (1, 11, "")}
     # two blocks of two heads of 8 numbers, keys and values, of 4 bytes

@@ -21,7 +21,7 @@ def working(
     boundary: int,
     tokens: int,
     head_peak: Linear[int],
-    head_chunk_tokens: int | None,
+    chunk_tokens: int | None,
     first: int = 0,
 ) -> Working:
     """Return the bytes that computations need, excluding weights and gradients.
@@ -31,12 +31,12 @@ def working(
         boundary: bytes of a block's input for the whole batch.
         tokens: tokens of the whole batch.
         head_peak: peak bytes of norm, head and loss, as a function of tokens.
-        head_chunk_tokens: tokens per chunk of logits; None if Hugging Face's code computes all logits together.
+        chunk_tokens: tokens per chunk of logits; None if Hugging Face's code computes all logits together.
         first: the first block with a gradient.
     """
     # The head also needs the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
-    at_once = tokens if head_chunk_tokens is None else min(tokens, head_chunk_tokens)
-    hidden = boundary if head_chunk_tokens is None else 2 * boundary + at_once * (boundary // tokens)
+    at_once = tokens if chunk_tokens is None else min(tokens, chunk_tokens)
+    hidden = boundary if chunk_tokens is None else 2 * boundary + at_once * (boundary // tokens)
     # Several micro-batches are concatenated: the output of a block in the forward pass, the gradient of its input in
     # the backward pass. The output of a single micro-batch is already the next block's boundary or the head's input.
     together, output = (2 * boundary, 0) if len(footprints) > 1 else (0, boundary)
@@ -80,7 +80,7 @@ def step_working(step: Step) -> Working:
         boundary=step.boundary,
         tokens=step.tokens,
         head_peak=outline.head_peak["chunked" if settings.chunked_head else "whole"],
-        head_chunk_tokens=settings.head_chunk_tokens if settings.chunked_head else None,
+        chunk_tokens=settings.chunk_tokens,
         first=outline.first_differentiated,
     )
 
@@ -110,7 +110,7 @@ def _forward(step: Step, batch: ForwardBatch) -> int:
     hidden = tokens * outline.sizes.hidden * outline.compute_bytes
     in_block = max(kind.forward_peak.at(max(1.0, at_once * in_rows)) for kind in outline.kinds)
     head = outline.head_peak["chunked" if settings.chunked_head else "whole"]
-    at_head = head.at(min(tokens, settings.head_chunk_tokens) if settings.chunked_head else tokens)
+    at_head = head.at(min(tokens, settings.chunk_tokens or tokens))
     masks = outline.shared.at(batch.rows * max(1.0, share**2)) - outline.shared.at(settings.rows)
     return int(3 * hidden + max(in_block, at_head) + max(0, masks) + batch.kept_bytes)
 

@@ -104,14 +104,14 @@ def make_plan(
     choice = choose(outline, request, machine)
     step, use = choice.step, device_use(choice.step)
     on_device = [*_device_items(step, use), *_reserved_items(machine)]
-    host = _host_items(step, use, request, machine)
+    host = _host_items(step, use, machine)
     typical = step if usual is None else replace(step, outline=usual)
     hardware = machine.hardware
     if hardware is not None and machine.page_lock_error:
         hardware = staged(hardware)
     time, save = None, None
     if priced and hardware is not None and not outline.unknown:
-        time, save = _times(typical, hardware, request, machine)
+        time, save = _times(typical, hardware, machine)
     num_bytes = request.download_bytes
     download = [Item("download", num_bytes, "the checkpoint to start from")] if num_bytes else []
     return Plan(
@@ -130,26 +130,24 @@ def make_plan(
         ],
         host=Budget("host", [item for item in host if item.num_bytes], machine.host_limits),
         device=Budget("device", [] if machine.on_host else on_device, [] if machine.on_host else machine.device_limits),
-        disk=Budget(
-            "disk", [*_disk_items(step, request), *([] if machine.download_limits else download)], machine.disk_limits
-        ),
+        disk=Budget("disk", [*_disk_items(step), *([] if machine.download_limits else download)], machine.disk_limits),
         download=Budget("download", download if machine.download_limits else [], machine.download_limits),
         buffers=Budget(
             "buffers",
-            [Item(*_named(kind, num_bytes)) for kind, num_bytes in use.buffers.items()],
+            _buffer_items(use),
             [Limit("device_memory", request.device_memory)] if request.device_memory is not None else [],
         ),
         time=time,
         save=save,
-        problems=_file_problems(step, request, machine),
+        problems=_file_problems(step, machine),
     )
 
 
-def _times(typical: Step, hardware: Hardware, request: Request, machine: Machine) -> tuple[StepTime, SaveTime | None]:
+def _times(typical: Step, hardware: Hardware, machine: Machine) -> tuple[StepTime, SaveTime | None]:
     """Return the time of a step with sequences of typical length, and of a checkpoint if there are any."""
-    threads, interconnect = machine.computing_threads, machine.interconnect
-    time = step_time(typical, hardware, threads, request.tokens_per_step, interconnect)
-    is_saved = request.saves.num and not request.saves.only_model and hardware.disk_write
+    settings, threads, interconnect = typical.settings, machine.computing_threads, machine.interconnect
+    time = step_time(typical, hardware, threads, interconnect)
+    is_saved = settings.saves.num and not settings.saves.only_model and hardware.disk_write
     return time, save_time(typical, hardware, threads, interconnect) if is_saved else None
 
 
@@ -205,7 +203,7 @@ def _shorter_step_reasons(step: Step, hardware: Hardware | None, machine: Machin
     if hardware is None or time is None or time.limited_by != "update" or step.settings.moments != "float32":
         return []
     lighter = replace(step, settings=replace(step.settings, moments="bfloat16"))
-    other = step_time(lighter, hardware, machine.computing_threads, interconnect=machine.interconnect)
+    other = step_time(lighter, hardware, machine.computing_threads, machine.interconnect)
     saved = 1 - other.seconds / time.seconds
     if saved < _NOTABLE_SHARE:
         return []
@@ -234,25 +232,23 @@ _DEVICE_NAMES = {
 def _device_items(step: Step, use: DeviceUse) -> list[Item]:
     residency, settings = step.settings.residency, step.settings
     rows = settings.slices[0]
-    named = [Item(*_named(kind, num_bytes)) for kind, num_bytes in use.buffers.items()]
     stay = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
     return [
-        *named,
+        *_buffer_items(use),
         *([Item("activation checkpoints", use.checkpoints, stay)] if use.checkpoints else []),
         Item(
             "activations and head workspace",
             use.activations,
             f"peak, {rows} × {step.outline.length:,} tokens in a block"
             + (f", {counted(residency.graphs, 'resident graph')}" if residency.graphs else "")
-            + (f", logits of {settings.head_chunk_tokens:,} tokens" if settings.chunked_head else ", all logits"),
+            + (", all logits" if settings.chunk_tokens is None else f", logits of {settings.chunk_tokens:,} tokens"),
         ),
         Item("masks and positions", use.shared, f"for {step.outline.attention} attention"),
     ]
 
 
-def _named(kind: str, num_bytes: int) -> tuple[str, int, str]:
-    name, note = _DEVICE_NAMES[kind]
-    return name, num_bytes, note
+def _buffer_items(use: DeviceUse) -> list[Item]:
+    return [Item(_DEVICE_NAMES[kind][0], num_bytes, _DEVICE_NAMES[kind][1]) for kind, num_bytes in use.buffers.items()]
 
 
 _COLLECTIVES = "sums of gradients, and what NCCL takes (estimate)"
@@ -280,15 +276,16 @@ _HOST_NAMES = {
 }
 
 
-def _host_items(step: Step, use: DeviceUse, request: Request, machine: Machine) -> list[Item]:
+def _host_items(step: Step, use: DeviceUse, machine: Machine) -> list[Item]:
     kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
-    count = "one" if request.optimizer.num_moments == 1 else "two"
-    names = {**_HOST_NAMES, "moments": ("moments", f"{count} per parameter ({request.optimizer.name})")}
+    optimizer = step.settings.optimizer
+    count = "one" if optimizer.num_moments == 1 else "two"
+    names = {**_HOST_NAMES, "moments": ("moments", f"{count} per parameter ({optimizer.name})")}
     items = [Item(names[kind][0], num_bytes, names[kind][1]) for kind, num_bytes in kept.items()]
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
-    workers = machine.compile_workers if request.compiled else 0
-    saved, width = _exported(step, request)
+    workers = machine.compile_workers if step.settings.compiled else 0
+    saved, width = _exported(step)
     largest = max(map(slab_elements, saved.units)) * width
     # The export follows the last step, when the memory of activations is free again.
     export = max(0, largest - (use.activations if machine.on_host else 0))
@@ -314,18 +311,18 @@ def _staging_reasons(host: Sequence[Item], machine: Machine) -> list[str]:
 _TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")
 
 
-def _exported(step: Step, request: Request) -> tuple[ModelSizes, int]:
+def _exported(step: Step) -> tuple[ModelSizes, int]:
     """Return the parameters of the exported model, and their bytes. PEFT saves the adapters alone, in float32."""
     outline = step.outline
-    return (outline.trained, 4) if outline.base_is_frozen else (outline.sizes, request.export_bytes)
+    return (outline.trained, 4) if outline.base_is_frozen else (outline.sizes, step.settings.export_bytes)
 
 
-def _disk_items(step: Step, request: Request) -> list[Item]:
-    saved, width = _exported(step, request)
+def _disk_items(step: Step) -> list[Item]:
+    saved, width = _exported(step)
     exported = saved.num_parameters * width
     of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
     items = [Item("exported model", exported, f"{width} bytes per parameter{of_adapters}")]
-    saves = request.saves
+    saves = step.settings.saves
     if saves.num:
         each = exported if saves.only_model or saves.with_model else 0
         if not saves.only_model:
@@ -339,11 +336,11 @@ def _disk_items(step: Step, request: Request) -> list[Item]:
 _LARGEST_FILE = 50 * 10**9  # of an exported model, which is cut into several above that
 
 
-def _file_problems(step: Step, request: Request, machine: Machine) -> list[str]:
+def _file_problems(step: Step, machine: Machine) -> list[str]:
     """Return why the run could not write a file, although there is room on the disk."""
-    saved, width = _exported(step, request)
+    saved, width = _exported(step)
     files = [("the exported model", min(saved.num_parameters * width, _LARGEST_FILE))]
-    if request.saves.num and not request.saves.only_model:
+    if step.settings.saves.num and not step.settings.saves.only_model:
         files.append(
             ("a checkpoint", largest_file_bytes(step.outline.sizes, step.outline.trained, step.host_settings()))
         )

@@ -54,11 +54,6 @@ class StepSettings(Request):
         return replace(self, **residency.options())
 
     @property
-    def chunked_head(self) -> bool:
-        """True if the loss is computed over chunks of tokens."""
-        return self.head == "chunked"
-
-    @property
     def slices(self) -> list[int]:
         """Sizes of the device micro-batches."""
         size = self.rows_at_once(self.rows)
@@ -370,11 +365,11 @@ class StepCost:
         outline, settings = self._outline, self._settings
         weights = sum(outline.sizes.head)
         forward, backward = outline.head_forward, outline.head_backward
-        if not settings.chunked_head:
+        if settings.chunk_tokens is None:
             return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
         if op.kind == Kind.BACKWARD and trained:  # the forward pass computed the gradients, which are only scaled here
             return Work(moved_bytes=8.0 * weights + 2 * self._step.boundary)
-        chunks = -(-tokens // settings.head_chunk_tokens)
+        chunks = -(-tokens // settings.chunk_tokens)
         work = forward.at(tokens / chunks) * chunks
         if trained or op.kind == Kind.BACKWARD:
             work += backward.at(tokens / chunks) * chunks

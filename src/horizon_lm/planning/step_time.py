@@ -64,7 +64,6 @@ def step_time(
     step: Step,
     hardware: Hardware,
     computing_threads: int | None = None,
-    tokens: float | None = None,
     interconnect: Interconnect | None = None,
 ) -> StepTime:
     """Simulate one of many consecutive steps on a machine.
@@ -73,7 +72,6 @@ def step_time(
         step: the step.
         hardware: the machine.
         computing_threads: as in `planning.step.rates`.
-        tokens: tokens of the step without padding, of one rank; None for a step without padding.
         interconnect: the links between several ranks, of which ``hardware`` is one's share; None for one rank.
     """
     passes, cost = step.passes(), step.cost(hardware, interconnect)
@@ -89,7 +87,7 @@ def step_time(
     shifted = [Span(s.op, s.start - begin, s.end - begin, s.reached - begin) for s in spans]
     return StepTime(
         seconds=seconds,
-        tokens_per_second=(tokens or step.tokens) * step.settings.num_ranks / seconds,
+        tokens_per_second=(step.settings.tokens_per_step or step.tokens) * step.settings.num_ranks / seconds,
         model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12,
         limited_by=_limited_by(saved, seconds),
         exposed_seconds=exposed,

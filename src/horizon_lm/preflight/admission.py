@@ -65,8 +65,10 @@ def plan_run(
     usual = None
     if rows.usual_length and machine.hardware is not None:
         usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
-    request = make_request(run, source, rows, source.checkpoint_bytes(outline.sizes), num_steps, saves)
-    request = replace(request, shard=shard, num_ranks=num_ranks)
+    stored_bytes = source.checkpoint_bytes(outline.sizes)
+    request = make_request(
+        run, source, rows, stored_bytes, num_steps=num_steps, saves=saves, shard=shard, num_ranks=num_ranks
+    )
     if not machine.on_host and not machine.is_connected:
         machine = replace(machine, collective_bytes=_collective_bytes(shard.count, num_ranks, machine.interconnect))
     if outline.whole_head_only:
@@ -122,10 +124,8 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
-def make_request(
-    run: RunConfig, source: Source, rows: RowShape, stored_bytes: int, num_steps: int | None, saves: Saves
-) -> Request:
-    """Convert the settings of a run to a request to the planner."""
+def make_request(run: RunConfig, source: Source, rows: RowShape, stored_bytes: int, **others: Any) -> Request:
+    """Convert the settings of a run to a request to the planner. ``others``: fields that no setting has."""
     grad = run.grad_dtype or ("float32" if run.precision == "float32" or run.use_peft else "bfloat16")
     return Request(
         **StreamingOptions.of(run),
@@ -141,11 +141,10 @@ def make_request(
         forwards=tuple(_forwards(run, source, rows)),
         distinct_tokens=rows.distinct_tokens,
         tokens_per_step=rows.tokens,
-        num_steps=num_steps,
-        saves=saves,
         export_bytes=_ITEMSIZE[run.exported_dtype] if run.exported_dtype else source.stored_bytes,
         stored_bytes=stored_bytes,
         download_bytes=0 if source.is_local else stored_bytes,
+        **others,
     )
 
 

@@ -138,7 +138,7 @@ class DeviceBuffers:
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
         head_dtype = parts.head_dtype(dtype)
         self.head_weights = Slots(device, "head_weights", 1, head, head_dtype)
-        head_grad_dtype = torch.float32 if options.head == "chunked" else head_dtype
+        head_grad_dtype = torch.float32 if options.chunked_head else head_dtype
         self.head_grads = Slots(device, "head_grads", 1, head, head_grad_dtype)
         self.outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
         self.outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)

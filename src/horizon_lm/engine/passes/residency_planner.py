@@ -48,7 +48,7 @@ def plan_device(
         boundary=tokens * hidden.shape[-1] * hidden.element_size(),
         tokens=tokens,
         head_peak=options.head_peak,
-        head_chunk_tokens=options.head_chunk_tokens if options.head == "chunked" else None,
+        chunk_tokens=options.chunk_tokens,
         first=first,
     )
 
@@ -89,7 +89,7 @@ def _buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSetti
         compute_bytes=options.compute_dtype.itemsize,
         grad_bytes=engine.store.precision.grad_dtype.itemsize,
         micro_batches=options.in_micro_batches,
-        chunked_head=options.head == "chunked",
+        chunked_head=options.chunked_head,
         offloaded=offloaded,
         table_rows=engine.expected.table_rows(most_tokens * num_ranks, sizes.vocabulary),
         shard=engine.store.shard,
