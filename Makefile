@@ -8,7 +8,7 @@ export TORCH
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced limit on device memory, about 5 minutes (FAST=1: 8 steps, about 90 seconds)"
-	@echo "make test   lint, types, imports and the test suite"
+	@echo "make test   lint, types, imports and the test suite (DURATIONS=30: list the slowest tests)"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
 	@echo "make test-peers  a few of PEFT's own tests, from its sdist, on streamed models"
 	@echo "make golden compare losses, weights and plans bit for bit with those of the first call, in .cache/golden.json"
@@ -21,7 +21,7 @@ demo:
 	@python=$$(scripts/bootstrap.sh gguf --demo) && $$python examples/demo.py $(if $(FAST),--fast)
 
 test: lint
-	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest -n 2 --dist worksteal
+	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest -n 2 --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
 
 test-oldest:
 	@scripts/test_oldest.sh $(TESTS)

@@ -13,7 +13,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from horizon_lm.report.page import write_report
-from tests.unit.report_run import write_run
+from tests.report.report_run import write_run
 
 NAME = 'Meadow <script>document.title = "run"</script> & <img src=x onerror=alert(1)>'
 HEADINGS = [

@@ -19,7 +19,7 @@ def device(request: pytest.FixtureRequest, accelerator: Accelerator, monkeypatch
     if request.param == "torch":
         monkeypatch.setattr(decoding, "has_triton", lambda: False)
     elif not accelerator.is_cuda or importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton's kernels need a GPU; tests/unit/test_decoding.py has them interpreted")
+        pytest.skip("Triton's kernels need a GPU; tests/kernels/test_decoding.py has them interpreted")
     return accelerator.torch_device.type
 
 

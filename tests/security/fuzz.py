@@ -30,8 +30,8 @@ from horizon_lm.planning.catalog import published, read_profile
 from horizon_lm.report.page import write_report
 from horizon_lm.report.run_files import PLAN, SETTINGS, load_run
 from horizon_lm.store.checkpoint_reader import Checkpoint, read_headers
+from tests.report import report_run
 from tests.support.changed_bytes import changed_bytes
-from tests.unit import report_run
 
 CORPUS = Path(__file__).with_name("corpus")
 Reader = Callable[[Path], object]

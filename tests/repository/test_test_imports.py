@@ -26,9 +26,9 @@ def test_no_file_imports_from_a_test() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from tests.unit.test_data import write",
+        "from tests.data.test_data import write",
         "    from tests.gpu.conftest import Accelerator",
-        "from tests.unit import test_data",
+        "from tests.data import test_data",
     ],
 )
 def test_such_an_import_is_found(tmp_path: Path, line: str) -> None:

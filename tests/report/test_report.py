@@ -31,8 +31,8 @@ from horizon_lm.report.page import build_page, figure_json
 from horizon_lm.report.run_files import load_run, read_metrics, read_plan
 from horizon_lm.report.steps import StepView, step_views
 from horizon_lm.report.summary import count, duration, summarise
-from tests.unit import report_run
-from tests.unit.report_run import GIB, metrics_file, span, step, taken, trace_file, training
+from tests.report import report_run
+from tests.report.report_run import GIB, metrics_file, span, step, taken, trace_file, training
 
 FILES = ("metrics.jsonl", "config.yaml", "plan.json", "predicted_trace.json", "trace.json")
 
