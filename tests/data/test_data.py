@@ -25,7 +25,7 @@ from horizon_lm.data.loader import Sampler, batch_from, collate
 from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, prepare
 from horizon_lm.data.sources import open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
-from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
+from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
 from horizon_lm.errors import ConfigError, DataError
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import ANSWER, USER, conversation, messages, prepared, trained_text, write
@@ -344,7 +344,7 @@ def test_targets_by_train_on(example: Any, train_on: str | None, trained: str) -
     tokenizer = build_tokenizer()
     (tokens,) = ExampleTokenizer(tokenizer, train_on, max_length=None).tokenize(example)
     assert tokenizer.decode(tokens.ids[tokens.trained]) == trained
-    assert tokens.has_end
+    assert RowFlag.MISSING_EOS not in tokens.flags
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,11 @@ def test_train_on_that_does_not_suit_the_example(example: Any, train_on: str) ->
 def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Path) -> None:
     rows = [messages("Who?", "The keeper."), messages("q" * 60, "never seen"), messages("Who?", "I" * 60)]
     table, report = prepared(write(tmp_path, rows), max_length=30)
-    assert (len(table), report.truncated.count, report.truncated_answers.count, report.without_targets.count) == (
+    assert (
+        len(table),
+        *(report.flagged[flag].count for flag in (RowFlag.TRUNCATED, RowFlag.LOST_TARGETS)),
+        report.without_targets.count,
+    ) == (
         2,
         2,
         1,

@@ -9,7 +9,7 @@ from tokenizers import processors
 from horizon_lm.data.chat_template import ChatRenderer
 from horizon_lm.data.checks import check_rows
 from horizon_lm.data.conversations import Completion, Conversation, RowError
-from horizon_lm.data.tokenize import ExampleTokenizer
+from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import ANSWER, USER, conversation, messages, prepared, trained_text, write
 
@@ -44,17 +44,15 @@ def test_dropped_reasoning_and_tools_are_reported(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     path = write(tmp_path, [plain, thought, {**plain, "tools": [tool]}])
     _, report = prepared(path)
-    assert (
-        report.dropped_by_template.count,
-        [place.rpartition(":")[2] for place in report.dropped_by_template.places],
-    ) == (2, ["2", "3"])
+    dropped = report.flagged[RowFlag.DROPPED_BY_TEMPLATE]
+    assert (dropped.count, [place.rpartition(":")[2] for place in dropped.places]) == (2, ["2", "3"])
     findings = "\n".join(map(str, check_rows(report, build_tokenizer())))
     assert "messages, reasoning or tools that the chat template drops: 2 (" in findings
     knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
         "+ message['content'] +", "+ message.get('reasoning_content', '') + message['content'] +"
     )
     _, report = prepared(path, chat_template=knowing)
-    assert report.dropped_by_template.count == 0
+    assert report.flagged[RowFlag.DROPPED_BY_TEMPLATE].count == 0
 
 
 def test_dropped_roles_are_reported(tmp_path: Path) -> None:
@@ -62,7 +60,7 @@ def test_dropped_roles_are_reported(tmp_path: Path) -> None:
     template = "{% for message in messages if message.role != 'developer' %}" + CHATML.partition("%}")[2]
     rows = [{"messages": [{"role": "developer", "content": text}, USER, ANSWER]} for text in ("Be short.", "keeper")]
     _, report = prepared(write(tmp_path, rows), chat_template=template)
-    assert report.dropped_by_template.count == 2
+    assert report.flagged[RowFlag.DROPPED_BY_TEMPLATE].count == 2
 
 
 def test_dropped_answer_is_rejected() -> None:

@@ -15,6 +15,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
 from horizon_lm.data.checks import Finding, reject_errors
+from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.preflight.inputs import fetch_source
 from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
@@ -45,7 +46,7 @@ class Inspection:
         tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
         numbers: dict[str, Any] = {
             "rows_read": report.read,
-            "cut": report.truncated.count,
+            "cut": report.flagged[RowFlag.TRUNCATED].count,
             "left_out": report.without_targets.count,
             "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
             "rows": len(rows),

@@ -8,6 +8,7 @@ import numpy as np
 
 from horizon_lm.data.preprocess import ExampleCounts, Report
 from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.errors import DataError
 
 _EMPTY_THINKING = ("<think></think>", "<think>\n</think>", "<think>\n\n</think>")
@@ -52,15 +53,15 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
         Finding(False, "have no token to train on", "they are left out; raise max_length, or check their answers", report.without_targets),
         Finding(
             False, "lost tokens to train on by truncation", "the model learns answers without their end; raise max_length",
-            report.truncated_answers,
+            report.flagged[RowFlag.LOST_TARGETS],
         ),
         Finding(
             False, "have an answer that no end-of-turn token follows", "the model may not learn to stop; check the chat template",
-            report.missing_eos,
+            report.flagged[RowFlag.MISSING_EOS],
         ),
         Finding(
             False, "have messages, reasoning or tools that the chat template drops",
-            "the model does not see them; set chat_template_path to a template that renders them", report.dropped_by_template,
+            "the model does not see them; set chat_template_path to a template that renders them", report.flagged[RowFlag.DROPPED_BY_TEMPLATE],
         ),
         Finding(
             False, f"have fields that are not used ({', '.join(map(repr, sorted(report.unused_fields)))})",
@@ -68,11 +69,11 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
         ),
         Finding(
             False, "have a special token in the text of a prompt",
-            "the model reads it as such, so a text may end its own turn; remove it, or write it differently", report.special_text,
+            "the model reads it as such, so a text may end its own turn; remove it, or write it differently", report.flagged[RowFlag.SPECIAL_TEXT],
         ),
         Finding(
             False, "have prompt and completion as text, so the chat template is not applied",
-            "fine for a base model; otherwise write them as messages, or rename the fields to instruction and output", report.untemplated,
+            "fine for a base model; otherwise write them as messages, or rename the fields to instruction and output", report.flagged[RowFlag.UNTEMPLATED],
         ),
         Finding(
             False, "train on an empty thinking block", "the model learns not to think; add the reasoning, or remove the blocks",

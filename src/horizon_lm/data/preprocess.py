@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from horizon_lm.data.row_fields import reject_other_rows, reject_placeholders, u
 from horizon_lm.data.sources import Source, cannot_be_cached, digest, open_source, progress_bars
 from horizon_lm.data.table_cache import discard_altered_beside, record
 from horizon_lm.data.token_dataset import Part, TokenTable
-from horizon_lm.data.tokenize import ExampleTokenizer, Tokens
+from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
 from horizon_lm.data.workers import ending_with_us
 from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
@@ -28,10 +29,6 @@ _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
 _ROWS_INSPECTED = 1000  # rows searched for optional fields
 _PLACES_SHOWN = 3  # maximum number of rows listed in a finding
-# Bits of a row's flags; `Report` counts the rows with each flag.
-TRUNCATED, MISSING_EOS, TRUNCATED_ANSWER, DROPPED_BY_TEMPLATE, UNTEMPLATED, SPECIAL_TEXT = (
-    1 << bit for bit in range(6)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +73,16 @@ class Report:
     Attributes:
         rows: rows with at least one target.
         read: number of rows read.
-        truncated, truncated_answers: truncated rows, and truncated rows that lost targets.
+        flagged: rows with each flag.
         without_targets: rows without targets.
-        missing_eos: rows with an answer that no end-of-turn token follows.
-        dropped_by_template: rows with messages, reasoning or tools that the chat template drops.
-        untemplated: prompts and completions as text, to which the chat template is not applied.
-        special_text: rows with a special token in a message of another than the assistant.
         unused: rows with fields that are not used, among the first ones of each dataset.
         unused_fields: the names of these fields.
     """
 
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
     read: int = 0
-    truncated: ExampleCounts = field(default_factory=ExampleCounts)
-    truncated_answers: ExampleCounts = field(default_factory=ExampleCounts)
+    flagged: dict[RowFlag, ExampleCounts] = field(default_factory=lambda: {flag: ExampleCounts() for flag in RowFlag})
     without_targets: ExampleCounts = field(default_factory=ExampleCounts)
-    missing_eos: ExampleCounts = field(default_factory=ExampleCounts)
-    dropped_by_template: ExampleCounts = field(default_factory=ExampleCounts)
-    untemplated: ExampleCounts = field(default_factory=ExampleCounts)
-    special_text: ExampleCounts = field(default_factory=ExampleCounts)
     unused: ExampleCounts = field(default_factory=ExampleCounts)
     unused_fields: set[str] = field(default_factory=set)
 
@@ -321,7 +309,7 @@ def _tokenize_rows(
     sequences = [tokens for tokens, _ in tokenized]
     result: dict[str, list[Any]] = {
         "num_targets": [_num_targets(each) for each in sequences],
-        "flags": [_flags(each) for each in sequences],
+        "flags": [int(reduce(or_, (tokens.flags for tokens in each))) for each in sequences],
         "problem": [problem for _, problem in tokenized],
     }
     for index, (ids, trained) in enumerate(
@@ -355,18 +343,6 @@ def _num_targets(sequences: Sequence[Tokens]) -> int:
     return sum(counts) if all(counts) else 0
 
 
-def _flags(sequences: Sequence[Tokens]) -> int:
-    flags = {
-        TRUNCATED: any(each.is_truncated for each in sequences),
-        MISSING_EOS: not all(each.has_end for each in sequences),
-        TRUNCATED_ANSWER: any(each.lost_targets for each in sequences),
-        DROPPED_BY_TEMPLATE: not all(each.is_complete for each in sequences),
-        UNTEMPLATED: any(each.is_untemplated for each in sequences),
-        SPECIAL_TEXT: any(each.has_special_text for each in sequences),
-    }
-    return sum(bit for bit, is_set in flags.items() if is_set)
-
-
 def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: Report) -> Part:
     """Select the rows of a dataset to use, and count the flags of its rows in the report."""
     chosen = np.arange(len(table))
@@ -375,12 +351,9 @@ def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: 
         chosen = np.sort(np.random.default_rng((options.seed, len(table))).permutation(len(table))[:number])
     report.read += len(chosen)
     flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
-    report.truncated.add(chosen[(flags[chosen] & TRUNCATED) != 0], source.place)
-    report.missing_eos.add(chosen[(flags[chosen] & MISSING_EOS) != 0], source.place)
     report.without_targets.add(chosen[targets[chosen] == 0], source.place)
-    chosen = chosen[targets[chosen] > 0]
-    report.untemplated.add(chosen[(flags[chosen] & UNTEMPLATED) != 0], source.place)
-    report.special_text.add(chosen[(flags[chosen] & SPECIAL_TEXT) != 0], source.place)
-    report.dropped_by_template.add(chosen[(flags[chosen] & DROPPED_BY_TEMPLATE) != 0], source.place)
-    report.truncated_answers.add(chosen[(flags[chosen] & TRUNCATED_ANSWER) != 0], source.place)
-    return Part(table, source.place, chosen, source.config.weight)
+    with_targets = chosen[targets[chosen] > 0]
+    for flag, rows in report.flagged.items():
+        among = chosen if flag in RowFlag.TRUNCATED | RowFlag.MISSING_EOS else with_targets
+        rows.add(among[(flags[among] & flag) != 0], source.place)
+    return Part(table, source.place, with_targets, source.config.weight)

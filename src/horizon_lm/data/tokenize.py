@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntFlag
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,20 @@ from horizon_lm.data.conversations import (
 )
 
 
+class RowFlag(IntFlag):
+    """Facts about a row that are counted and reported. Cached tables have their numbers."""
+
+    TRUNCATED = 1
+    MISSING_EOS = 2  # no end-of-turn token follows an answer
+    LOST_TARGETS = 4  # by truncation
+    DROPPED_BY_TEMPLATE = 8  # messages, reasoning or tools
+    UNTEMPLATED = 16  # prompt and completion as text, although the tokenizer has a chat template
+    SPECIAL_TEXT = 32  # a special token in a message of another than the assistant
+
+
+_NONE = RowFlag(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """A tokenized sequence.
@@ -26,22 +41,12 @@ class Tokens:
     Attributes:
         ids: token ids, int32 (T,).
         trained: mask of the targets, bool (T,). The first token is never a target, since nothing predicts it.
-        has_end: True if an end token follows every answer.
-        is_truncated: True if the sequence was truncated.
-        lost_targets: True if truncation removed targets.
-        is_complete: True if the chat template rendered every part of the example.
-        is_untemplated: True for a prompt and a completion as text although the tokenizer has a chat template.
-        has_special_text: True if a message of another than the assistant has a special token.
+        flags: facts to report.
     """
 
     ids: np.ndarray
     trained: np.ndarray
-    has_end: bool = True
-    is_truncated: bool = False
-    lost_targets: bool = False
-    is_complete: bool = True
-    is_untemplated: bool = False
-    has_special_text: bool = False
+    flags: RowFlag = _NONE
 
     @property
     def num_targets(self) -> int:
@@ -52,8 +57,12 @@ class Tokens:
         """Return the first ``length`` tokens, or all tokens if ``length`` is None."""
         if length is None or len(self.ids) <= length:
             return self
-        lost = bool(self.trained[length:].any())
-        return replace(self, ids=self.ids[:length], trained=self.trained[:length], is_truncated=True, lost_targets=lost)
+        flags = self.flags | RowFlag.TRUNCATED | _flag(RowFlag.LOST_TARGETS, self.trained[length:].any())
+        return replace(self, ids=self.ids[:length], trained=self.trained[:length], flags=flags)
+
+
+def _flag(flag: RowFlag, is_set: object) -> RowFlag:
+    return flag if is_set else _NONE
 
 
 class ExampleTokenizer:
@@ -91,7 +100,7 @@ class ExampleTokenizer:
         if self._train_on in ("assistant", "completion"):
             raise RowError(f"a text has no prompt or assistant for train_on: {self._train_on}; remove train_on")
         ids = np.array(self._tokenizer(self._with_eos(example.text))["input_ids"], dtype=np.int32)
-        return Tokens(ids, np.ones(len(ids), dtype=bool), has_end=self._tokenizer.eos_token is not None)
+        return Tokens(ids, np.ones(len(ids), dtype=bool), _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None))
 
     def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
         if isinstance(example, Completion):
@@ -99,10 +108,12 @@ class ExampleTokenizer:
         rendered = self.renderer.render(example)
         default = "assistant" if example.num_prompt is None else "completion"
         trained = _TARGET_MASKS[train_on or default](rendered.assistant, example)
-        return Tokens(
-            rendered.ids.astype(np.int32), trained, rendered.has_end, is_complete=rendered.is_complete,
-            has_special_text=self._has_special_text(example),
-        )  # fmt: skip
+        flags = (
+            _flag(RowFlag.MISSING_EOS, not rendered.has_end)
+            | _flag(RowFlag.DROPPED_BY_TEMPLATE, not rendered.is_complete)
+            | _flag(RowFlag.SPECIAL_TEXT, self._has_special_text(example))
+        )
+        return Tokens(rendered.ids.astype(np.int32), trained, flags)
 
     def _has_special_text(self, example: Conversation) -> bool:
         """Return whether a message of another than the assistant has a special token, which the model reads as such."""
@@ -127,8 +138,8 @@ class ExampleTokenizer:
         # A token that spans both belongs to the completion, and so do tokens that the tokenizer appends.
         completion = np.cumsum(np.array(encoded["offset_mapping"])[:, 1] > len(example.prompt)) > 0
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
-        has_template = self._tokenizer.chat_template is not None
-        return Tokens(ids, trained, has_end=self._tokenizer.eos_token is not None, is_untemplated=has_template)
+        flags = _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
+        return Tokens(ids, trained, flags | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None))
 
     def _with_eos(self, text: str) -> str:
         end = self._tokenizer.eos_token
