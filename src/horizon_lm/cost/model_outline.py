@@ -11,13 +11,13 @@ from torch.utils import _pytree as pytree
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls
-from horizon_lm.cost.examination import examine
 from horizon_lm.cost.head_probe import head_peak, head_work
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
+from horizon_lm.model.examination import examine
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts

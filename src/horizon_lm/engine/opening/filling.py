@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.cost.examination import Examined
 from horizon_lm.distributed.alike import copy_from_first
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.whole_units import sharing_moved
@@ -23,6 +22,7 @@ from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.examination import Examined
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.store.checkpoint_loader import rounded_sentence
 from horizon_lm.store.store import Store

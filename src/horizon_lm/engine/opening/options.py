@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from horizon_lm.cost.block_probe import find_written
-from horizon_lm.cost.examination import Examined, examine
 from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
@@ -25,6 +24,7 @@ from horizon_lm.engine.passes.recompute import outside_inference_mode
 from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
 from horizon_lm.model import capture
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
+from horizon_lm.model.examination import Examined, examine
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.units import find_parts
