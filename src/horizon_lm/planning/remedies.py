@@ -1,7 +1,7 @@
 """Find the changes of settings with which a run would fit, and state the cost of each change."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -22,16 +22,20 @@ class Change:
     """A change of a run's settings.
 
     Attributes:
-        settings: changed settings by their names in a run file.
+        settings: changed settings by their names in a run file; those that a `Request` has are changed in it, too.
         cost: drawback of the change, for the message.
-        of_request: the same change as fields of a `Request`.
+        of_request: fields of a `Request` that follow from them.
         of_outline: the same change as arguments of `OutlineFor`.
     """
 
     settings: Mapping[str, Any]
     cost: str
-    of_request: Mapping[str, Any]
-    of_outline: Mapping[str, Any]
+    of_request: Mapping[str, Any] = field(default_factory=dict)
+    of_outline: Mapping[str, Any] = field(default_factory=dict)
+
+    def request_fields(self) -> dict[str, Any]:
+        """Return all that changes in a request, by name."""
+        return {name: self.settings[name] for name in Request.names() if name in self.settings} | dict(self.of_request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ def _try(request: Request, machine: Machine, parts: list[Change], outline_for: O
     outlined: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for part in parts:
-        changed |= part.of_request
+        changed |= part.request_fields()
         outlined |= part.of_outline
         settings |= part.settings
     plan = make_plan(outline_for(**outlined), replace(request, **changed), machine, priced=False)
@@ -137,65 +141,59 @@ def _fewer_rows(request: Request) -> Iterator[Change]:
     # A smaller batch helps, because block inputs of the whole batch exist between blocks.
     cost = "a quarter of the examples per step, so another learning rate may be needed"
     if request.gradient_accumulation_steps >= 4:
-        yield _plain(cost, gradient_accumulation_steps=request.gradient_accumulation_steps // 4)
+        yield Change({"gradient_accumulation_steps": request.gradient_accumulation_steps // 4}, cost)
     elif request.per_device_train_batch_size >= 4:
-        yield _plain(cost, per_device_train_batch_size=request.per_device_train_batch_size // 4)
+        yield Change({"per_device_train_batch_size": request.per_device_train_batch_size // 4}, cost)
 
 
 def _one_row() -> Change:
     cost = "one example per step, so a much smaller learning rate is needed"
-    return _plain(cost, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-
-
-def _plain(cost: str, **settings: Any) -> Change:
-    """Return a change whose settings have the same names in a run and in a request."""
-    return Change(settings, cost, settings, {})
+    return Change({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}, cost)
 
 
 def _less_at_once(plan: Plan) -> Iterator[Change]:
     request, step = plan.request, plan.step
     if request.head == "whole":
-        yield _plain("loss over chunks of tokens, so no logits are returned", head="chunked")
+        yield Change({"head": "chunked"}, "loss over chunks of tokens, so no logits are returned")
     for size in sorted({max(1, step.settings.slices[0] // 4), 1}, reverse=True):
         if size < step.settings.slices[0]:
-            yield _plain("more and smaller micro-batches: slightly slower", device_micro_batch_size=size)
+            yield Change({"device_micro_batch_size": size}, "more and smaller micro-batches: slightly slower")
     for index, batch in enumerate(request.forwards):
         if batch.setting and batch.rows > request.sequences:
             size = max(1, batch.rows // request.sequences // 8)
             others = list(request.forwards)
             others[index] = replace(batch, rows=size * request.sequences)
             cost = "smaller batches in passes without gradients"
-            yield Change({batch.setting: size}, cost, {"forwards": tuple(others)}, {})
+            yield Change({batch.setting: size}, cost, {"forwards": tuple(others)})
     if (
         request.resident_blocks
         or request.resident_graphs
         or (request.activation_checkpoints == "device" and not plan.machine.on_host)
     ):
         settings = {"activation_checkpoints": "host", "resident_blocks": 0, "resident_graphs": 0}
-        yield Change(settings, "more transfers and recomputation", settings, {})
+        yield Change(settings, "more transfers and recomputation")
     if plan.buffers.deficit:
         needed = f"{-(-plan.buffers.num_bytes // 2**20)}MiB"
-        cost = "more device memory in use"
-        yield Change({"device_memory": needed}, cost, {"device_memory": parse_bytes(needed)}, {})
+        yield Change({"device_memory": needed}, "more device memory in use", {"device_memory": parse_bytes(needed)})
 
 
 def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
     moment_bytes = request.optimizer.moment_bytes
     if request.moments == "float32":
         less = moment_bytes("float32") - moment_bytes("bfloat16")
-        yield _plain(f"moments in bf16 with stochastic rounding: {less} bytes less per parameter", moments="bfloat16")
+        cost = f"moments in bf16 with stochastic rounding: {less} bytes less per parameter"
+        yield Change({"moments": "bfloat16"}, cost)
     if request.moments != "8bit":
         less = moment_bytes(request.moments) - moment_bytes("8bit")
-        yield _plain(f"8-bit moments: {less} bytes less per parameter, but less exact updates", moments="8bit")
+        yield Change({"moments": "8bit"}, f"8-bit moments: {less} bytes less per parameter, but less exact updates")
     if request.precision != "bf16":
         grad_bytes = 2 if request.grad_dtype is None else request.grad_bytes
         less = 2 + request.grad_bytes - grad_bytes
         cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
-        yield Change({"precision": "bf16"}, cost, {"precision": "bf16", "grad_bytes": grad_bytes}, {})
+        yield Change({"precision": "bf16"}, cost, {"grad_bytes": grad_bytes})
     if not request.update_in_backward and not request.skips_steps:
-        settings = {"update_in_backward": True, "max_grad_norm": 0}
         cost = f"no gradient store: {request.grad_bytes} bytes less per parameter, but no clipping of the global norm"
-        yield Change(settings, cost, {"update_in_backward": True}, {})
+        yield Change({"update_in_backward": True, "max_grad_norm": 0}, cost)
 
 
 def _shorter_rows(plan: Plan) -> Iterator[Change]:
@@ -203,8 +201,8 @@ def _shorter_rows(plan: Plan) -> Iterator[Change]:
     for tokens in (4096, 1024):
         if length > tokens:
             cost = "feed-forward layers run in chunks of tokens, and again in the backward pass"
-            yield Change({"mlp_chunk_tokens": tokens}, cost, {}, {"mlp_chunk_tokens": tokens})
+            yield Change({"mlp_chunk_tokens": tokens}, cost, of_outline={"mlp_chunk_tokens": tokens})
             break
     if length >= 512:
         half = length // 2
-        yield Change({"max_length": half}, "longer examples are truncated", {}, {"length": half})
+        yield Change({"max_length": half}, "longer examples are truncated", of_outline={"length": half})
