@@ -95,8 +95,6 @@ class ModelForward:
         self.engine.reconfigure(options)
         # What was planned holds for the old micro-batch; a new planner plans for the next batch again.
         self._runner.planner = ResidencyPlanner(self.engine)
-        if self._chunked is not None:
-            self._chunked.head.chunk_tokens = options.head_chunk_tokens
 
     def check_gradients(self, num_blocks: int) -> None:
         """Compare blocks with plain autograd in the next backward pass. Gradients must be empty before it.

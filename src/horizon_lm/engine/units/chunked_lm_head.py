@@ -36,7 +36,6 @@ class ChunkedLmHead:
 
     def __init__(self, head: LmHead, path: ChunkedPath, call_model: Callable[..., Any]) -> None:
         self.head, self.engine, self.path, self.call_model = head, head.engine, path, call_model
-        self.chunk_tokens = self.engine.options.head_chunk_tokens
         self._active = False  # the forward pass over the whole batch is running, without the head
         self._skips_norm = False  # the final norm is also skipped and left to the chunks
         self._norm_input: dict[int, torch.Tensor] = {}  # by place in the lock-step, (B, T, H)
@@ -45,6 +44,11 @@ class ChunkedLmHead:
         self._vocabulary = self.engine.parts.sizes().vocabulary
         self._head_attributes = self._attributes_of(head.module)
         self.norm_attributes = self._attributes_of(self.engine.parts.final_norm)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a chunk, which `reconfigure` may change."""
+        return self.engine.options.head_chunk_tokens
 
     def _attributes_of(self, owner: Any) -> dict[str, str]:
         """Return the attributes of a module that are parameters, by the parameter's full name."""
