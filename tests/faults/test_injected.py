@@ -11,6 +11,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.engine.host.host_grads import HostGrads
 from horizon_lm.errors import PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind
 from tests.support import tiny_models
@@ -222,6 +223,30 @@ def test_a_fault_inside_an_update_leaves_a_partial_update(monkeypatch: pytest.Mo
     for use in (lambda: model(**tiny_models.batch()), optimizer.step, model.state_dict):
         with pytest.raises(PartialUpdateError):
             use()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_fault_at_the_end_of_a_backward_pass(monkeypatch: pytest.MonkeyPatch, in_backward: bool) -> None:
+    """The end is called by autograd, outside of all nodes. Ranks exchange there what has landed, and a rank may be gone."""
+
+    def fail(*arguments: Any) -> None:
+        raise InjectedError
+
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
+    optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
+    step(model, optimizer, 1)
+    owner, name = (horizon_lm.AdamW, "table") if in_backward else (HostGrads, "publish")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(InjectedError):
+            step(model, optimizer, 2)
+    assert_idle(model)
+    assert optimizer.partial_update == in_backward
+    with pytest.raises(PartialUpdateError if in_backward else StreamingError):
+        optimizer.step()
+    if not in_backward:
+        optimizer.zero_grad()
+        step(model, optimizer, 2)
 
 
 def test_a_fault_in_foreign_code_between_blocks(undisturbed: Any) -> None:

@@ -129,6 +129,15 @@ def test_adapters_on_a_quantized_base(published: Any, tmp_path: Path, family: st
     assert all(torch.equal(store.packed(name), data) for name, data in before.items())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_checked_gradients(published: Any) -> None:
+    """The reference is computed with decoded weights. Of quantized ones, the store has no others."""
+    model = horizon_lm.from_pretrained(published("llama", "nf4"), "cpu", "float32", check_gradients=2)
+    get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    model(**tiny_models.batch()).loss.backward()
+    assert model._horizon.blocks.gradient_check is None
+
+
 def test_placeholders(published: Any, tmp_path: Path) -> None:
     """Quantized weights keep name, shape and dtype, and cannot be read as numbers by mistake."""
     model = opened(published("llama", "4bit"), "4bit")

@@ -21,12 +21,14 @@ class BackwardPass:
         state: the state of the forward pass.
         ready: full names of the parameters whose gradients are complete on the device, by unit.
         adapters: full names of the ready adapters inside blocks, which are landed with the outer parameters.
+        has_updated: the pass has ended after it had issued updates, of which the cursor knows nothing any more.
     """
 
     def __init__(self, engine: Machinery, between: BetweenPasses, state: ForwardState) -> None:
         self._engine, self._between, self.state = engine, between, state
         self.ready: dict[Unit, list[str]] = {}
         self.adapters: set[str] = set()
+        self.has_updated = False
 
     @property
     def trained(self) -> Mapping[Unit, list[str]]:
@@ -80,6 +82,7 @@ class BackwardPass:
         engine = self._engine
         engine.grads.track_landings(engine.cursor.landing_tasks())  # they continue to land while the host goes on
         engine.updates.add(engine.cursor.update_tasks())
+        self.has_updated = engine.cursor.update_begun()
         engine.cursor.finish()
         self.state.consumed = True
         optimizer = engine.updates.optimizer_in_backward

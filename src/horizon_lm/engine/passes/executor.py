@@ -141,9 +141,17 @@ class Engine(Machinery):
         Variable._execution_engine.queue_callback(self._end_of_graph)
 
     def _end_backward(self) -> None:
-        running, self.running.backward = self.running.backward, None
-        if running is not None:
+        running = self.running.backward
+        if running is None:
+            return
+        try:
             running.end()
+        except (
+            BaseException
+        ) as error:  # autograd calls `_end_of_graph` outside of all nodes, so no other code abandons the pass
+            abandon(self, self.running, self.between, error)
+            raise
+        self.running.backward = None
 
     def _end_of_graph(self) -> None:
         """End the pass and call hooks. Autograd calls this when its graph is finished."""

@@ -9,6 +9,7 @@ in the dtype of training.
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import MicroBatch, rows_of_output, run_block, split_batches
@@ -112,7 +113,7 @@ class GradientCheck:
         engine = self._engine
         params = {
             # From host memory, past copies and slots, whose mistakes would be in both results otherwise.
-            name: engine.store.weight(full)
+            name: (engine.store.decode(full) if full in engine.store.codecs else engine.store.weight(full))
             .to(engine.device.torch_device, engine.parts.computed_dtype(full, dtype), copy=True)
             .requires_grad_()
             for name in node.module.param_names()
@@ -128,10 +129,10 @@ class GradientCheck:
                 replaying(engine.device, node.saved.rng_states[number]), plain_kernels(),
             ):  # fmt: skip
                 args, kwargs = node.calls.calls[part.batch].rebuild(node.calls.inputs(leaves, node.dims, part))
-                before = torch.get_rng_state()
+                before = engine.device.rng_state()
                 segments = node.segments[part.batch]
                 output = run_block(node.module, args, kwargs, node.keys, segments, part.rows, uncompiled=True)
-                if len(parts) < len(node.micro_batches) and not torch.equal(before, torch.get_rng_state()):
+                if len(parts) < len(node.micro_batches) and not _same(before, engine.device.rng_state()):
                     raise _DrawsNumbersError
             pairs = [
                 (t, rows_of_output(g, t, part.rows).to(t.dtype))
@@ -145,6 +146,11 @@ class GradientCheck:
 
 class _DrawsNumbersError(Exception):
     """Raised if a block draws random numbers, for example for dropout."""
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Return whether two random states of a device are equal; dropout draws from the generator of the device, not of the host."""
+    return all(map(torch.equal, tree_leaves(before), tree_leaves(after)))
 
 
 def _input(index: int) -> str:
