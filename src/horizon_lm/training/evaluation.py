@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any, cast
 
 from horizon_lm.data.loader import batch_from
@@ -71,8 +72,9 @@ class Evaluation:
                     advance(done, num_rows)
                     if done < num_rows:
                         between_batches()
-                if self._ranks.mesh is not None:
-                    totals[name].join(self._ranks.mesh.exchange("an evaluation", totals[name].plain()))
+                own, totals[name] = totals[name], _Total()
+                for of_rank in self._ranks.exchange("an evaluation", astuple(own)):
+                    totals[name].add(_Total(*of_rank))
         line: dict[str, Any] = {"step": step, **_means([*totals.values()], "eval_")}
         if len(totals) > 1:
             for name, total in totals.items():
@@ -82,39 +84,31 @@ class Evaluation:
         return line
 
 
+@dataclass
 class _Total:
-    """Weighted sums over the rows of an eval set."""
+    """Weighted sums over rows of an eval set. ``token_means``: the means of each batch."""
 
-    def __init__(self) -> None:
-        self.loss = self.weight = 0.0
-        self.metrics: dict[str, float] = {}
-        self.token_means: dict[str, list[float]] = {}  # of each batch
-        self.per_token = True
+    loss: float = 0.0
+    weight: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    token_means: dict[str, list[float]] = field(default_factory=dict)
+    per_token: bool = True
 
-    def plain(self) -> list[Any]:
-        """Return the sums as plain data."""
-        return [self.loss, self.weight, self.metrics, self.token_means, self.per_token]
-
-    def join(self, totals: Sequence[Sequence[Any]]) -> None:
-        """Replace the sums by those of all ranks."""
-        losses, weights, metrics, token_means, per_token = zip(*totals, strict=True)
-        self.loss, self.weight, self.per_token = sum(losses), sum(weights), all(per_token)
-        self.metrics, self.token_means = {}, {}
-        for each in metrics:
-            for name, value in each.items():
-                self.metrics[name] = self.metrics.get(name, 0.0) + value
-        for each in token_means:
-            for name, means in each.items():
-                self.token_means.setdefault(name, []).extend(means)
-
-    def add(self, loss: Loss, num_trained: int) -> None:
-        self.loss += float(loss.value) * loss.weight
-        self.weight += loss.weight
-        self.per_token &= loss.weight == num_trained
-        for name, value in loss.metrics.items():
+    def add(self, other: "_Total") -> None:
+        self.loss += other.loss
+        self.weight += other.weight
+        self.per_token &= other.per_token
+        for name, value in other.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
-        for name, sums in loss.token_metrics.items():
-            self.token_means.setdefault(name, []).extend(sums.means(len(sums.counts)))
+        for name, means in other.token_means.items():
+            self.token_means.setdefault(name, []).extend(means)
+
+
+def _total_of(loss: Loss, num_trained: int) -> _Total:
+    """Return the sums of a batch."""
+    token_means = {name: sums.means(len(sums.counts)) for name, sums in loss.token_metrics.items()}
+    value = float(loss.value) * loss.weight
+    return _Total(value, loss.weight, dict(loss.metrics), token_means, loss.weight == num_trained)
 
 
 def _evaluate_set(
@@ -131,7 +125,7 @@ def _evaluate_set(
             batch = batch_from(rows, number * batch_size, batch_size)
             loss = objective(model, batch)
             if first + ranks.rank < batches:
-                total.add(loss, batch.num_trained)
+                total.add(_total_of(loss, batch.num_trained))
             yield min((first + ranks.size) * batch_size, len(rows)) - first * batch_size
 
 
