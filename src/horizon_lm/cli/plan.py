@@ -254,7 +254,7 @@ class _Search:
     """A search for the largest models that fit. Each model is outlined only once."""
 
     def __init__(self) -> None:
-        from horizon_lm.planning.catalog import known_models
+        from horizon_lm.model.known_models import known_models
 
         self._known = list(reversed(known_models()))
         self._sources: dict[tuple[str, bool], Source] = {}

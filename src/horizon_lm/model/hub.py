@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model.config_limits import require_few_parameters, require_sane_config, require_small_buffer
 from horizon_lm.model.gguf_header import read_gguf_header
+from horizon_lm.model.known_models import KnownModel, find_known, known_models
 from horizon_lm.model.opening import open_like_transformers
 from horizon_lm.model.own_head import has_own_head
 from horizon_lm.model.quantization import matrix_codec, quantization_of
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.paths import exists, may_be_on_hub, require_inside, require_own_files, require_regular
-from horizon_lm.planning.catalog import KnownModel, find_known, known_models
 
 _PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
 _ALSO_READ = ("*.gguf", "*.py", "additional_chat_templates", "additional_chat_templates/*")  # in a local folder

@@ -11,11 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_lm.model.hub import build_skeleton, known_config
+from horizon_lm.model.known_models import KnownModel, find_known, known_models
 from horizon_lm.model.units import find_parts
-from horizon_lm.planning import catalog
-from horizon_lm.planning.catalog import KnownModel, find_known, known_models
 
-FILES = sorted((resources.files("horizon_lm.planning") / "models").iterdir(), key=lambda file: file.name)
+FILES = sorted((resources.files("horizon_lm.model") / "published").iterdir(), key=lambda file: file.name)
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -110,7 +109,7 @@ def test_unknown_model(name: str) -> None:
 
 def test_ambiguous_name_needs_organization(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = tuple(KnownModel(f"{org}/twin", (), 1, {}) for org in ("one", "other"))
-    monkeypatch.setattr(catalog, "_read", lambda: twins)
+    monkeypatch.setattr("horizon_lm.model.known_models._read", lambda: twins)
     assert find_known("twin") is None
     assert find_known("Other/Twin") == twins[1]
 

@@ -1,0 +1,62 @@
+"""The shapes of published models, which are known by name without a download."""
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A published model.
+
+    Attributes:
+        name: hub id. A name that ends with "(text)" is the language model of a multimodal one.
+        aliases: releases with the same shapes, for example instruction-tuned ones.
+        parameters: parameters of the causal language model in transformers. A tied table counts once; modules for
+            multi-token prediction and router biases without a gradient do not count.
+        config: its config.json, including "model_type". A copy, because transformers modifies the dict that it
+            receives.
+        quantization: the ``quantization_config`` of its published weights; None if they are not quantized.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    parameters: int
+    config: Mapping[str, Any]
+    quantization: Mapping[str, Any] | None = None
+
+
+@cache
+def _read() -> tuple[KnownModel, ...]:
+    files = [file for file in (resources.files(__package__) / "published").iterdir() if file.name.endswith(".json")]
+    entries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    models = [
+        KnownModel(
+            entry["name"],
+            tuple(entry["aliases"]),
+            entry["parameters"],
+            entry["config"],
+            entry.get("quantization_config"),
+        )
+        for entry in entries
+    ]
+    return tuple(sorted(models, key=lambda model: (model.parameters, model.name)))
+
+
+def known_models() -> tuple[KnownModel, ...]:
+    """Return all known models, smallest first."""
+    return deepcopy(_read())
+
+
+def find_known(name: str) -> KnownModel | None:
+    """Return the known model of this name or alias, ignoring case; an unambiguous name may omit the organization."""
+    wanted = name.casefold()
+    full = {known.casefold(): model for model in _read() for known in (model.name, *model.aliases)}
+    if wanted in full:
+        return deepcopy(full[wanted])
+    without_org = {model.name: model for known, model in full.items() if known.rpartition("/")[2] == wanted}
+    return deepcopy(next(iter(without_org.values()))) if len(without_org) == 1 else None
