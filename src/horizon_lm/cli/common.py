@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
@@ -22,6 +22,16 @@ from horizon_lm.resources import threads_left, usable_cores
 from horizon_lm.visible import visible
 
 P = ParamSpec("P")
+
+# Options that several commands have.
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DeviceMemory = Annotated[str | None, typer.Option(help="Limit of the engine's device buffers, such as 300MiB.")]
+Precision = Annotated[str, typer.Option(help="Precision of the weights in host memory: bf16, fp32_master, float32.")]
+RemoteCode = Annotated[bool, typer.Option(help="Run Python code shipped with the model.")]
+Unproven = Annotated[bool, typer.Option(help="Open a model whose type was not compared with plain autograd.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
+ShardSize = Annotated[str, typer.Option(help="Largest size of a file.")]
+DTYPES = ("bfloat16", "float16", "float32")  # of models that are written
 
 
 def exits(command: Callable[P, None]) -> Callable[P, None]:
@@ -69,6 +79,17 @@ def require_threads() -> None:
         raise ConfigError(
             f"only {left[0]} more threads or processes may be started, but about {needed} are needed; raise {left[1]}"
         )
+
+
+def require_dtype(dtype: str | None) -> None:
+    """Raise ConfigError if models are not written in a dtype."""
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+
+
+def print_written(folder: Path) -> None:
+    """Print where a model was written."""
+    print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."')
 
 
 def open_model(

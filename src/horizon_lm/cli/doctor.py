@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.common import exits
+from horizon_lm.cli import common
 from horizon_lm.errors import ConfigError
 
 
-@exits
+@common.exits
 def doctor(
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: common.Device = "auto",
     folder: Annotated[
         Path,
         typer.Option(help="Folder whose disk is measured, with a temporary file of up to a tenth of its free space."),

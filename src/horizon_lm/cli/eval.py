@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from horizon_lm.cli.common import exits
+from horizon_lm.cli import common
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.visible import visible
@@ -122,7 +122,7 @@ def _quiet() -> Iterator[None]:
         evaluator.get_git_commit_hash = commit
 
 
-@exits
+@common.exits
 def eval(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or hub id.")],
     tasks: Annotated[
@@ -136,24 +136,23 @@ def eval(
     apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Render questions with the chat template.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions in one forward pass.")] = 8,
     output: Annotated[Path | None, typer.Option(help="JSON file to write all results to.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    device_memory: Annotated[str | None, typer.Option(help="Limit of the engine's device buffers, such as 300MiB.")] = None,
-    precision: Annotated[str, typer.Option(help="Precision of the weights in host memory: bf16, fp32_master, float32.")] = "bf16",
-    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code shipped with the model.")] = False,
-    allow_unproven_model: Annotated[
-        bool, typer.Option(help="Open a model whose type was not compared with plain autograd.")
-    ] = False,
+    device: common.Device = "auto",
+    device_memory: common.DeviceMemory = None,
+    precision: common.Precision = "bf16",
+    trust_remote_code: common.RemoteCode = False,
+    allow_unproven_model: common.Unproven = False,
 ) -> None:  # fmt: skip
     if output is not None and output.is_dir():
         raise ConfigError(f"--output: {output} is a folder; name a file in it")
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent}: no such folder; create it")
-    from horizon_lm.cli.common import open_model
     from horizon_lm.quantities import parse_bytes
 
     memory = None if device_memory is None else parse_bytes(device_memory)
     loaded = load_tasks(tasks)
-    streamed, tokenizer = open_model(model, device, memory, precision, None, trust_remote_code, allow_unproven_model)
+    streamed, tokenizer = common.open_model(
+        model, device, memory, precision, None, trust_remote_code, allow_unproven_model
+    )
     results = evaluate_model(streamed, tokenizer, loaded, num_fewshot, limit, batch_size, apply_chat_template)
     print(visible(results.table))
     if output is not None:

@@ -4,11 +4,11 @@ from typing import Annotated, Any
 
 import typer
 
-from horizon_lm.cli.common import exits
+from horizon_lm.cli import common
 from horizon_lm.errors import ConfigError
 
 
-@exits
+@common.exits
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or hub id.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads standard input.")],
@@ -16,22 +16,15 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens in the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    device_memory: Annotated[
-        str | None, typer.Option(help="Limit of the engine's device buffers, such as 300MiB.")
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(help="Precision of the weights in host memory: bf16, fp32_master, float32.")
-    ] = "bf16",
+    device: common.Device = "auto",
+    device_memory: common.DeviceMemory = None,
+    precision: common.Precision = "bf16",
     gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the folder to read the weights from.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code shipped with the model.")] = False,
-    allow_unproven_model: Annotated[
-        bool, typer.Option(help="Open a model whose type was not compared with plain autograd.")
-    ] = False,
+    trust_remote_code: common.RemoteCode = False,
+    allow_unproven_model: common.Unproven = False,
 ) -> None:
     import sys
 
-    from horizon_lm.cli.common import open_model
     from horizon_lm.quantities import parse_bytes
     from horizon_lm.training.samples import prompt_inputs
 
@@ -43,7 +36,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise ConfigError("PROMPT is empty")
-    streamed, tokenizer = open_model(
+    streamed, tokenizer = common.open_model(
         model, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
     )
     inputs = prompt_inputs(tokenizer, text, system)

@@ -1,30 +1,25 @@
 """``horizon-lm merge``: merge adapters into their base."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.common import exits
-from horizon_lm.errors import ConfigError
-
-_DTYPES = ("bfloat16", "float16", "float32")
+from horizon_lm.cli import common
 
 
-@exits
+@common.exits
 def merge(
     adapter: Annotated[str, typer.Argument(help="The folder or hub id of PEFT's adapters.")],
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
+    folder: common.Out,
     model: Annotated[str | None, typer.Option(help="The base. Default: the one that the adapters name.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help=f"Dtype of the weights: {', '.join(_DTYPES)}. Default: that of the base.")
+        str | None, typer.Option(help=f"Dtype of the weights: {', '.join(common.DTYPES)}. Default: that of the base.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "50GB",
-    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code shipped with the model.")] = False,
+    max_shard_size: common.ShardSize = "50GB",
+    trust_remote_code: common.RemoteCode = False,
 ) -> None:
-    if dtype not in (None, *_DTYPES):
-        raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
+    common.require_dtype(dtype)
     from horizon_lm.checkpoints.merge import merge_adapter
 
     merge_adapter(adapter, folder, model, dtype, max_shard_size, trust_remote_code)
-    print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."')
+    common.print_written(folder)
