@@ -2,6 +2,8 @@
 
 import builtins
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,17 @@ doc_to_target: "{{choices[answer]}}"
 generation_kwargs: {until: ["."], max_gen_toks: 6}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_index() -> Iterator[None]:
+    """Let the harness read its own tasks, of which there are thousands, once for all of these tests."""
+    from lm_eval import evaluator
+
+    index = cache(evaluator.TaskManager)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluator, "TaskManager", lambda metadata: index())
+        yield
 
 
 @pytest.fixture

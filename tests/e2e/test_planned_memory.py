@@ -61,7 +61,7 @@ def test_planned_host_memory_equals_the_measured_peak(tmp_path: Path, size: str,
     program = [sys.executable, "-m", "horizon_lm.cli"]
     settings = [
         "--model_name_or_path", model, "--datasets", rows, "--output_dir", tmp_path / "run", "--device", "cpu",
-        "--precision", precision, "--max_steps", "2", "--per_device_train_batch_size", "4",
+        "--precision", precision, "--max_steps", "2", "--per_device_train_batch_size", "1",
     ]  # fmt: skip
     command = [*program, "train", *settings]
     errors = tmp_path / "errors"

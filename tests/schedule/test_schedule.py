@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -84,29 +85,36 @@ def test_adapters_gradients_wait_for_the_last_landing() -> None:
 
 
 _SOME = ((1, 0, 0), (1, 1, 1), (2, 1, 1))
+# Tied or not, accumulating, updating in the backward pass, with gradients of the head: all modes, and those in which each two
+# of the four have all of their values.
+MODES = list(itertools.product((False, True), repeat=4))
+PAIRWISE = [mode for mode in MODES if sum(mode) in (0, 3)]
+Modes = list[tuple[bool, ...]]
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "offloaded", "resident"),
-    [p if p in _SOME else pytest.param(*p, marks=pytest.mark.slow) for p in PLACES if p[0] <= 3],
-)
-def test_each_wait_inside_a_pass_is_needed(num_blocks: int, offloaded: int, resident: int) -> None:
+def with_modes(some: Iterable[tuple[int, ...]], places: Iterable[tuple[int, ...]]) -> list[Any]:
+    """Return some places with pairs of modes, and all of them with all modes, which are slow."""
+    everything = [pytest.param(place, MODES, marks=pytest.mark.slow, id=f"{place} all") for place in places]
+    return [pytest.param(place, PAIRWISE, id=f"{place}") for place in some] + everything
+
+
+@pytest.mark.parametrize(("place", "modes"), with_modes(_SOME, [place for place in PLACES if place[0] <= 3]))
+def test_each_wait_inside_a_pass_is_needed(place: tuple[int, int, int], modes: Modes) -> None:
+    num_blocks, offloaded, resident = place
     caught = 0
-    for tied, accumulate, in_backward, head_grads in itertools.product((False, True), repeat=4):
+    for tied, accumulate, in_backward, head_grads in modes:
         made = passes(build.Layout(num_blocks, tied, offloaded, resident, accumulate, in_backward), head_grads)
         assert superfluous_waits(made) == []
         caught += sum(isinstance(w, After) for p in made if p is not None for _, w in each_wait(p))
     print(f"dropped waits caught: {caught} of {caught}")
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "offloaded", "resident"),
-    [p if p == _SOME[2] else pytest.param(*p, marks=pytest.mark.slow) for p in PLACES],
-)
-def test_collectives_are_ordered_and_their_waits_needed(num_blocks: int, offloaded: int, resident: int) -> None:
+@pytest.mark.parametrize(("place", "modes"), with_modes(_SOME[2:], PLACES))
+def test_collectives_are_ordered_and_their_waits_needed(place: tuple[int, int, int], modes: Modes) -> None:
     """Gathering fills a slot between its copy and its computation, and sums are ready before they are landed."""
+    num_blocks, offloaded, resident = place
     caught = 0
-    for tied, accumulate, in_backward, head_grads in itertools.product((False, True), repeat=4):
+    for tied, accumulate, in_backward, head_grads in modes:
         layout = build.Layout(num_blocks, tied, offloaded, resident, accumulate, in_backward, sharded=True)
         adapted = replace(layout, adapters=True)
         quantized = [] if head_grads else [(replace(adapted, packed=True), False)]

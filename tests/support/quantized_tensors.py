@@ -13,12 +13,12 @@ CASES: dict[str, tuple[Codec, tuple[int, ...]]] = {
     "nf4": (Bnb4Bit("nf4"), (96, 160)),
     "nf4 nested": (Bnb4Bit("nf4", nested=True), (300, 257)),
     "fp4": (Bnb4Bit("fp4", blocksize=128), (33, 47)),
-    "mxfp4": (Mxfp4(), (5, 64, 48)),
-    "fp8": (Fp8(), (300, 200)),
-    "fp8 with scales in bf16": (Fp8(scale_dtype=torch.bfloat16), (128, 256)),
+    "mxfp4": (Mxfp4(), (5, 64, 16)),
+    "fp8": (Fp8(), (260, 132)),
+    "fp8 with scales in bf16": (Fp8(scale_dtype=torch.bfloat16), (128, 136)),
     "stacked nf4": (Stack(Bnb4Bit("nf4", nested=True)), (4, 48, 64)),
-    "stacked fp8": (Stack(Fp8((32, 32))), (3, 80, 96)),
-    "stacked fp8 with powers of two": (Stack(Fp8((32, 32), torch.float8_e8m0fnu)), (2, 64, 96)),
+    "stacked fp8": (Stack(Fp8((32, 32))), (3, 80, 48)),
+    "stacked fp8 with powers of two": (Stack(Fp8((32, 32), torch.float8_e8m0fnu)), (2, 64, 48)),
 }
 
 
