@@ -53,12 +53,7 @@ class Shard:
     def grad_slots(self, in_micro_batches: bool, grad_bytes: int) -> tuple[bool, int]:
         """Return whether gradients are summed over micro-batches in an accumulator, and the bytes of an element of their slots.
 
-        Sums are in float32. One rank rounds them from the accumulator into a slot; several add theirs in the slots before they are
-        rounded.
-
-        Args:
-            in_micro_batches: there are such sums.
-            grad_bytes: bytes of an element in host memory. With 4, they are summed in a slot.
+        Sums are in float32. One rank rounds them into a slot of ``grad_bytes``; several add theirs in the slots first.
         """
         rounds = in_micro_batches and grad_bytes < 4
         return rounds and self.is_whole, 4 if rounds and not self.is_whole else grad_bytes

@@ -58,7 +58,7 @@ class TrainerPlan:
             dtype=opened_dtype(self._run.precision),
         )  # fmt: skip
         self._source = Source(
-            opened, _itemsize(config), is_local=True,
+            opened, getattr(getattr(config, "dtype", None), "itemsize", 2), is_local=True,
             head_values=_FUSED_HEAD if hasattr(args, "max_length") and classifier is None else (),
             adapters=_adapters(model),
             quantized=_StreamedCodecs(engine_of(model).store.codecs) if engine_of(model).store.codecs else None,
@@ -164,11 +164,6 @@ def plan(model: Any, args: Any, length: int | None = None) -> Plan:
     if length is None:
         raise ConfigError("the longest row is not known: set max_length, or give plan(model, args, length=...)")
     return TrainerPlan(model, args, length).make()
-
-
-def _itemsize(config: Any) -> int:
-    dtype = getattr(config, "dtype", None)
-    return int(getattr(dtype, "itemsize", 2) or 2)
 
 
 def _classifier(model: Any) -> Any:

@@ -62,7 +62,7 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
     chosen: dict[str, Any] = {
         "device_micro_batch_size": micro_batch,
         "head_chunk_tokens": chunk,
-        **_smallest_residency(outline, request, room).options(),
+        **Residency(*request.requested_residency(outline.num_blocks, auto_on_device=room is None)).options(),
     }
     return StepSettings(**{each.name: getattr(request, each.name) for each in fields(request)} | chosen)
 
@@ -126,11 +126,6 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
 
 
 # Residency
-
-
-def _smallest_residency(outline: ModelOutline, request: Request, room: int | None) -> Residency:
-    """Return the residency that the request asks for, and no more than that if device memory is limited."""
-    return Residency(*request.requested_residency(outline.num_blocks, auto_on_device=room is None))
 
 
 def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[Residency, str]:

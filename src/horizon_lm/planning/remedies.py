@@ -81,7 +81,7 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     return (
         [remedy for _, remedy in found]
         or _minimal_remedy(plan, changes, outline_for)
-        or _minimal_remedy(plan, [*changes, _one_row()], outline_for)
+        or _minimal_remedy(plan, [*changes, _ONE_ROW], outline_for)
     )
 
 
@@ -146,9 +146,10 @@ def _fewer_rows(request: Request) -> Iterator[Change]:
         yield Change({"per_device_train_batch_size": request.per_device_train_batch_size // 4}, cost)
 
 
-def _one_row() -> Change:
-    cost = "one example per step, so a much smaller learning rate is needed"
-    return Change({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}, cost)
+_ONE_ROW = Change(
+    {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+    "one example per step, so a much smaller learning rate is needed",
+)
 
 
 def _less_at_once(plan: Plan) -> Iterator[Change]:

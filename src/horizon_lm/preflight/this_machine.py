@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
@@ -86,31 +86,29 @@ def agree_on_machine(mesh: "Mesh | None", own: Machine) -> Machine:
     """
     if mesh is None:
         return own
-    of_rank = {
-        "host": [astuple(each) for each in own.host_limits],
-        "device": [astuple(each) for each in own.device_limits],
-        "disk": [astuple(each) for each in own.disk_limits],
-        "download": [astuple(each) for each in own.download_limits],
-        "file": own.file_limit,
-        "process": own.process_bytes,
-        "error": own.page_lock_error,
-    }
-    everyone = mesh.exchange("the memory of a machine", of_rank)
+    sent: dict[str, Any] = {name: [astuple(limit) for limit in getattr(own, name)] for name in _LIMITS}
+    sent |= {name: getattr(own, name) for name in ("file_limit", "process_bytes", "page_lock_error")}
+    everyone = mesh.exchange("the memory of a machine", sent)
 
-    def least(place: str) -> list[Limit]:
-        limits = [Limit(*limit) for each in everyone for limit in each[place]]
-        return [min(limits, key=lambda limit: limit.num_bytes)] if limits else []
+    def limits(name: str, ranks: Sequence[Any]) -> list[Limit]:
+        return [Limit(*limit) for each in ranks for limit in each[name]]
+
+    def least(name: str) -> list[Limit]:
+        return sorted(limits(name, everyone), key=lambda limit: limit.num_bytes)[:1]
 
     return replace(
         own,
-        host_limits=least("host"),
-        device_limits=least("device"),
-        disk_limits=[Limit(*limit) for limit in everyone[0]["disk"]],
-        download_limits=[Limit(*limit) for limit in everyone[0]["download"]],
-        file_limit=min((each["file"] for each in everyone if each["file"] is not None), default=None),
-        process_bytes=max(each["process"] for each in everyone),
-        page_lock_error=next((each["error"] for each in everyone if each["error"]), ""),
+        host_limits=least("host_limits"),
+        device_limits=least("device_limits"),
+        disk_limits=limits("disk_limits", everyone[:1]),
+        download_limits=limits("download_limits", everyone[:1]),
+        file_limit=min((each["file_limit"] for each in everyone if each["file_limit"] is not None), default=None),
+        process_bytes=max(each["process_bytes"] for each in everyone),
+        page_lock_error=next((each["page_lock_error"] for each in everyone if each["page_lock_error"]), ""),
     )
+
+
+_LIMITS = ("host_limits", "device_limits", "disk_limits", "download_limits")
 
 
 def _shares(limits: Sequence[Limit], num_processes: int) -> list[Limit]:

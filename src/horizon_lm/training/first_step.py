@@ -66,7 +66,10 @@ class FirstStep:
             raise self.admission.out_of_memory(plan, problem)
         smaller = replace(smaller, reasons=[problem, *smaller.reasons])
         self.reporter.print(*summary_lines(smaller), f"step {step} is run once more with this smaller plan")
-        self._reconfigure(smaller)
+        # Nothing of the failed step is left on the device.
+        self.optimizer.zero_grad()
+        forward = forward_of(self.model)
+        forward.reconfigure(forward.engine.options.with_choices(smaller.step.settings))
         shortage = self._run(train_step)
         if shortage is not None:
             raise self.admission.out_of_memory(
@@ -88,9 +91,3 @@ class FirstStep:
             return None
         gc.collect()  # the error is gone, and with it the frames that held the step's tensors
         return shortage
-
-    def _reconfigure(self, plan: Plan) -> None:
-        """Give the model the choices of a plan. Nothing of the failed step is left on the device."""
-        self.optimizer.zero_grad()
-        forward = forward_of(self.model)
-        forward.reconfigure(forward.engine.options.with_choices(plan.step.settings))

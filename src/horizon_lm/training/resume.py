@@ -95,11 +95,6 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def _defaults(config: RunConfig) -> dict[str, Any]:
-    """Return the defaults of the settings: a checkpoint may be older than a setting, which then had no other value."""
-    return {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
-
-
 def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) -> tuple[RunConfig, list[str]]:
     """Return the run with the checkpoint's choice for settings that the plan chose, and warnings.
 
@@ -109,7 +104,9 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         ConfigError: settings or versions have changed that decide the numbers of a run.
     """
     with reading(point):
-        given, now = _defaults(config) | point.state["config"], settings_of(config)
+        # A checkpoint may be older than a setting, which then had no other value than its default.
+        defaults = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
+        given, now = defaults | point.state["config"], settings_of(config)
         changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
         may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
         fatal = [_change(name, given, now) for name in changed if name not in may_change]

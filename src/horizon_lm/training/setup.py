@@ -167,8 +167,7 @@ def has_dropout(model: Any) -> bool:
 
 def reserve_buffers(model: Any, plan: Plan) -> None:
     """Announce the largest batch of a run, so that no buffer has to be replaced by a larger one later."""
-    batch = ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens)
-    engine_of(model).expect(batch)
+    engine_of(model).expect(ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens))
 
 
 def _open(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any) -> Any:
