@@ -1,5 +1,8 @@
 """The errors and warnings of Horizon-LM. Each error carries the exit code of the command line."""
 
+import inspect
+import warnings
+
 EXIT_CODES = {
     0: "finished",
     2: "configuration: a setting, a path or a model that cannot be used",
@@ -144,3 +147,15 @@ class PartialUpdateError(StreamingError):
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+# Packages whose lines say nothing about where a warning comes from: they lie between a user's call and ours.
+_BETWEEN = ("horizon_lm", "torch", "contextlib", "functools")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that names the line of other code which has led here, however many of our calls lie between."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

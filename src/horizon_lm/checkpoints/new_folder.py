@@ -1,13 +1,12 @@
 """Write a model into a folder: what an error of the system means, and what happens to files that are not ours."""
 
 import errno
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from horizon_lm.disk import Disk, is_new, part_of, replace_folder
-from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line
+from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line, warn
 from horizon_lm.quantities import format_bytes
 from horizon_lm.resources import disk_free
 
@@ -76,4 +75,4 @@ def write_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
             raise unwritable("OUT", folder, error) from error
         raise
     if kept is not None:
-        warnings.warn(f"{folder} appeared meanwhile, and is now {kept}", RuntimeWarning, stacklevel=3)
+        warn(f"{folder} appeared meanwhile, and is now {kept}", RuntimeWarning)

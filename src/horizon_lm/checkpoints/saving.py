@@ -9,7 +9,6 @@ import json
 import math
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from horizon_lm.checkpoints.unit_file import LOW, UNITS, WEIGHT, Part, Section, 
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder, write_file
-from horizon_lm.errors import first_line
+from horizon_lm.errors import first_line, warn
 from horizon_lm.optim.moments import Moments
 from horizon_lm.slabs import num_scales
 from horizon_lm.store.store import Store
@@ -287,7 +286,7 @@ class CheckpointWriter:
         with disk.create(part / MANIFEST) as output:
             output.write(self._describe(self._entries, tensors).to_json())
         if (kept := publish_folder(disk, folder, _is_replaceable)) is not None:
-            warnings.warn(f"{folder} was no checkpoint, and is now {kept}", RuntimeWarning, stacklevel=2)
+            warn(f"{folder} was no checkpoint, and is now {kept}", RuntimeWarning)
         self._published()
 
     def _take_over(self) -> list[TensorEntry]:

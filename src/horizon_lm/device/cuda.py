@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from horizon_lm.device.base import Meter
 from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink, DeviceLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import Link
-from horizon_lm.errors import ConfigError, PageLockWarning
+from horizon_lm.errors import ConfigError, PageLockWarning, warn
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.schedule.ops import Stream
 from horizon_lm.store.arena import Arena
@@ -97,13 +96,12 @@ class CudaDevice(StreamDevice):
         self.registration_error = self._locks.error
         if failed >= 2 * self._warned_bytes and failed:  # warn each time the amount doubles, not for each buffer
             self._warned_bytes = failed
-            warnings.warn(
+            warn(
                 f"{format_bytes(failed)} of host memory ({failed:,} bytes) could not be page-locked "
                 f"({self.registration_error}): its copies go through staging buffers, which is slower. "
                 "Raise the limit: ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container. WSL 2 "
                 "allows at most half of the machine's memory.",
                 PageLockWarning,
-                stacklevel=2,
             )
 
     def try_registering(self, num_bytes: int) -> str | None:

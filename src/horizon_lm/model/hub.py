@@ -4,7 +4,6 @@ import difflib
 import itertools
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, ModelNotSupportedError, first_line
+from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, ModelNotSupportedError, first_line, warn
 from horizon_lm.model.config_limits import require_few_parameters, require_sane_config, require_small_buffer
 from horizon_lm.model.gguf_header import read_gguf_header
 from horizon_lm.model.known_models import KnownModel, find_known, known_models
@@ -99,11 +98,10 @@ def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
     config = require_model(read_config(folder, trust_remote_code, gguf_file), str(folder), kind)
     if gguf_file is None and has_own_head(folder, config, kind):
         declare_untied(config)
-        warnings.warn(
+        warn(
             f"{folder}: config.json says tie_word_embeddings: true, but the folder has a head of its own, which is kept, as in transformers; "
             "set it to false",
             CheckpointWarning,
-            stacklevel=2,
         )
     return config
 

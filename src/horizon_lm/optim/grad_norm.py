@@ -3,11 +3,10 @@ not finite.
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping
 
 from horizon_lm.device.cpu import dtype_name
-from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning
+from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, warn
 from horizon_lm.kernels.gradients import squared_norm_kernel
 from horizon_lm.quantities import counted
 from horizon_lm.store.arena import as_array
@@ -67,7 +66,7 @@ class SkippedSteps:
             )
         self.num += 1
         self._num_consecutive += 1
-        warnings.warn(f"{reason}; this step was skipped", NonFiniteWarning, stacklevel=4)
+        warn(f"{reason}; this step was skipped", NonFiniteWarning)
 
     def reset(self) -> None:
         """End a run of consecutive skipped steps, because a step was applied."""

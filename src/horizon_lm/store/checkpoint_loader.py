@@ -1,7 +1,6 @@
 """Check a checkpoint against a model using only its headers, then load it into the store one tensor at a time."""
 
 import re
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.errors import CheckpointWarning, ConfigError, first_line
+from horizon_lm.errors import CheckpointWarning, ConfigError, first_line, warn
 from horizon_lm.model.hub import require_finite
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.store.buffers import fill_buffer
@@ -218,7 +217,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     optional = parts.units[HEAD] if parts.classifies else []
     in_float32 = () if store.precision.weight_dtype == torch.float32 else parts.in_float32
     for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional], in_float32):
-        warnings.warn(sentence, CheckpointWarning, stacklevel=3)
+        warn(sentence, CheckpointWarning)
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
     written: dict[str, str] = {}
     for target in conversion.targets:

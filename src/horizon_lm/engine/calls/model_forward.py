@@ -6,7 +6,6 @@ Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +35,7 @@ from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.outer_dropout import OuterDropout, outer_dropouts
 from horizon_lm.engine.units.token_statistics import TokenStatistics
 from horizon_lm.engine.units.trained_tokens import trained_token_layers, trained_tokens_forward
-from horizon_lm.errors import StreamingError, SummedLossWarning
+from horizon_lm.errors import StreamingError, SummedLossWarning, warn
 from horizon_lm.model.adapter_kinds import num_prompt_tokens
 from horizon_lm.model.adapter_layers import adapter_params, replaced_params
 from horizon_lm.model.functional import logprobs_of_logits
@@ -183,11 +182,10 @@ class ModelForward:
         """Warn once of a loss that is the mean over the targets of this rank alone."""
         self.expects_mean_loss = False
         if call.get("num_items_in_batch") is None:
-            warnings.warn(
+            warn(
                 "each rank divides its loss by its own targets, and gradients are summed over the ranks, so they are larger than "
                 "those of a mean; pass num_items_in_batch, the number of targets of all ranks, or ignore this if you scale the loss",
                 SummedLossWarning,
-                stacklevel=4,
             )
 
     def _whole(self, has_labels: bool, calls: list[Call]) -> list[Any]:

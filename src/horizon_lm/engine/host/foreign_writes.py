@@ -4,7 +4,6 @@ Writes through torch increase a tensor's version counter, except those of fused 
 hook. Writes that bypass torch (numpy, raw pointers) are not detected, as in plain autograd.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from horizon_lm.engine.host.parameters import StreamedParameter
-from horizon_lm.errors import ForeignWriteWarning, StreamingError
+from horizon_lm.errors import ForeignWriteWarning, StreamingError, warn
 from horizon_lm.model.parts import ParamRef
 from horizon_lm.store.store import Store
 
@@ -51,12 +50,11 @@ class ForeignWrites:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"{written[0]}{f' and {len(written) - 1} others' if written[1:] else ''} of a streamed model in precision "
             "'fp32_master' were written by other code. They are exactly the bfloat16 values that were written: the 16 low "
             "bits of their fp32 master are zero now. A loaded optimizer state of horizon_lm.AdamW restores them.",
             ForeignWriteWarning,
-            stacklevel=4,
         )
 
     def _find_written(self) -> list[str]:

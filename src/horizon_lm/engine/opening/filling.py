@@ -1,6 +1,5 @@
 """Fill a store: move a model into it, put a skeleton's parameters there, draw new ones, and add adapters."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.opening.quantized_opening import FindCodecs
 from horizon_lm.engine.opening.same_weights import require_alike
 from horizon_lm.engine.opening.streamed_model import StreamedModel
-from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError
+from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError, warn
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
@@ -146,7 +145,7 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     store = Store(parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard)
     kept = [ref for ref in parts.refs() if ref.name in parts.in_float32]
     if rounded := [ref.name for ref in kept if not _fits(ref.param, store.precision.weight_dtype)]:
-        warnings.warn(rounded_sentence(type(inside).__name__, rounded), CheckpointWarning, stacklevel=3)
+        warn(rounded_sentence(type(inside).__name__, rounded), CheckpointWarning)
     for refs in parts.units.values():
         for ref in refs:
             move_in(ref, store)

@@ -2,7 +2,6 @@
 device.
 """
 
-import warnings
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from horizon_lm.engine.opening.late_adapters import are_adapters_changed, attach
 from horizon_lm.engine.opening.streamed_model import attach
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.recompute import outside_inference_mode
-from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning
+from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning, warn
 from horizon_lm.model import capture
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.examination import Examined, examine
@@ -81,7 +80,7 @@ class StreamArguments(StreamingOptions):
             in_micro_batches=self.in_micro_batches, allow_unproven_model=self.allow_unproven_model,
         )  # fmt: skip
         if examined.unproven:
-            warnings.warn(f"allow_unproven_model: {examined.unproven}", UnprovenModelWarning, stacklevel=5)
+            warn(f"allow_unproven_model: {examined.unproven}", UnprovenModelWarning)
         parts.written = find_written(parts, examined.trial)
         return examined
 
@@ -96,11 +95,10 @@ class StreamArguments(StreamingOptions):
         if isinstance(path, ChunkedPath):
             return path
         if not parts.classifies:
-            warnings.warn(
+            warn(
                 f"{type(parts.model).__name__}: head='whole' is used, with all logits at once, because {path}; "
                 "set head='whole' to choose it yourself",
                 HeadWarning,
-                stacklevel=5,
             )
         return None
 

@@ -1,6 +1,5 @@
 """Open the weights of a folder as they were published, or as the caller asks: quantized while they are read, or decoded."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.codecs.base import Codec
-from horizon_lm.errors import CheckpointWarning, ConfigError
+from horizon_lm.errors import CheckpointWarning, ConfigError, warn
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.quantization import expected_codecs, four_bits, require_dequantizable
 from horizon_lm.store.checkpoint_reader import Checkpoint
@@ -62,10 +61,9 @@ def open_weights(
     if published is None:
         return Checkpoint(folder), None if asked is None else partial(expected_codecs, quantization=asked)
     if asked is not None:
-        warnings.warn(
+        warn(
             f"{folder}: the weights are quantized already ({published['quant_method']}), so load_in_4bit has no effect",
             CheckpointWarning,
-            stacklevel=4,
         )
     checkpoint = QuantizedCheckpoint(folder, published)
     return checkpoint, partial(codecs_of, checkpoint)

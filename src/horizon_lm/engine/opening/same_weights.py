@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from horizon_lm.distributed.alike import hash_tensor
 from horizon_lm.distributed.mesh import Mesh, fail_together
 from horizon_lm.distributed.same_files import SeenFiles
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, warn
 from horizon_lm.quantities import format_bytes
 from horizon_lm.store.checkpoint_reader import Checkpoint
 
@@ -95,11 +94,10 @@ class SameWeights:
         assert self._mesh is not None
         if self._mesh.rank == 0:
             files = {self._checkpoint.folder / name for name in self._checkpoint.files.values()}
-            warnings.warn(
+            warn(
                 f"{self._checkpoint.folder} is not one folder on all machines, so the first one reads all of it to compare the copies "
                 f"({format_bytes(sum(path.stat().st_size for path in files))}); a shared file system saves that",
                 RuntimeWarning,
-                stacklevel=4,
             )
         self._hashes = {}
         with fail_together(self._mesh, "the comparison of weights"):

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from horizon_lm.engine.opening.late_adapters import empty_adapters
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
-from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError
+from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError, warn
 from horizon_lm.model.adapter_layers import is_adapter_model
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.parts import ModelParts
@@ -149,11 +148,10 @@ class StreamedModel:
         # be reset.
         engine.foreign_writes.follow(with_low_halves=True)
         if engine.store.precision.low_half and any(state_dict[name].dtype == torch.bfloat16 for name in loaded):
-            warnings.warn(
+            warn(
                 "bfloat16 weights were loaded into a model in precision 'fp32_master': the 16 low bits of their fp32 masters "
                 "are zero now. To continue a training, load the optimizer's state after the model's: it restores them.",
                 ForeignWriteWarning,
-                stacklevel=2,
             )
         return result
 
@@ -211,7 +209,7 @@ class StreamedModel:
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Warn that this has no effect, because every block is already recomputed."""
-        warnings.warn("gradient checkpointing has no effect: a streamed model recomputes every block", stacklevel=2)
+        warn("gradient checkpointing has no effect: a streamed model recomputes every block")
 
     def gradient_checkpointing_disable(self) -> None:
         """Do nothing: a streamed model always recomputes its blocks."""
