@@ -75,7 +75,7 @@ def main() -> None:
     lines = [
         "# Decoders of a quantized base on the CPU",
         "",
-        f"{date.today().isoformat()}, {processor()}. {versions('transformers', 'peft', 'numba')}.",
+        f"{date.today().isoformat()}, {processor()}. {versions('torch', 'transformers', 'peft', 'numba')}.",
         f"Medians of {args.rounds} rounds without the first; a model of 6 blocks of width {CONFIG.hidden_size} in NF4, LoRA of rank 16.",
         "",
         f"Command: `python benchmarks/decoders_cpu.py --rounds {args.rounds}`",
