@@ -32,6 +32,9 @@ Tensors = dict[str, torch.Tensor]
 
 FOLDERS = ("bfloat16", "float16", "float32", "mixed")
 OPENINGS = ("float32", "bf16", "fp32_master", "nf4")
+# transformers leaves weights of these in float32 and then cannot compute with them in bf16, so here they are not kept so. What is
+# written has the folder's dtype.
+NOT_COMPUTED_IN_BFLOAT16 = ("xlnet",)
 WIDTHS = (40, 48, 64)  # the first one that a type can be built with; the roots of the first two are inexact
 
 
@@ -179,7 +182,8 @@ def _written(plain: Any, model: Any, place: Path, opening: str) -> Iterator[str]
         name: each for name, each in ours.items() if name in theirs
     }  # a tied weight may have been written by its other name
     for name, each in ours.items():
-        kept = each.is_floating_point() and (opening == "float32" or theirs[name].dtype == torch.float32)
+        in_float32 = theirs[name].dtype == torch.float32 and plain.config.model_type not in NOT_COMPUTED_IN_BFLOAT16
+        kept = each.is_floating_point() and (opening == "float32" or in_float32)
         expected = source[name].float() if kept else source[name]
         if opening in ("bf16", "nf4") and name not in buffers and each.is_floating_point():
             expected = expected.bfloat16().to(expected.dtype)  # its store has no more
