@@ -155,8 +155,8 @@ def _parameters(plain: Any, masters: Any, model: Any, opening: str) -> Iterator[
     for name, theirs in plain.named_parameters():
         if name in store.codecs:
             continue
-        expected = theirs.data.to(store.precision.weight_dtype)
-        if opening == "fp32_master":  # rounds away from zero between two values
+        expected = theirs.data if name in store.in_float32 else theirs.data.to(store.precision.weight_dtype)
+        if opening == "fp32_master" and name not in store.in_float32:  # rounds away from zero between two values
             bits = exact[name].data.view(torch.int32)
             expected = ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
             if not torch.equal(store.master(name), exact[name].data):
@@ -178,6 +178,7 @@ def _written(plain: Any, model: Any, place: Path, opening: str) -> Iterator[str]
     own = {name for name, _ in plain.named_buffers()}
     conversion = find_conversion(plain, ours)  # modules may have other names in files
     buffers = {name for target in conversion.targets if target.name in own for name in target.sources}
+    exact = buffers | {n for target in conversion.targets if target.name in store.in_float32 for n in target.sources}
     ours = {
         name: each for name, each in ours.items() if name in theirs
     }  # a tied weight may have been written by its other name
@@ -185,7 +186,7 @@ def _written(plain: Any, model: Any, place: Path, opening: str) -> Iterator[str]
         in_float32 = theirs[name].dtype == torch.float32 and plain.config.model_type not in NOT_COMPUTED_IN_BFLOAT16
         kept = each.is_floating_point() and (opening == "float32" or in_float32)
         expected = source[name].float() if kept else source[name]
-        if opening in ("bf16", "nf4") and name not in buffers and each.is_floating_point():
+        if opening in ("bf16", "nf4") and name not in exact and each.is_floating_point():
             expected = expected.bfloat16().to(expected.dtype)  # its store has no more
         if each.dtype != expected.dtype:
             yield f"{name} is written as {each.dtype} instead of {expected.dtype}"

@@ -1,5 +1,7 @@
 """The planned bytes of a rank equal those that it allocates, on the host and on the device, and those that it moves."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,9 +11,11 @@ from tests.distributed.measured_bytes import Bytes, measure
 from tests.distributed.pool import Pool
 from tests.distributed.training import Training, build
 from tests.support import tiny_models
+from tests.support.float32_llama import float32_llama
 from tests.support.planned_bytes import outline_of
 
 FLOAT32, BFLOAT16 = {"grad_dtype": torch.float32}, {"precision": "bf16", "grad_dtype": None}
+OTHER = {"vocab_size": 101}  # pools remember outlines by config, which does not say what is kept in float32
 CASES: dict[str, Training] = {
     "two": Training(),
     "four": Training(shard=4),
@@ -25,6 +29,12 @@ CASES: dict[str, Training] = {
     "tied in backward": Training(optimizer={"update_in_backward": True}, overrides={"tie_word_embeddings": True}),
     "offloaded": Training(settings={"activation_checkpoints": "host", "resident_blocks": 1}),
     "whole head": Training(settings={"head": "whole"}),
+    "weights in float32": Training(shard=4, in_float32=True, overrides=OTHER, settings={"precision": "fp32_master", **FLOAT32}),
+    "weights in float32, micro-batches": Training(
+        in_float32=True, overrides=OTHER, settings={**BFLOAT16, "device_micro_batch_size": 1, "head": "whole"}, optimizer={"moments": "8bit"}
+    ),
+    "weights in float32, in backward": Training(shard=4, in_float32=True, overrides=OTHER, optimizer={"update_in_backward": True}),
+    "weights in float32, adapters": Training(in_float32=True, overrides=OTHER, adapters="lora", settings={"precision": "fp32_master"}),
     "adapters": Training(shard=4, adapters="lora"),
     "adapters, fp32 master": Training(adapters="lora", settings={"precision": "fp32_master", **FLOAT32}),
     "some weights": Training(trainable="mlp|lm_head", overrides={"intermediate_size": 93}, optimizer={"moments": "8bit"}),
@@ -41,7 +51,8 @@ def compare(rank: int, training: Training) -> tuple[Bytes, Bytes]:
     model, optimizer = build(training, device_mesh=mesh)
     adapters = Adapters(r=4, lora_alpha=8, target_modules="all-linear") if training.adapters else None
     made = tiny_models.build(training.family, **training.overrides)
-    outline = outline_of(made, training.trainable, adapters)
+    with float32_llama() if training.in_float32 else nullcontext():
+        outline = outline_of(made, training.trainable, adapters)
     return measure(model, optimizer, outline, training, rank)
 
 

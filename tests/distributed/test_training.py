@@ -72,6 +72,18 @@ CASES: dict[str, Training] = {
     "some weights": Training(
         shard=4, trainable="mlp|norm|lm_head", optimizer={"moments": "8bit", "max_grad_norm": 0.1}
     ),
+    "weights in float32": Training(
+        shard=4, in_float32=True, settings={"precision": "fp32_master", "grad_dtype": torch.float32}
+    ),
+    "weights in float32, 8-bit moments": Training(
+        in_float32=True,
+        settings={"precision": "bf16", "grad_dtype": torch.float32, "resident_blocks": 1},
+        optimizer={"moments": "8bit", "max_grad_norm": 0.1},
+    ),
+    "weights in float32, adapters": Training(in_float32=True, adapters="lora", settings={"precision": "fp32_master"}),
+    "weights in float32, in backward": Training(
+        shard=4, equal=True, in_float32=True, optimizer={"update_in_backward": True}
+    ),
     "in backward equal": Training(equal=True, optimizer={"update_in_backward": True}),
     "in backward tied": Training(equal=True, shard=4, optimizer={"update_in_backward": True}, overrides=TIED),
 }

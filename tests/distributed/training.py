@@ -1,6 +1,7 @@
 """Trainings that ranks of a pool run, and the same trainings in one process."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import horizon_lm
 from horizon_lm.model.freezing import freeze
 from tests.support import tiny_models
 from tests.support.adapted_models import adapted
+from tests.support.float32_llama import float32_llama
 
 IGNORE = -100
 
@@ -35,6 +37,7 @@ class Training:
         trainable: patterns of the names of trainable weights, as in a run file; None for all.
         together: one process computes the batches of all ranks in one pass, as ranks do.
         joined: one process computes the rows of all ranks as one batch.
+        in_float32: transformers keeps some weights of the family, which is Llama, in float32.
     """
 
     replicate: int = 1
@@ -52,6 +55,7 @@ class Training:
     trainable: str | None = None
     together: bool = False
     joined: bool = False
+    in_float32: bool = False
 
     @property
     def world(self) -> int:
@@ -96,6 +100,12 @@ def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def build(training: Training, **settings: Any) -> tuple[Any, Any]:
+    """Return the streamed model and the optimizer of a training."""
+    with float32_llama() if training.in_float32 else nullcontext():
+        return _build(training, **settings)
+
+
+def _build(training: Training, **settings: Any) -> tuple[Any, Any]:
     later = training.adapters == "later"
     make = partial(adapted, kind=training.adapters) if training.adapters and not later else tiny_models.build
     model = make(training.family, **training.overrides)

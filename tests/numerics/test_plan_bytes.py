@@ -22,6 +22,7 @@ from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import EMBED, HEAD, OUTER
 from tests.census.tiny_models import build
 from tests.support import tiny_models
+from tests.support.float32_llama import float32_llama
 from tests.support.planned_bytes import HERE, LENGTH, outline_of
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
@@ -129,6 +130,12 @@ def test_allocated_bytes_equal_planned_bytes(family: str, seed: int) -> None:
     if engine.boundaries.num_bytes:
         kept["boundaries"] = engine.boundaries.num_bytes
     assert kept == host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+
+
+@pytest.mark.parametrize("seed", thinned(range(12), every=3))
+def test_allocated_bytes_of_weights_in_float32_equal_planned_bytes(seed: int) -> None:
+    with float32_llama():
+        test_allocated_bytes_equal_planned_bytes("llama", seed)
 
 
 @pytest.mark.parametrize(

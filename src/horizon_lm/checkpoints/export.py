@@ -41,12 +41,12 @@ class _CheckpointStore:
     """The weights of a checkpoint on disk, with the interface of `Store` that exporting needs."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        shapes: dict[str, dict[str, torch.Size]] = {}
+        shapes: dict[Unit, dict[str, torch.Size]] = {}
         self._folder, self._parts = folder, dict[str, list[TensorEntry]]()
         for each in manifest.tensors:
             self._parts.setdefault(each.tensor, []).append(each)
             if each.tensor in manifest.dtypes:
-                shapes.setdefault(unit_of(each.file), {})[each.tensor] = torch.Size(each.shape)
+                shapes.setdefault(Unit(unit_of(each.file)), {})[each.tensor] = torch.Size(each.shape)
         self.units = {unit: _Unit(found) for unit, found in shapes.items()}
         self.unit_of = {name: unit for unit, each in self.units.items() for name in each.layout}
         self.source_dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
@@ -54,7 +54,6 @@ class _CheckpointStore:
         self.written_dtype = torch.float32 if manifest.precision == "float32" else None
         self.source_buffers: Mapping[str, torch.Tensor] = {}  # those of a checkpoint are not rounded
         self.codecs: Mapping[str, Any] = {}  # a checkpoint has no quantized weights
-        self._has_low = manifest.precision == "fp32_master"
 
     def shape(self, name: str) -> torch.Size:
         return self.units[self.unit_of[name]].layout.entries[name].shape
@@ -64,7 +63,7 @@ class _CheckpointStore:
 
     def master(self, name: str) -> torch.Tensor:
         weight = self._read(name)
-        return join_master(weight, self._read(name + LOW)) if self._has_low else weight.float()
+        return join_master(weight, self._read(name + LOW)) if name + LOW in self._parts else weight.float()
 
     def whole(self, unit: Unit) -> AbstractContextManager[None]:
         return nullcontext()

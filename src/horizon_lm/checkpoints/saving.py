@@ -189,8 +189,11 @@ class CheckpointWriter:
         return self.saving
 
     def moves(self) -> dict[Unit, list[Move]]:
-        """Return the moves that write each unit's file."""
-        return {unit: [_WriteUnit(self._write(unit, file), self._writing)] for unit, file in self._files.items()}
+        """Return the moves that write the files of each unit."""
+        found: dict[Unit, list[Move]] = {}
+        for unit, file in self._files.items():
+            found.setdefault(unit.home, []).append(_WriteUnit(self._write(unit, file), self._writing))
+        return found
 
     def write_units(self) -> None:
         """Write all units' files now, while nothing changes them."""

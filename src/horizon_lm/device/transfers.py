@@ -3,7 +3,7 @@
 Shapes: V rows of a table, R rows of a batch, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +73,28 @@ class Move(Protocol):
     def split(self, parts: int) -> "list[Move]":
         """Split the move into smaller moves with the same total effect."""
         ...
+
+
+class _Joined(Sequence[Move]):
+    """The moves of several sequences, which make them when they are asked for."""
+
+    def __init__(self, parts: Sequence[Sequence[Move]]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __getitem__(self, number: Any) -> Any:
+        for part in self._parts:
+            if number < len(part):
+                return part[number]
+            number -= len(part)
+        raise IndexError(number)
+
+
+def joined(parts: Sequence[Sequence[Move]]) -> Sequence[Move]:
+    """Return the moves of several sequences, one after the other."""
+    return parts[0] if len(parts) == 1 else _Joined(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class ModelParts:
         written: weights that a block's forward pass may write in training, by block.
         codecs: the codecs of quantized weights, by full name; all of blocks.
         in_float32: full names of the weights that transformers keeps in float32 though it opens the model in bfloat16. They are
-            stored as all others are, and computed with in float32.
+            stored, computed with and updated in float32.
     """
 
     _model: Any
@@ -151,9 +151,16 @@ class ModelParts:
 
     def sizes(self, trained_only: bool = False) -> ModelSizes:
         """Return the numbers of elements of the model's parameters, or only of trainable ones: 0 for the others of their units."""
+        kept = self._sizes(trained_only, in_float32=True) if self.in_float32 else None
+        packed = [] if trained_only else self._packed()
+        return replace(self._sizes(trained_only, in_float32=False), in_float32=kept, packed=packed)
+
+    def _sizes(self, trained_only: bool, in_float32: bool) -> ModelSizes:
+        """Return the sizes of the weights that are kept in float32, or of the others."""
 
         def of(refs: Sequence[ParamRef]) -> list[int]:
-            counts = [ref.param.numel() if ref.param.requires_grad or not trained_only else 0 for ref in refs]
+            own = [ref.param for ref in refs if (ref.name in self.in_float32) == in_float32]
+            counts = [param.numel() if param.requires_grad or not trained_only else 0 for param in own]
             return counts if any(counts) else []
 
         numel = {unit: of(refs) for unit, refs in self.units.items()}
@@ -166,9 +173,7 @@ class ModelParts:
             vocabulary=vocabulary,
             hidden=hidden,
             tied=self.tied,
-            float32_head=self.head_dtype(torch.bfloat16) == torch.float32,
             idle=numel.get(IDLE, []),
-            packed=[] if trained_only else self._packed(),
         )
 
     def _packed(self) -> list[PackedSizes]:

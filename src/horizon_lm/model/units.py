@@ -174,7 +174,8 @@ def _find_in_float32(model: Any, units: Mapping[Unit, list[ParamRef]], adapted: 
 
     Other code may have converted more of them, such as norms or the head.
     """
-    refs = [ref for of_unit in units.values() for ref in of_unit if id(ref.param) not in adapted]
+    streamed = [refs for unit, refs in units.items() if unit not in (EMBED, IDLE)]
+    refs = [ref for of_unit in streamed for ref in of_unit if id(ref.param) not in adapted]
     names = {ref.name.replace(".base_layer.", "."): ref.name for ref in refs if ref.param.dtype == torch.float32}
     kept = kept_in_float32(model, names, torch.bfloat16)
     if (others := names.keys() - kept) and any(ref.param.dtype != torch.float32 for ref in refs):

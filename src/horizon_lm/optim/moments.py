@@ -121,9 +121,10 @@ class UnitArrays:
         self.moments, self.scales = _pair(own.values), _pair(own.scales)
         self.scale_starts = own.scale_starts
         self.mergeable = moments.kind != "8bit"  # 8-bit blocks start at the beginning of each parameter
-        self.grad_format = dtype_name(torch.empty(0, dtype=store.precision.grad_dtype))
+        precision = store.precision_of(unit)
+        self.grad_format = dtype_name(torch.empty(0, dtype=precision.grad_dtype))
         self.rule = moments.rule
-        self.modes = (self.rule, store.precision.name, moments.kind, self.grad_format)
+        self.modes = (self.rule, precision.name, moments.kind, self.grad_format)
 
 
 def _pair(slabs: tuple[torch.Tensor, ...]) -> list[Any]:

@@ -74,7 +74,8 @@ def check_state(
     for index, entry in entries.items():
         if entry is not None:
             _check_entry(f"parameter {index}", entry, own["state"][index], moments)
-    _require_low_halves_of_all([entry for entry in entries.values() if entry is not None])
+    halved = [entry for index, entry in entries.items() if entry is not None and LOW_HALF in own["state"][index]]
+    _require_low_halves_of_all(halved)
     num_steps = _as_num_steps(f"{STEPS!r}", given[STEPS]) if STEPS in given else 0
     steps = (_as_num_steps("step", entry["step"]) for entry in entries.values() if entry is not None)
     return SavedState(entries, groups, max([num_steps, *steps]))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from horizon_lm.device.transfers import Move
+from horizon_lm.device.transfers import Move, joined
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import allocate_grads, apply_in_backward
@@ -86,7 +86,8 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._steps: dict[torch.Tensor, int] = {}
         for group in self.param_groups:
             self._add_states(group["params"])
-        compile_kernels(self._arrays[EMBED], defaults)
+        for arrays in {each.modes: each for each in self._arrays.values()}.values():
+            compile_kernels(arrays, defaults)
 
     @classmethod
     def planned(cls) -> PlannedOptimizer:
@@ -200,13 +201,13 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     def _squared_norms(self, present: Mapping[Unit, list[str]]) -> dict[Unit, float]:
         """Return the sum of squares of each unit's stored gradients, read again only if landing did not compute it."""
-        squared_norms = {}
+        squared_norms = {unit: 0.0 for unit in self._store.units if not unit.is_float32}
         for unit, slabs in self._store.units.items():
             names = present[unit]
             known = self._engine.grads.squared_norms.of(unit) if names else None
             if known is None and names and slabs.grads.numel():
                 known = squared_norm(slabs, names)
-            squared_norms[unit] = known or 0.0
+            squared_norms[unit.home] += known or 0.0
         if self._engine.mesh is None:
             return squared_norms
         sums = self._engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
@@ -238,14 +239,19 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._start_step(clip)
         blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
         order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
-        slabs = {unit: self._store.units[unit] for unit in order}
-        moves = {unit: self.moves(unit, present[unit], each.grads[each.own_grads]) for unit, each in slabs.items()}
+        moves = {
+            unit: joined([self._moves(part, present[part]) for part in self._store.parts_of(unit)]) for unit in order
+        }
         table = None  # the embedding's update is left to the next forward pass, which knows which rows it needs first
         if present[EMBED]:
             table = self.table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
         schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
         self._finish_step()
         self._engine.run_update(schedule, moves, table)
+
+    def _moves(self, unit: Unit, names: list[str]) -> Sequence[Move]:
+        slabs = self._store.units[unit]
+        return self.moves(unit, names, slabs.grads[slabs.own_grads])
 
     def _finish_step(self) -> None:
         """Count the step, whose updates may still be running, or are about to be issued."""

@@ -5,7 +5,7 @@ over time.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.planning.memory import block_slots, device_buffers
+from horizon_lm.planning.memory import block_bytes, device_buffers
 from horizon_lm.planning.outline import Footprint, Linear
 from horizon_lm.planning.request import ForwardBatch
 from horizon_lm.planning.residency import Working
@@ -117,8 +117,7 @@ def _forward(step: Step, batch: ForwardBatch) -> int:
 
 def weights_of_blocks(step: Step) -> Sequence[int]:
     """Return the device bytes of each block's weights."""
-    slots = block_slots(step.outline.sizes, step.settings.shard)
-    return [numel * step.outline.compute_bytes for numel in slots]
+    return block_bytes(step.outline.sizes, step.settings.shard, step.outline.compute_bytes)
 
 
 @dataclass(frozen=True, slots=True)

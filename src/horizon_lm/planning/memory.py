@@ -36,9 +36,10 @@ class ModelSizes:
         outer: elements of each tensor outside of blocks, head and table.
         vocabulary, hidden: rows and columns of the embedding table, V and H.
         tied: the head uses the embedding table.
-        float32_head: the head is in float32 on the device, whatever the dtype of other units.
         idle: elements of embedding tables of which only rows are read, beside the one that is trained.
         packed: the quantized tensors of each block, which ``blocks`` has, too; empty if no block has any.
+        in_float32: the weights that are kept in float32 whatever the precision, which are in none of the others; None if there are
+            none.
     """
 
     blocks: Sequence[Sequence[int]]
@@ -48,23 +49,26 @@ class ModelSizes:
     vocabulary: int
     hidden: int
     tied: bool
-    float32_head: bool = False
     idle: Sequence[int] = ()
     packed: Sequence[PackedSizes] = ()
+    in_float32: "ModelSizes | None" = None
 
     @property
     def head(self) -> Sequence[int]:
         """The tensors by which the head multiplies."""
-        return self.table if self.tied else self.own_head
+        if self.tied:
+            return self.table
+        return self.own_head if self.in_float32 is None else [*self.own_head, *self.in_float32.own_head]
 
     @property
     def units(self) -> Sequence[Sequence[int]]:
-        """The tensors of each unit that has its own slabs."""
+        """The tensors of each unit that has its own slabs, without those in float32."""
         return [self.table, *self.blocks, self.own_head, self.outer, self.idle]
 
     @property
     def num_parameters(self) -> int:
-        return sum(map(sum, self.units))
+        in_float32 = 0 if self.in_float32 is None else self.in_float32.num_parameters
+        return sum(map(sum, self.units)) + in_float32
 
     def file_bytes(self, itemsize: float) -> int:
         """Return the bytes of all weights in a checkpoint, of which quantized tensors keep their codes and scales."""
@@ -104,7 +108,15 @@ class BufferSettings:
     shard: Shard = WHOLE
 
 
-def block_slots(sizes: ModelSizes, shard: Shard) -> list[int]:
+def block_bytes(sizes: ModelSizes, shard: Shard, compute_bytes: int) -> list[int]:
+    """Return the bytes of each block's weights on the device."""
+    slots = [numel * compute_bytes for numel in _block_slots(sizes, shard)]
+    if sizes.in_float32 is None:
+        return slots
+    return [sum(both) for both in zip(slots, block_bytes(sizes.in_float32, shard, 4), strict=True)]
+
+
+def _block_slots(sizes: ModelSizes, shard: Shard) -> list[int]:
     """Return the number of elements of each block's slot."""
     return [cuts.slot_numel for cuts in _cuts(sizes, shard)[1 : 1 + len(sizes.blocks)]]
 
@@ -127,33 +139,52 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
         trained: sizes of the trainable parameters; None if all parameters are trainable.
     """
     trained = trained or sizes
-    shard = settings.shard
-    slots = block_slots(sizes, shard)
-    largest = max(slots)
-    head = UnitCuts(sizes.head, row=sizes.hidden if sizes.tied else None, shard=shard).slot_numel
-    outer = UnitCuts(sizes.outer, shard=shard).slot_numel
+    accumulates, slot_grad = settings.shard.grad_slots(settings.micro_batches, settings.grad_bytes)
+    buffers = _unit_buffers(sizes, trained, settings, slot_grad, accumulates)
+    if sizes.in_float32 is not None:
+        assert trained.in_float32 is not None
+        own = replace(settings, compute_bytes=4)
+        for kind, num_bytes in _unit_buffers(sizes.in_float32, trained.in_float32, own, 4, accumulates).items():
+            buffers[kind] += num_bytes
     num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
     rows, forward_rows = num_rows * sizes.hidden, settings.forward_table_rows * sizes.hidden
-    compute, grad = settings.compute_bytes, settings.grad_bytes
-    of_head = 4 if sizes.float32_head else compute
-    accumulates, slot_grad = shard.grad_slots(settings.micro_batches, grad)
-    grad_slots = largest if any(map(sum, trained.blocks)) else 0
-    first_resident = len(sizes.blocks) - settings.resident
-    buffers = {
-        "weight_slots": 2 * largest * compute if first_resident else 0,
-        "resident_weights": sum(slots[first_resident:]) * compute,
-        "packed_slots": 2 * max((shard.packed_slot(each.slab_bytes)[-1] for each in sizes.packed), default=0),
-        "grad_slots": (1 if accumulates else 2) * grad_slots * slot_grad,
-        "grad_accumulator": grad_slots * 4 if accumulates else 0,
-        "head_weights": head * of_head,
-        "head_grads": head * (4 if settings.chunked_head else of_head) if trained.head else 0,
-        "outer_weights": outer * compute,
-        "outer_grads": outer * slot_grad if trained.outer else 0,
+    compute = settings.compute_bytes
+    buffers |= {
+        "packed_slots": 2 * max((settings.shard.packed_slot(each.slab_bytes)[-1] for each in sizes.packed), default=0),
         "table_rows": max(rows, forward_rows) * compute,
-        "table_row_grads": rows * grad if trained.table else 0,
+        "table_row_grads": rows * settings.grad_bytes if trained.table else 0,
         "boundary_ring": 2 * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
     }
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
+
+
+def _unit_buffers(
+    sizes: ModelSizes, trained: ModelSizes, settings: BufferSettings, slot_grad: int, accumulates: bool
+) -> dict[str, int]:
+    """Return the bytes of the buffers of blocks, head and outer parameters, without those of weights in float32.
+
+    Args:
+        sizes, trained, settings: as in `device_buffers`.
+        slot_grad: bytes per element of a gradient on the device.
+        accumulates: gradients are summed in an accumulator.
+    """
+    shard, compute = settings.shard, settings.compute_bytes
+    slots = _block_slots(sizes, shard)
+    own_head, trained_head = ([each.table, each.own_head][not each.tied] for each in (sizes, trained))
+    head = UnitCuts(own_head, row=sizes.hidden if sizes.tied else None, shard=shard).slot_numel
+    outer = UnitCuts(sizes.outer, shard=shard).slot_numel
+    grad_slots = max(slots) if any(map(sum, trained.blocks)) else 0
+    first_resident = len(sizes.blocks) - settings.resident
+    return {
+        "weight_slots": 2 * max(slots) * compute if first_resident else 0,
+        "resident_weights": sum(slots[first_resident:]) * compute,
+        "grad_slots": (1 if accumulates else 2) * grad_slots * slot_grad,
+        "grad_accumulator": grad_slots * 4 if accumulates else 0,
+        "head_weights": head * compute,
+        "head_grads": head * (4 if settings.chunked_head else compute) if trained_head else 0,
+        "outer_weights": outer * compute,
+        "outer_grads": outer * slot_grad if trained.outer else 0,
+    }
 
 
 def sum_buffers(size: int, of_machine: int, at_once: int = COLLECTIVE_BYTES) -> Mapping[str, int]:
@@ -231,12 +262,21 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
         trained: sizes of the trainable parameters.
         settings: settings of the run.
     """
+    kinds = _slab_bytes(sizes, trained, settings, _has_masters(trained, settings))
+    kinds["boundaries"] = settings.offloaded * settings.boundary
+    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
+
+
+def _slab_bytes(
+    sizes: ModelSizes, trained: ModelSizes, settings: HostSettings, has_masters: Sequence[bool]
+) -> dict[str, int]:
+    """Return the bytes of all slabs by kind, and of those in which gradients land."""
     cuts = _cuts(sizes, settings.shard)
     ranges = _trained_ranges(cuts, trained)
     kept = ranges
     if settings.update_in_backward:
         kept = ranges[:1] if trained.tied else []
-    masters = [each for each, saved in zip(cuts, _has_masters(trained, settings), strict=True) if saved]
+    masters = [each for each, saved in zip(cuts, has_masters, strict=True) if saved]
     packed = [settings.shard.own(settings.shard.cuts(each.slab_bytes, PACKED_ALIGNMENT)) for each in sizes.packed]
     kinds = {
         "weights": _own_bytes(cuts, WEIGHT_BYTES[settings.precision]),
@@ -245,38 +285,70 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
         "grads": used_bytes(kept, settings.grad_bytes),
         "moments": _moments(trained, ranges, settings),
         "landing": _landing(trained, ranges, settings) if settings.update_in_backward else 0,
-        "boundaries": settings.offloaded * settings.boundary,
     }
-    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
+    if sizes.in_float32 is not None:
+        assert trained.in_float32 is not None
+        for kind, num_bytes in _slab_bytes(
+            sizes.in_float32, trained.in_float32, in_float32(settings), has_masters
+        ).items():
+            kinds[kind] += num_bytes
+    return kinds
+
+
+def in_float32(settings: HostSettings) -> HostSettings:
+    """Return the settings by which weights in float32 are stored in a run with these."""
+    return replace(settings, precision="float32", grad_bytes=4)
 
 
 def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> int:
     """Return the bytes of the slabs in a checkpoint. The arguments are those of `host_bytes`."""
-    per_weight = (WEIGHT_BYTES[settings.precision], LOW_HALF_BYTES[settings.precision])
     settings = replace(settings, shard=WHOLE)  # of all ranks
-    units = zip(sizes.units, _has_masters(trained, settings), strict=True)
+    return _saved_bytes(sizes, trained, settings, _has_masters(trained, settings))
+
+
+def _saved_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings, has_masters: Sequence[bool]) -> int:
+    per_weight = (WEIGHT_BYTES[settings.precision], LOW_HALF_BYTES[settings.precision])
+    units = zip(sizes.units, has_masters, strict=True)
     saved = [UnitCuts(tensors) for tensors, is_saved in units if is_saved]
     slabs = sum(_own_bytes(saved, itemsize) for itemsize in per_weight)
-    return slabs + _moments(trained, _trained_ranges(_cuts(sizes, WHOLE), trained), settings)
+    slabs += _moments(trained, _trained_ranges(_cuts(sizes, WHOLE), trained), settings)
+    if sizes.in_float32 is not None:
+        assert trained.in_float32 is not None
+        slabs += _saved_bytes(sizes.in_float32, trained.in_float32, in_float32(settings), has_masters)
+    return slabs
 
 
 def largest_file_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -> int:
     """Return the bytes of the largest file of a checkpoint, which holds a rank's range of a unit. The arguments are those of
     `host_bytes`.
     """
+    return max(_file_bytes(sizes, trained, settings, _has_masters(trained, settings))) // settings.shard.count
+
+
+def _file_bytes(
+    sizes: ModelSizes, trained: ModelSizes, settings: HostSettings, has_masters: Sequence[bool]
+) -> list[int]:
+    """Return the bytes of each unit's weights and moments in a checkpoint."""
     per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
-    units = zip(sizes.units, trained.units, _has_masters(trained, settings), strict=True)
+    units = zip(sizes.units, trained.units, has_masters, strict=True)
     per_trained = settings.optimizer.moment_bytes(settings.moments)
-    whole = [
+    found = [
         per_weight * slab_elements(tensors) * is_saved + per_trained * slab_elements(part)
         for tensors, part, is_saved in units
     ]
-    return max(whole) // settings.shard.count
+    if sizes.in_float32 is not None:
+        assert trained.in_float32 is not None
+        found += _file_bytes(sizes.in_float32, trained.in_float32, in_float32(settings), has_masters)
+    return found
 
 
 def _has_masters(trained: ModelSizes, settings: HostSettings) -> list[bool]:
     """Return whether each unit has low halves and is in checkpoints: all but those of a frozen base."""
-    return [bool(sum(part)) or not settings.frozen_base for part in trained.units]
+    others = trained.units if trained.in_float32 is None else trained.in_float32.units
+    return [
+        bool(sum(part) + sum(other)) or not settings.frozen_base
+        for part, other in zip(trained.units, others, strict=True)
+    ]
 
 
 def _moments(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:

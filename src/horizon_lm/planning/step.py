@@ -160,13 +160,13 @@ class Step:
         settings, trained, layout = self.settings, self.outline.trained, self.layout
         blocks = range(self.outline.first_differentiated, layout.num_blocks)
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
-        is_trained = {unit: bool(_sizes_of(unit, trained)) for unit in (EMBED, *units)}
+        is_trained = {unit: sum(_sizes_of(unit, trained)) > 0 for unit in (EMBED, *units)}
         updated = [u for u in units if is_trained[u] and not (u == HEAD and trained.tied)]
         head_grads = settings.chunked_head and is_trained[HEAD]
         forward = build.forward(
             layout,
             keeps=blocks,
-            blocks_changed=any(map(sum, trained.blocks)),
+            blocks_changed=any(is_trained[block(u)] for u in range(layout.num_blocks)),
             table_update=is_trained[EMBED],
             head_grads=head_grads,
         )
@@ -203,11 +203,18 @@ _OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE)
 
 
 def _sizes_of(unit: Unit, sizes: ModelSizes) -> Sequence[int]:
+    """Return the elements of each tensor of a unit, of whatever dtype."""
     if unit == EMBED:
         return sizes.table
     if unit == HEAD:
         return sizes.head
-    return sizes.outer if unit == OUTER else sizes.blocks[unit.block_index]
+    own = sizes.outer if unit == OUTER else sizes.blocks[unit.block_index]
+    return own if sizes.in_float32 is None else [*own, *_sizes_of(unit, sizes.in_float32)]
+
+
+def _in_float32(unit: Unit, sizes: ModelSizes) -> int:
+    """Return the elements of a unit that are kept in float32."""
+    return 0 if sizes.in_float32 is None else sum(_sizes_of(unit, sizes.in_float32))
 
 
 class StepCost:
@@ -251,20 +258,24 @@ class StepCost:
         if op.kind in (Kind.OFFLOAD, Kind.FETCH):
             return self._step.boundary
         ranks = self._settings.shard.count
-        elements = self._elements(op.unit, self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes)
+        sizes = self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes
+        elements, in_float32 = self._elements(op.unit, sizes), _in_float32(op.unit, sizes)
         packed, decoded = 0, 0  # bytes of codes and scales, and elements of what they are decoded to
         if op.unit.is_block and op.kind in (Kind.STREAM_IN, Kind.GATHER):
             quantized = self._outline.sizes.packed_of(op.unit.block_index)
             packed, decoded = quantized.num_bytes, sum(quantized.tensors)
         if op.kind == Kind.GATHER:
-            received = ((elements - decoded) * self._outline.compute_bytes + packed) * (ranks - 1) / ranks
+            itemsize = self._outline.compute_bytes
+            held = (elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed
+            received = held * (ranks - 1) / ranks
             return received + self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
         if op.kind == Kind.REDUCE:
             copies = self._settings.num_replicas
             parts = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
-            return elements * self._summed_bytes(op.unit) * parts / ranks
+            itemsize = self._summed_bytes(op.unit)
+            return (elements * itemsize + in_float32 * (4 - itemsize)) * parts / ranks
         itemsize = self._settings.grad_bytes if op.kind == Kind.STREAM_OUT else WEIGHT_BYTES[self._settings.precision]
-        moved = ((elements - decoded) * itemsize + packed) / ranks
+        moved = ((elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed) / ranks
         if self._step.gathers_packed:  # decoded once it is gathered
             return moved
         hardware = self._hardware
@@ -306,6 +317,7 @@ class StepCost:
         per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
         per_trained = settings.optimizer.moment_bytes(settings.moments)
         saved = sum(_sizes_of(unit, sizes)) * per_weight + sum(_sizes_of(unit, self._outline.trained)) * per_trained
+        saved += _in_float32(unit, sizes) * (4 - per_weight)
         return saved // self._settings.shard.count
 
     # Updates
@@ -315,7 +327,12 @@ class StepCost:
         if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
             rows = self._step.table_rows * self._outline.sizes.hidden
             parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
-        return parameters / self._settings.shard.count * update_bytes(self._settings, self._hardware)
+        settings, hardware = self._settings, self._hardware
+        moved = parameters * update_bytes(settings, hardware)
+        if in_float32 := _in_float32(op.unit, self._outline.trained):
+            own = replace(settings, precision="float32", grad_bytes=4)
+            moved += in_float32 * (update_bytes(own, hardware) - update_bytes(settings, hardware))
+        return moved / settings.shard.count
 
     # Computation
 
@@ -349,7 +366,7 @@ class StepCost:
         """Return the device bytes that the engine moves: gradients into their slot, micro-batches into
         whole tensors.
         """
-        parameters, grad = sum(self._outline.sizes.blocks[index]), self._settings.grad_bytes
+        parameters, grad = sum(_sizes_of(block(index), self._outline.sizes)), self._settings.grad_bytes
         if what == Kind.STAGE:
             return parameters * (4 + grad)
         num_slices = len(self._settings.slices)

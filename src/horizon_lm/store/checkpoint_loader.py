@@ -48,8 +48,7 @@ def check_folder(model: Any, folder: Path, quantization: Mapping[str, Any] | Non
         ConfigError: as in `check_headers`, or a file cannot be read.
     """
     checkpoint = open_checkpoint(folder, quantization)
-    kept = [name for name, p in model.named_parameters() if p.dtype != model.config.dtype]
-    return check_headers(model, checkpoint, find_conversion(model, checkpoint.names), in_float32=kept)
+    return check_headers(model, checkpoint, find_conversion(model, checkpoint.names))
 
 
 def check_headers(
@@ -57,7 +56,6 @@ def check_headers(
     checkpoint: Checkpoint,
     conversion: Conversion,
     optional: Collection[str] = (),
-    in_float32: Collection[str] = (),
 ) -> list[str]:
     """Check names, dtypes and shapes of a checkpoint, and return warnings.
 
@@ -66,7 +64,6 @@ def check_headers(
         checkpoint: the checkpoint.
         conversion: the mapping of the checkpoint to the model.
         optional: full names of parameters that the checkpoint may lack; they will be newly initialised.
-        in_float32: full names of the parameters that transformers keeps in float32, and that are rounded here.
 
     Raises:
         ConfigError: a parameter is missing, duplicated, of another shape, or not in floating point; or the checkpoint
@@ -90,9 +87,6 @@ def check_headers(
             f"{min(missing)}; the folder does not hold a {type(model).__name__}"
         )
     sentences = list(_unused(model, checkpoint.folder, conversion.unused))
-    finer = {t.name for t in conversion.targets if any(headers[name].dtype in ("F32", "F64") for name in t.sources)}
-    if rounded := sorted(finer & set(in_float32)):
-        sentences.append(rounded_sentence(str(checkpoint.folder), rounded))
     if new:
         sentences.append(
             f"{checkpoint.folder} has no {' and '.join(sorted(new))}, which will be newly initialised; train it before its "
@@ -110,14 +104,6 @@ def parameter_names(model: Any) -> dict[str, str]:
     """Map every name of every parameter to its first name, because a tied parameter has several names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def rounded_sentence(place: str, names: list[str]) -> str:
-    """Return the warning about weights that transformers keeps in float32 and that a store in bfloat16 rounds."""
-    return (
-        f"{place}: {_tensors_are(names)} kept in float32 by transformers in every dtype, but rounded to bfloat16 "
-        "for the computation in this precision; set precision: float32 to compute with all bits"
-    )
 
 
 def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
@@ -215,8 +201,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     model = parts.model
     conversion = find_conversion(model, checkpoint.names)
     optional = parts.units[HEAD] if parts.classifies else []
-    in_float32 = () if store.precision.weight_dtype == torch.float32 else parts.in_float32
-    for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional], in_float32):
+    for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional]):
         warn(sentence, CheckpointWarning)
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
     written: dict[str, str] = {}
@@ -244,7 +229,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
             elif name in parameters:
                 own = parameters[name]
                 if own not in written:
-                    store.source_dtypes[own] = torch.float32 if own in in_float32 else tensor.dtype
+                    store.source_dtypes[own] = torch.float32 if own in store.in_float32 else tensor.dtype
                     store.write(own, tensor, first_row)
                 elif not store.holds(own, tensor, first_row):  # a tied parameter, which transformers would untie
                     raise ConfigError(

@@ -8,7 +8,7 @@ is written from its slab directly to the file.
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from horizon_lm.quantities import parse_bytes
 from horizon_lm.store.buffers import unrounded_buffers
 from horizon_lm.store.checkpoint_reader import Header
 from horizon_lm.store.store import Store
+from horizon_lm.units import Unit
 
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -131,8 +132,10 @@ class _Exporter:
             if name in store.unit_of and name not in store.codecs and value.data_ptr() != store.weight(name).data_ptr()
         }
         self._buffers = unrounded_buffers(parts, store)
-        self._units: list[list[str]] = [list(slabs.layout) for slabs in store.units.values()]
-        self._names = list(store.units)
+        self._slabs: dict[Unit, list[Unit]] = {}  # by the unit to which they belong
+        for unit in store.units:
+            self._slabs.setdefault(unit.home, []).append(unit)
+        self._units = [[n for part in parts for n in store.units[part].layout] for parts in self._slabs.values()]
         self._units.append(list(self._buffers))
         self.main_dtype = dtype or main_dtype(store)
         self.num_params = sum(slabs.layout.num_params for slabs in store.units.values())
@@ -148,9 +151,9 @@ class _Exporter:
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
         """Return a unit's tensors in the form in which the checkpoint stores them."""
-        if index == len(self._names):
-            return self._convert({name: self._value(name) for name in self._units[index]})
-        with self._store.whole(self._names[index]):
+        with ExitStack() as whole:
+            for unit in list(self._slabs.values())[index] if index < len(self._slabs) else ():
+                whole.enter_context(self._store.whole(unit))
             tensors = self._convert({name: self._value(name) for name in self._units[index]})
             return tensors if self._store.shard.is_whole else {name: each.clone() for name, each in tensors.items()}
 

@@ -11,9 +11,21 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.quantities import page_aligned
 from horizon_lm.slabs import WHOLE, Shard, used_bytes
 from horizon_lm.store.arena import Arena
-from horizon_lm.store.precision import Precision, join_master, split_master
+from horizon_lm.store.precision import PRECISIONS, Precision, join_master, split_master
 from horizon_lm.store.unit_slabs import UnitSlabs
 from horizon_lm.units import EMBED, OUTER, Unit
+
+
+def _slabs_of(
+    shapes: Mapping[Unit, Mapping[str, torch.Size]], in_float32: Collection[str]
+) -> dict[Unit, Mapping[str, torch.Size]]:
+    """Return the shapes of the tensors in each slab, of which those in float32 have slabs of their own."""
+    found: dict[Unit, Mapping[str, torch.Size]] = {}
+    for unit, tensors in shapes.items():
+        found[unit] = {name: shape for name, shape in tensors.items() if name not in in_float32}
+        if len(found[unit]) < len(tensors):
+            found[unit.float32] = {name: shape for name, shape in tensors.items() if name in in_float32}
+    return found
 
 
 class Store:
@@ -26,6 +38,11 @@ class Store:
         kept: slabs of units whose memory is kept, with the layout of the same tensors under other names.
         codecs: the codecs of quantized tensors, all of frozen units, by full parameter name.
         shard: the range of each slab that this rank owns.
+        in_float32: full names of the tensors that are kept in float32, in slabs of their own (`Unit.float32`).
+
+    Attributes:
+        units: the slabs, by unit.
+        unit_of: the unit whose slabs have a tensor, by full parameter name.
     """
 
     def __init__(
@@ -36,12 +53,16 @@ class Store:
         kept: Mapping[Unit, UnitSlabs] | None = None,
         codecs: Mapping[str, Codec] | None = None,
         shard: Shard = WHOLE,
+        in_float32: Collection[str] = (),
     ) -> None:
-        self.precision, self.frozen, self.codecs = precision, frozenset(frozen), dict(codecs or {})
-        self.shard = shard
+        self.precision, self.codecs, self.shard = precision, dict(codecs or {}), shard
+        self.in_float32 = frozenset(in_float32)
         self.units = {
-            unit: UnitSlabs(tensors, self._codecs_of(tensors), shard, unit == EMBED) for unit, tensors in shapes.items()
+            unit: UnitSlabs(tensors, self._codecs_of(tensors), shard, unit == EMBED)
+            for unit, tensors in _slabs_of(shapes, self.in_float32).items()
         }
+        self._parts = {unit: self._find_parts(unit) for unit in self.units if not unit.is_float32}
+        self.frozen = frozenset(unit for unit in self.units if unit.home in frozen)
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
         self.source_dtypes: dict[str, torch.dtype] = {}
         self.source_buffers: dict[str, torch.Tensor] = {}
@@ -53,8 +74,9 @@ class Store:
 
         kept = kept or {}
         # The outer parameters have an arena of their own, because they alone grow when adapters are added.
-        for group in ([unit for unit in self.units if unit != OUTER], [OUTER] if OUTER in self.units else []):
-            self._allocate([unit for unit in group if unit not in kept])
+        for units in self._by_precision(unit for unit in self.units if unit != OUTER and unit not in kept):
+            self._allocate(units)
+        self._allocate([OUTER] if OUTER in self.units and OUTER not in kept else [])
         for unit, slabs in kept.items():
             own = self.units[unit]
             own.arena, own.start, own.weights, own.low = slabs.arena, slabs.start, slabs.weights, slabs.low
@@ -63,7 +85,7 @@ class Store:
             own.packed_arena, own.packed_start = slabs.packed_arena, slabs.packed_start
         with_low = [slabs.own for slabs in self.units.values() if slabs.low is not None]
         self.num_bytes = {
-            "weights": used_bytes([slabs.own for slabs in self.units.values()], precision.weight_dtype.itemsize),
+            "weights": sum(used_bytes([slabs.own], slabs.weights.element_size()) for slabs in self.units.values()),
             "packed_weights": used_bytes([slabs.packed.own for slabs in self.units.values()], 1),
             "low_halves": used_bytes(with_low, torch.int16.itemsize),
         }
@@ -73,10 +95,30 @@ class Store:
     def _codecs_of(self, names: Iterable[str]) -> dict[str, Codec]:
         return {name: self.codecs[name] for name in names if name in self.codecs}
 
+    def precision_of(self, unit: Unit) -> Precision:
+        """Return the storage mode of a unit's slabs."""
+        return PRECISIONS["float32"] if unit.is_float32 else self.precision
+
+    def parts_of(self, unit: Unit) -> list[Unit]:
+        """Return the slabs that are moved with a unit: its own, and those of its weights in float32, if there are any."""
+        return self._parts[unit]
+
+    def _find_parts(self, unit: Unit) -> list[Unit]:
+        found = [each for each in (unit, unit.float32) if each in self.units and self.units[each].layout.numel]
+        return found or [unit]
+
+    def _by_precision(self, units: Iterable[Unit]) -> Iterator[list[Unit]]:
+        found = list(units)
+        yield [unit for unit in found if not unit.is_float32]
+        yield [unit for unit in found if unit.is_float32]
+
     def _allocate(self, units: Sequence[Unit]) -> None:
-        """Allocate the weights of these units, and their low halves if the precision has them and they may be trained."""
-        dtype = self.precision.weight_dtype
-        split = [unit for unit in units if self.precision.low_half and unit not in self.frozen]
+        """Allocate the weights of these units, of one precision, and their low halves if it has them and they may be trained."""
+        if not units:
+            return
+        precision = self.precision_of(units[0])
+        dtype = precision.weight_dtype
+        split = [unit for unit in units if precision.low_half and unit not in self.frozen]
         weights = self.new_arena([self.units[unit].plain.numel for unit in units], dtype)
         packed = self.new_arena([self.units[unit].packed.num_bytes for unit in units], torch.uint8)
         low = self.new_arena([self.units[unit].plain.numel for unit in split], torch.int16)
@@ -105,13 +147,14 @@ class Store:
             frozen: units that are never trained.
         """
         codecs = {name: self.codecs[old] for name, old in old_names.items() if old in self.codecs}
+        in_float32 = {name for name, old in old_names.items() if old in self.in_float32}
         kept = {
             unit: self.units[unit]
-            for unit, tensors in shapes.items()
+            for unit, tensors in _slabs_of(shapes, in_float32).items()
             if unit in self.units
             and [old_names.get(name) for name in UnitSlabs(tensors, codecs).layout] == list(self.units[unit].layout)
         }
-        store = Store(shapes, precision, frozen, kept, codecs, self.shard)
+        store = Store(shapes, precision, frozen, kept, codecs, self.shard, in_float32)
         store.source_dtypes = {
             name: self.source_dtypes[old] for name, old in old_names.items() if old in self.source_dtypes
         }
@@ -135,21 +178,31 @@ class Store:
         """
         trainable = set(trainable)
         for unit, slabs in self.units.items():
-            if self.precision.low_half and slabs.low is None and not trainable.isdisjoint(slabs.layout):
+            if self.precision_of(unit).low_half and slabs.low is None and not trainable.isdisjoint(slabs.layout):
                 raise StreamingError(
                     f"{unit}: the base of a model with adapters was frozen when it was streamed, and has no fp32 master; "
                     "unfreeze its weights before stream(), or stream with precision='bf16'"
                 )
         for slabs in self.units.values():
             slabs.train(trainable)
-        dtype, kept = self.precision.grad_dtype, [slabs for unit, slabs in self.units.items() if unit in units]
-        arena = self.new_arena([slabs.grad_layout.numel for slabs in kept], dtype)
-        for slabs in kept:
-            slabs.grads = arena.take(slabs.grad_layout.numel, dtype, slabs.own_grads)
-        for slabs in self.units.values():
-            slabs.grads = slabs.grads if slabs in kept else torch.empty(0, dtype=dtype)
-        self.num_bytes["grads"] = used_bytes([slabs.own_grads for slabs in kept], dtype.itemsize)
+        for unit, slabs in self.units.items():
+            slabs.grads = torch.empty(0, dtype=self.precision_of(unit).grad_dtype)
+        for kept in self._by_precision(unit for unit in self.units if unit in units):
+            self._allocate_grads([self.units[unit] for unit in kept])
+        self.num_bytes["grads"] = sum(
+            used_bytes([slabs.own_grads], slabs.grads.element_size())
+            for unit, slabs in self.units.items()
+            if unit in units
+        )
         self.has_grads = True
+
+    def _allocate_grads(self, units: Sequence[UnitSlabs]) -> None:
+        """Allocate the gradients of these units, of one dtype."""
+        if units:
+            dtype = units[0].grads.dtype
+            arena = self.new_arena([slabs.grad_layout.numel for slabs in units], dtype)
+            for slabs in units:
+                slabs.grads = arena.take(slabs.grad_layout.numel, dtype, slabs.own_grads)
 
     def require_whole(self) -> None:
         """Raise StreamingError if other ranks have parts of the weights and gradients."""
@@ -229,7 +282,7 @@ class Store:
         if name in self.codecs:
             return torch.empty((), dtype=self.precision.weight_dtype).expand(self.shape(name))
         slabs = self.units[self.unit_of[name]]
-        entry, dtype = slabs.layout.entries[name], self.precision.weight_dtype
+        entry, dtype = slabs.layout.entries[name], slabs.weights.dtype
         return slabs.arena.at(slabs.start + entry.offset * dtype.itemsize, entry.numel, dtype).view(entry.shape)
 
     def grad(self, name: str) -> torch.Tensor:

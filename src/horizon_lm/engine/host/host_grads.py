@@ -65,40 +65,53 @@ class LandingSlots:
     def __init__(self, store: Store, device: Device, parts: ModelParts) -> None:
         self._store, self._device, self._tied = store, device, parts.tied
         self._dtype = store.precision.grad_dtype
-        blocks = max(self._length(block(u)) for u in range(parts.num_blocks))
-        self._blocks = [self._new(blocks) for _ in range(2)]
-        self._head = None if parts.tied else self._new(self._length(HEAD))
-        self._outer = self._new(self._length(OUTER))
+        self._units = self._new_slots(parts, in_float32=False)
+        self._in_float32 = self._new_slots(parts, in_float32=True)
         (table,) = store.units[EMBED].layout.entries.values()
         self._width = table.shape[1]
-        self._rows = self._new(0)
+        self._rows = self._new(0, self._dtype)
         self._landed_rows: torch.Tensor | None = None  # (R,)
 
     def _length(self, unit: Unit) -> int:
+        if unit not in self._store.units:
+            return 0
         own = self._store.units[unit].own_grads
         return own.stop - own.start
 
-    def _new(self, numel: int) -> torch.Tensor:
+    def _new_slots(self, parts: ModelParts, in_float32: bool) -> dict[Unit, torch.Tensor]:
+        """Return the slots of the weights that are kept in float32, or of the others: two for blocks, and one for each other
+        unit.
+        """
+
+        def slabs(unit: Unit) -> Unit:
+            return unit.float32 if in_float32 else unit
+
+        dtype = self._store.precision_of(slabs(OUTER)).grad_dtype
+        blocks = max(self._length(slabs(block(u))) for u in range(parts.num_blocks))
+        slots = {block(number): self._new(blocks, dtype) for number in range(2)}
+        for unit in (OUTER,) if parts.tied else (HEAD, OUTER):
+            slots[unit] = self._new(self._length(slabs(unit)), dtype)
+        return slots
+
+    def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new slot, and count its bytes."""
-        num_bytes = numel * self._dtype.itemsize
+        num_bytes = numel * dtype.itemsize
         self._store.num_bytes["landing"] = self._store.num_bytes.get("landing", 0) + num_bytes
-        return self._device.host_buffer(num_bytes).view(self._dtype) if numel else torch.empty(0, dtype=self._dtype)
+        return self._device.host_buffer(num_bytes).view(dtype) if numel else torch.empty(0, dtype=dtype)
 
     def keeps(self, unit: Unit) -> bool:
         """Return whether a unit keeps its gradient slab in the store nevertheless."""
         return self._tied and unit == EMBED
 
     def of(self, unit: Unit) -> torch.Tensor:
-        """Return the slot of a unit other than the embedding, with the length of the part of its gradient slab that this
+        """Return the slot of slabs other than the embedding's, with the length of the part of their gradients that this
         rank owns.
         """
-        if unit == HEAD:
-            assert self._head is not None
-            return self._head
         # Blocks by parity, as in the schedule (`build._landing`), whose waits keep a landing from an update that
         # still reads the slot.
-        slot = self._outer if unit == OUTER else self._blocks[unit.block_index % 2]
-        return slot[: self._length(unit)]
+        slots = self._in_float32 if unit.is_float32 else self._units
+        place = block(unit.block_index % 2) if unit.is_block else unit.home
+        return slots[place][: self._length(unit)]
 
     def rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
         """Return the slot (R, H) for the row gradients of an untied embedding. No update may still be reading it.
@@ -111,7 +124,7 @@ class LandingSlots:
         numel = (rows.numel() + 1) * width  # and a row of zeros, the gradient of all other rows
         if numel > self._rows.numel():
             self._release_rows()
-            self._rows = self._new(max(numel, (room + 1) * width))
+            self._rows = self._new(max(numel, (room + 1) * width), self._dtype)
         self._landed_rows = rows
         self._rows[rows.numel() * width : numel].zero_()
         return self._rows[: rows.numel() * width].view(rows.numel(), width)

@@ -45,8 +45,8 @@ class UnitOptimizer(Protocol):
         ...
 
     def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        """Return the update of these parameters of a unit. Their gradients, of the part that this rank owns, will be in
-        ``grads``.
+        """Return the update of these parameters of some slabs. Their gradients, of the part that this rank owns, will be
+        in ``grads``.
         """
         ...
 

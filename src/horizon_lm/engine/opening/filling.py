@@ -17,13 +17,12 @@ from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.opening.quantized_opening import FindCodecs
 from horizon_lm.engine.opening.same_weights import require_alike
 from horizon_lm.engine.opening.streamed_model import StreamedModel
-from horizon_lm.errors import CheckpointWarning, ConfigError, StreamingError, warn
+from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.examination import Examined
 from horizon_lm.model.parts import ModelParts, ParamRef
-from horizon_lm.store.checkpoint_loader import rounded_sentence
 from horizon_lm.store.store import Store
 
 
@@ -44,7 +43,10 @@ def with_store(
         parts.codecs = find_codecs(parts)
     never_trained = set(parts.units) if frozen else parts.frozen_base()
     shard = current_shard(settings.device_mesh)
-    store = Store(parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard)
+    store = Store(
+        parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard,
+        in_float32=parts.in_float32,
+    )  # fmt: skip
     for refs in parts.units.values():
         for ref in refs:
             ref.param = (
@@ -117,11 +119,6 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     return model
 
 
-def _fits(param: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a dtype has all bits of the values of a parameter."""
-    return torch.equal(param.to(dtype).to(param.dtype), param)
-
-
 def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     """Move a model's parameters into a new store, and attach the model to a device. Return the model.
 
@@ -142,10 +139,9 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
         settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
     )
     shard = current_shard(settings.device_mesh)
-    store = Store(parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard)
-    kept = [ref for ref in parts.refs() if ref.name in parts.in_float32]
-    if rounded := [ref.name for ref in kept if not _fits(ref.param, store.precision.weight_dtype)]:
-        warn(rounded_sentence(type(inside).__name__, rounded), CheckpointWarning)
+    store = Store(
+        parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard, in_float32=parts.in_float32
+    )
     for refs in parts.units.values():
         for ref in refs:
             move_in(ref, store)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from horizon_lm.device.transfers import joined
 from horizon_lm.engine.passes.forward_pass import config_of
 from horizon_lm.engine.passes.forward_state import BetweenPasses, ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
@@ -67,8 +68,13 @@ class BackwardPass:
         # The embedding's update is issued by the next forward pass, and a tied head's gradient is added to the
         # embedding's.
         if optimizer is not None and unit != EMBED and engine.slab_unit(unit) == unit:
-            assert engine.grads.slots is not None
-            engine.cursor.bind(Kind.UPDATE, unit, optimizer.moves(unit, names, engine.grads.slots.of(unit)))
+            slots, units = engine.grads.slots, engine.store.unit_of
+            assert slots is not None
+            moves = [
+                optimizer.moves(part, [name for name in names if units[name] == part], slots.of(part))
+                for part in engine.store.parts_of(unit)
+            ]
+            engine.cursor.bind(Kind.UPDATE, unit, joined(moves))
 
     def _agreed(self, ready: dict[Unit, list[str]]) -> dict[Unit, list[str]]:
         """Return the parameters that have a gradient on any rank, by unit."""

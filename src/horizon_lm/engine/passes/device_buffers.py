@@ -4,7 +4,7 @@ Two slots of the largest block are enough for a model of any depth: while a bloc
 are copied into the other (double buffering).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,6 @@ from horizon_lm.device.base import Device
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.outline import Linear
 from horizon_lm.planning.residency import Residency
-from horizon_lm.schedule.ops import Op
 from horizon_lm.store.store import Store
 from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
@@ -101,69 +100,125 @@ class EngineOptions(StreamingOptions):
         return None if self.activation_checkpoints == "auto" else Residency.of(self)
 
 
-class DeviceBuffers:
-    """All buffers of the engine on the device.
+class UnitBuffers:
+    """The buffers for the weights and gradients of blocks, head and outer parameters, all of one storage mode.
+
+    Args:
+        device: the device.
+        blocks, head, outer: elements of the slots of each block, of the head and of the outer parameters.
+        dtype: dtype of the weights.
+        grad_dtype, head_grad_dtype: dtypes of the gradients of blocks and outer parameters, and of the head.
+        accumulates: as in `DeviceBuffers`.
 
     Attributes:
         weight_slots: two slots of the size of the largest block, which blocks use alternately.
         resident_weights: one buffer for each resident block.
-        packed_slots: two slots in which several ranks gather the codes and scales of a quantized block.
-        gathers_packed: they do, because each has a part of them.
         grad_slots: slots from which the gradients of blocks are landed; two, or one with an accumulator.
         accumulator: the sum of a block's gradients over micro-batches.
+    """
+
+    def __init__(
+        self, device: Device, blocks: Sequence[int], head: int, outer: int, dtype: torch.dtype, grad_dtype: torch.dtype,
+        head_grad_dtype: torch.dtype, accumulates: bool,
+    ) -> None:  # fmt: skip
+        largest, self._accumulates = max(blocks), accumulates
+        self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
+        self.resident_weights: dict[int, Slots] = {}
+        self._new_resident = lambda u: Slots(device, "resident_weights", 1, blocks[u], dtype)
+        # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
+        self.grad_slots = Slots(device, "grad_slots", 1 if accumulates else 2, largest, grad_dtype)
+        self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
+        self._head_weights = Slots(device, "head_weights", 1, head, dtype)
+        self._head_grads = Slots(device, "head_grads", 1, head, head_grad_dtype)
+        self._outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
+        self._outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)
+
+    def release(self) -> None:
+        """Free all buffers. Nothing may be using them."""
+        for each in (
+            self.weight_slots, *self.resident_weights.values(), self.grad_slots, self.accumulator, self._head_weights,
+            self._head_grads, self._outer_weights, self._outer_grads,
+        ):  # fmt: skip
+            each.release()
+
+    def set_resident(self, blocks: Iterable[int]) -> None:
+        """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
+        for slots in (*self.resident_weights.values(), self.weight_slots):
+            slots.release()
+        self.resident_weights = {index: self._new_resident(index) for index in blocks}
+
+    def weights_of(self, unit: Unit) -> torch.Tensor:
+        """Return the buffer that a unit's weights are streamed into."""
+        if unit == HEAD:
+            return self._head_weights[0]
+        if unit == OUTER:
+            return self._outer_weights[0]
+        # The buffers that the schedule names (`build.Layout.weights`), whose waits protect them.
+        index = unit.block_index
+        return self.resident_weights[index][0] if index in self.resident_weights else self.weight_slots[index % 2]
+
+    def grads_of(self, unit: Unit) -> torch.Tensor:
+        """Return the buffer from which a unit's gradients are landed, after those of several ranks are summed in it."""
+        if unit == HEAD:
+            return self._head_grads[0]
+        if unit == OUTER:
+            return self._outer_grads[0]
+        return self.grad_slots[0 if self._accumulates else unit.block_index % 2]
+
+
+class DeviceBuffers:
+    """All buffers of the engine on the device.
+
+    Attributes:
+        packed_slots: two slots in which several ranks gather the codes and scales of a quantized block.
+        gathers_packed: they do, because each has a part of them.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
-            gradients needs no accumulator: they are summed in the slot.
-        head_weights, head_grads: the head; its gradients are float32 if they are summed over chunks. Both are float32 if
-            transformers keeps the head so.
-        outer_weights, outer_grads: the outer parameters.
+            gradients needs no accumulator: they are summed in the slot. Those of weights in float32 go the same way as the
+            others of their block.
         table_rows, table_row_grads: rows of the embedding (R, H) for the tokens of a batch, and their gradients.
         ring: two buffers that boundaries pass through on their way to host memory and back.
     """
 
     def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
         dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
-        largest = max(store.units[block(u)].slot_numel for u in range(parts.num_blocks))
-        head = store.units[EMBED if parts.tied else HEAD].slot_numel
-        outer = store.units[OUTER].slot_numel
         self.accumulates, width = store.shard.grad_slots(options.in_micro_batches, grad_dtype.itemsize)
         grad_dtype = torch.float32 if width == 4 else grad_dtype
-        self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
-        packed = max(store.units[block(u)].packed.slot_numel for u in range(parts.num_blocks))
+        # The head's gradients are float32 if they are summed over chunks.
+        head_grad_dtype = torch.float32 if options.chunked_head else dtype
+        blocks = [block(u) for u in range(parts.num_blocks)]
+        head = EMBED if parts.tied else HEAD
+
+        def slot(unit: Unit) -> int:
+            return store.units[unit].slot_numel if unit in store.units else 0
+
+        self._units = UnitBuffers(
+            device, [slot(unit) for unit in blocks], slot(head), slot(OUTER), dtype, grad_dtype, head_grad_dtype,
+            self.accumulates,
+        )  # fmt: skip
+        self._in_float32 = UnitBuffers(
+            device, [slot(unit.float32) for unit in blocks], slot(head.float32), slot(OUTER.float32),
+            torch.float32, torch.float32, torch.float32, self.accumulates,
+        )  # fmt: skip
+        packed = max(store.units[unit].packed.slot_numel for unit in blocks)
         self.gathers_packed = packed > 0
         self.packed_slots = Slots(device, "packed_slots", 2, packed, torch.uint8)
-        self.resident_weights: dict[int, Slots] = {}
-        self._new_resident = lambda u: Slots(device, "resident_weights", 1, store.units[block(u)].slot_numel, dtype)
-        # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
-        self.grad_slots = Slots(device, "grad_slots", 1 if self.accumulates else 2, largest, grad_dtype)
-        self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
-        head_dtype = parts.head_dtype(dtype)
-        self.head_weights = Slots(device, "head_weights", 1, head, head_dtype)
-        head_grad_dtype = torch.float32 if options.chunked_head else head_dtype
-        self.head_grads = Slots(device, "head_grads", 1, head, head_grad_dtype)
-        self.outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
-        self.outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)
         self.table_rows = GrowingBuffers(device, "table_rows")
         self.table_row_grads = GrowingBuffers(device, "table_row_grads")
         self.ring = GrowingBuffers(device, "boundary_ring", count=2)
 
+    def _of(self, unit: Unit) -> UnitBuffers:
+        return self._in_float32 if unit.is_float32 else self._units
+
     def release(self) -> None:
         """Free all buffers. Nothing may be using them."""
-        slots: list[Slots | GrowingBuffers] = [
-            self.weight_slots, *self.resident_weights.values(), self.packed_slots, self.grad_slots, self.accumulator, self.head_weights,
-            self.head_grads, self.outer_weights, self.outer_grads, self.table_rows, self.table_row_grads, self.ring,
-        ]  # fmt: skip
-        for each in slots:
+        for each in (
+            self._units, self._in_float32, self.packed_slots, self.table_rows, self.table_row_grads, self.ring,
+        ):  # fmt: skip
             each.release()
 
     def weights_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer that a unit's weights are streamed into."""
-        if unit == HEAD:
-            return self.head_weights[0]
-        if unit == OUTER:
-            return self.outer_weights[0]
-        # The buffers that the schedule names (`build.Layout.weights`), whose waits protect them.
-        index = unit.block_index
-        return self.resident_weights[index][0] if self.is_resident(index) else self.weight_slots[index % 2]
+        """Return the buffer that the weights of these slabs are streamed into."""
+        return self._of(unit).weights_of(unit.home)
 
     def packed_of(self, unit: Unit) -> torch.Tensor:
         """Return the slot in which a block's codes and scales are gathered."""
@@ -171,21 +226,21 @@ class DeviceBuffers:
 
     def is_resident(self, index: int) -> bool:
         """Return whether a block's weights stay on the device."""
-        return index in self.resident_weights
+        return index in self._units.resident_weights
 
     def set_resident(self, blocks: Iterable[int]) -> None:
         """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
-        for slots in (*self.resident_weights.values(), self.weight_slots):
-            slots.release()
+        resident = list(blocks)
+        self._units.set_resident(resident)
+        self._in_float32.set_resident(resident)
         self.ring.release()  # no ring is needed if all boundaries stay on the device, and no slots if all weights do
-        self.resident_weights = {index: self._new_resident(index) for index in blocks}
 
-    def grads_of(self, op: Op) -> torch.Tensor:
-        """Return the buffer from which a unit's gradients are landed, after those of several ranks are summed in it."""
-        if op.unit == HEAD:
-            return self.head_grads[0]
-        return self.outer_grads[0] if op.unit == OUTER else self.outgoing_grads(op.unit.block_index)
+    def grads_of(self, unit: Unit) -> torch.Tensor:
+        """Return the buffer from which the gradients of these slabs are landed, after those of several ranks are summed in it."""
+        return self._of(unit).grads_of(unit.home)
 
-    def outgoing_grads(self, index: int) -> torch.Tensor:
-        """Return the slot from which a block's gradients are landed."""
-        return self.grad_slots[0 if self.accumulates else index % 2]
+    def sums_of(self, unit: Unit) -> torch.Tensor:
+        """Return the buffer in which a block's gradients are summed over micro-batches: that from which they are landed, or the
+        accumulator.
+        """
+        return self._of(unit).accumulator[0] if self.accumulates else self.grads_of(unit)

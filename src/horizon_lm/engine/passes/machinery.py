@@ -62,19 +62,42 @@ class Machinery:
         """Return the host slabs that hold a unit."""
         return self.store.units[self.slab_unit(unit)]
 
+    def weights_on_device(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Return views of a unit's weights in the buffers that they are streamed into, by full name."""
+        found = {}
+        for part in self.store.parts_of(unit):
+            layout, buffer = self.slabs(part).layout, self.memory.weights_of(part)
+            found.update({name: layout.view(buffer, name) for name in layout})
+        return found
+
+    def poison_weights(self, unit: Unit) -> None:
+        """Let a late read of a unit's weights yield NaN on a simulated device."""
+        for part in self.store.parts_of(unit):
+            self.device.poison(self.memory.weights_of(part))
+
+    def trained_parts(self, unit: Unit) -> list[Unit]:
+        """Return the slabs of a unit that have gradients."""
+        return [part for part in self.store.parts_of(unit) if self.slabs(part).grad_layout.numel]
+
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the full name of a parameter; None for one that is not the model's."""
         return self._name_of.get(id(param))
 
     def trainable(self) -> dict[Unit, list[str]]:
         """Return the full names of the parameters that currently require a gradient, by the unit that owns
-        their slab.
+        their slabs.
         """
         # Asked in every pass for every parameter: through the class, each would be a call in Python.
         with torch._C.DisableTorchFunctionSubclass():
             return {
-                unit: [name for name in slabs.layout if self.refs[name].param.requires_grad]
-                for unit, slabs in self.store.units.items()
+                unit: [
+                    name
+                    for part in self.store.parts_of(unit)
+                    for name in self.store.units[part].layout
+                    if self.refs[name].param.requires_grad
+                ]
+                for unit in self.store.units
+                if not unit.is_float32
             }
 
     @property

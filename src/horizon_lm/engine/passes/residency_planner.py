@@ -21,7 +21,7 @@ from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.planning.device_memory import working
-from horizon_lm.planning.memory import BufferSettings, block_slots, device_buffers
+from horizon_lm.planning.memory import BufferSettings, block_bytes, device_buffers
 from horizon_lm.planning.outline import Footprint
 from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency
 
@@ -63,7 +63,7 @@ def plan_device(
         )
     # The margin is for fragmentation of the allocator, of which the plan knows nothing.
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
-    weights = [numel * options.compute_dtype.itemsize for numel in block_slots(sizes, settings.shard)]
+    weights = block_bytes(sizes, settings.shard, options.compute_dtype.itemsize)
     residency = options.residency
     if residency is None:
         residency = choose_residency(left, weights, needed)

@@ -11,7 +11,7 @@ from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.store.unit_slabs import UnitSlabs
-from horizon_lm.units import EMBED
+from horizon_lm.units import EMBED, Unit
 
 
 class UnitMoves:
@@ -34,12 +34,16 @@ class UnitMoves:
         return find(self, op)
 
     def _stream_in(self, op: Op) -> list[Move]:
-        """Return the moves that stream a unit into its slot: a copy, and the decoding of what is quantized.
+        """Return the moves that stream a unit into its slots."""
+        return [move for part in self._engine.store.parts_of(op.unit) for move in self._stream_in_part(part)]
+
+    def _stream_in_part(self, unit: Unit) -> list[Move]:
+        """Return the moves that stream slabs into a slot: a copy, and the decoding of what is quantized.
 
         Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
         """
-        slabs, memory = self._engine.slabs(op.unit), self._engine.memory
-        slot, plain = memory.weights_of(op.unit), slabs.weights[slabs.own]
+        slabs, memory = self._engine.slabs(unit), self._engine.memory
+        slot, plain = memory.weights_of(unit), slabs.weights[slabs.own]
         moves: list[Move] = []
         if plain.numel() or not slabs.packed.num_bytes:
             moves.append(Copy(slot[slabs.own], plain, plain.numel() * plain.element_size()))
@@ -48,17 +52,21 @@ class UnitMoves:
         if not memory.gathers_packed:
             return moves + self._decoding(slabs, slot, slabs.packed.data, Decode)
         packed = slabs.packed.data[slabs.packed.own]
-        return [*moves, Copy(memory.packed_of(op.unit)[slabs.packed.own], packed, packed.numel())]
+        return [*moves, Copy(memory.packed_of(unit)[slabs.packed.own], packed, packed.numel())]
 
     def _gather(self, op: Op) -> list[Move]:
-        """Return the moves that gather a unit in its slot, and decode there what is quantized."""
-        engine, slabs = self._engine, self._engine.slabs(op.unit)
+        """Return the moves that gather a unit in its slots."""
+        return [move for part in self._engine.store.parts_of(op.unit) for move in self._gather_part(part)]
+
+    def _gather_part(self, unit: Unit) -> list[Move]:
+        """Return the moves that gather slabs in a slot, and decode there what is quantized."""
+        engine, slabs = self._engine, self._engine.slabs(unit)
         assert engine.mesh is not None
-        slot, group = engine.memory.weights_of(op.unit), engine.mesh.gather
+        slot, group = engine.memory.weights_of(unit), engine.mesh.gather
         moves: list[Move] = [Gather(group, slot[: slabs.slot_cuts[-1]], slabs.slot_cuts)]
         if not slabs.packed.slot_numel:
             return moves
-        packed = engine.memory.packed_of(op.unit)[: slabs.packed.slot_numel]
+        packed = engine.memory.packed_of(unit)[: slabs.packed.slot_numel]
         return [
             *moves,
             Gather(group, packed, slabs.packed.slot_cuts),
@@ -87,14 +95,22 @@ class UnitMoves:
 
     def _reduce(self, op: Op) -> list[Move]:
         """Return the sum of a unit's gradients over the ranks."""
-        assert self._engine.mesh is not None
+        engine = self._engine
+        assert engine.mesh is not None
+        reduce = engine.mesh.reduce
         return [
-            Reduce(self._engine.mesh.reduce, self._engine.memory.grads_of(op), self._engine.slabs(op.unit).grad_cuts)
+            Reduce(reduce, engine.memory.grads_of(part), engine.slabs(part).grad_cuts)
+            for part in engine.trained_parts(op.unit)
         ]
 
     def _stream_out(self, op: Op) -> list[Move]:
         """Return the landing of a unit's gradients in host memory."""
-        return self._engine.grads.moves(self._engine.slab_unit(op.unit), self._engine.memory.grads_of(op))
+        engine = self._engine
+        return [
+            move
+            for part in engine.trained_parts(op.unit)
+            for move in engine.grads.moves(engine.slab_unit(part), engine.memory.grads_of(part))
+        ]
 
     def _update(self, op: Op) -> Sequence[Move] | None:
         """Return what is left of the embedding's update, in a forward pass. In a backward pass, the update of a unit is bound

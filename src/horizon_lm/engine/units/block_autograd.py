@@ -131,7 +131,7 @@ class BlockAutograd:
                     inputs[index] = hidden
             input_grads, names = self._differentiate_all(inputs, grads)
             if not engine.memory.is_resident(self.index):
-                engine.device.poison(engine.memory.weights_of(unit))  # a late read yields NaN on a simulated device
+                engine.poison_weights(unit)
             # Within the computation: with update_in_backward this binds the unit's update, and the cursor goes on to
             # issue it as soon as the computation ends.
             if engine.trained(unit) and not engine.memory.accumulates:
@@ -141,7 +141,8 @@ class BlockAutograd:
             # A computation of its own, so that only this rounding, and not the backward pass before it, waits until
             # the gradients of the block before have left the single slot.
             with engine.cursor.compute(Kind.STAGE, unit):
-                engine.memory.outgoing_grads(self.index).copy_(engine.memory.accumulator[0])
+                for part in engine.trained_parts(unit):
+                    engine.memory.grads_of(part).copy_(engine.memory.sums_of(part))
                 engine.backward.gradients_ready(unit, names)
         if self.comparison is not None:
             assert self.true_inputs is not None

@@ -129,7 +129,7 @@ class BlockComputation:
                     outputs[part.batch].add(part.rows, tree)
             # Resident weights are read again, in the backward pass and by later passes until an update.
             if not engine.memory.is_resident(index):
-                engine.device.poison(engine.memory.weights_of(block(index)))
+                engine.poison_weights(block(index))
         engine.counts["block_forward_rows"] += sum(engine.forward.num_rows)
         self.outputs[index] = outputs
         return outputs
@@ -137,19 +137,11 @@ class BlockComputation:
     def weights(self, index: int) -> dict[str, torch.Tensor]:
         """Return a block's weights and its adapters on the device, by their names inside the block."""
         engine, prefix = self.engine, f"{self.blocks[index].name}."
-        adapters = engine.parts.adapters.get(index, frozenset())
-        views = {
-            name: engine.store.units[unit].layout.view(engine.memory.weights_of(unit), name)
-            # Adapters inside of blocks lie with the outer parameters, which are on the device throughout a pass.
-            for unit, names in ((block(index), engine.store.units[block(index)].layout), (OUTER, adapters))
-            for name in names
-        }
-        return {
-            # A view of the slot, except for what transformers keeps in float32 (routers, some norms), which is a
-            # copy.
-            name.removeprefix(prefix): view.to(engine.parts.computed_dtype(name, view.dtype))
-            for name, view in views.items()
-        }
+        layout, views = engine.store.units[OUTER].layout, engine.weights_on_device(block(index))
+        for name in engine.parts.adapters.get(index, frozenset()):
+            # They lie with the outer parameters, which are on the device throughout a pass.
+            views[name] = layout.view(engine.memory.weights_of(OUTER), name)
+        return {name.removeprefix(prefix): view for name, view in views.items()}
 
     # Boundaries: the hidden states of all batches, one after the other
 

@@ -157,7 +157,7 @@ class _ChunkedPass:
         outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
         with self.engine.cursor.compute(Kind.FORWARD, HEAD):
             values = [run.forward(states, outer) for run, states in zip(self.runs, hidden, strict=True)]
-            self.engine.device.poison(self.engine.memory.head_weights[0])
+            self.engine.poison_weights(HEAD)
         return tuple(value for each in values for value in each)
 
     def backward(
@@ -180,7 +180,7 @@ class _ChunkedPass:
                 outer_grads = [a + b for a, b in zip(outer_grads, more, strict=True)] if outer_grads else more
                 written = written or bool(run.chunks())
             if not self.forward_state.head_grads:  # otherwise the weights were not needed, and are not there
-                self.engine.device.poison(self.engine.memory.head_weights[0])
+                self.engine.poison_weights(HEAD)
             self.head.gradients_ready()
         return [*outer_grads, *hidden_grads]
 

@@ -9,7 +9,7 @@ import torch
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.errors import StreamingError
 from horizon_lm.store.unit_slabs import SlabLayout
-from horizon_lm.units import OUTER, block
+from horizon_lm.units import OUTER, Unit, block
 
 
 class GradSink:
@@ -22,13 +22,18 @@ class GradSink:
         self._engine, self._index = engine, index
         self._trained = set(engine.trained(block(index)))
         self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained(OUTER))
-        self._slot = _Slot(engine.store.units[block(index)].grad_layout, self._trained)
+        self._slots = {
+            part: _Slot(
+                engine.store.units[part].grad_layout, self._trained & engine.store.units[part].layout.entries.keys()
+            )
+            for part in engine.store.parts_of(block(index))
+        }
         self._adapter_slot = _Slot(engine.store.units[OUTER].grad_layout, self._adapters)
         self._prefix = f"{engine.parts.block_prefix}.{index}."
 
     def leaves(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return fresh leaves over a block's weights on the device, by their names inside the block."""
-        return _fresh_leaves(views, self._prefix, [self._slot, self._adapter_slot])
+        return _fresh_leaves(views, self._prefix, [*self._slots.values(), self._adapter_slot])
 
     def traps(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return leaves like `leaves`, for a graph that must not be differentiated: a gradient that reaches one is an
@@ -42,25 +47,29 @@ class GradSink:
     def open(self) -> None:
         """Take the slot for the block's backward pass, which begins now."""
         memory = self._engine.memory
-        if self._trained:
-            slot = memory.accumulator[0] if memory.accumulates else memory.outgoing_grads(self._index)
-            self._engine.device.poison(slot)  # every element must be written
-            self._slot.buffer = slot
+        for part in self._landed():
+            buffer = memory.sums_of(part)
+            self._engine.device.poison(buffer)  # every element must be written
+            self._slots[part].buffer = buffer
         if self._adapters:
             # One buffer for the adapters of all blocks: they are outer parameters, landed once, at the end of the
             # pass.
-            self._adapter_slot.buffer = memory.outer_grads[0]
+            self._adapter_slot.buffer = memory.grads_of(OUTER)
 
     def close(self) -> list[str]:
         """Return the parameters that received a gradient, and zero the rest of the slot (unused
         parameters, padding). Gradients of adapters are reported to the engine, because they are landed with those of the
         outer parameters.
         """
-        if self._trained:
-            self._slot.zero_the_rest()
+        for part in self._landed():
+            self._slots[part].zero_the_rest()
         self._engine.backward.adapters.update(self._adapter_slot.written)
         # In the order of the layout: an update merges neighbours into spans by it (`StepUpdate.spans`).
-        return [name for name in self._slot.layout if name in self._slot.written]
+        return [name for slot in self._slots.values() for name in slot.layout if name in slot.written]
+
+    def _landed(self) -> list[Unit]:
+        """Return the slabs of the block whose gradients are landed: none if nothing in it is trained."""
+        return self._engine.trained_parts(block(self._index)) if self._trained else []
 
 
 @contextmanager

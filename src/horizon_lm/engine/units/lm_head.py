@@ -16,7 +16,7 @@ from horizon_lm.engine.passes.lockstep import meet
 from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import HEAD
+from horizon_lm.units import HEAD, Unit
 
 
 class LmHead:
@@ -25,21 +25,21 @@ class LmHead:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.module = engine.parts.head
-        self._layout = engine.slabs(HEAD).layout
+        names = [name for part in engine.store.parts_of(HEAD) for name in engine.slabs(part).layout]
         modules = {id(module) for module in self.module.modules()}  # several if an adapter wraps the projection
         places = {
             name: [(module, attribute) for module, attribute in ref.places if id(module) in modules]
             for name, ref in engine.refs.items()
         }
-        self._places = {name: places[name] for name in self._layout if places[name]}
+        self._places = {name: places[name] for name in names if places[name]}
         # A head with a tied weight uses the embedding's slab; its bias is then an outer parameter, already on the
         # device.
-        self.outer = {name: found for name, found in places.items() if found and name not in self._layout}
+        self.outer = {name: found for name, found in places.items() if found and name not in names}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return views of the streamed weights, by full name."""
-        buffer = self.engine.memory.head_weights[0]
-        return {name: self._layout.view(buffer, name) for name in self._places}
+        views = self.engine.weights_on_device(HEAD)
+        return {name: views[name] for name in self._places}
 
     def streamed_places(self) -> list[tuple[nn.Module, str]]:
         """Return the modules and attributes that hold the head's streamed weights."""
@@ -50,12 +50,20 @@ class LmHead:
         return {name: module._parameters[a] for name, ((module, a), *_) in self.outer.items()}  # type: ignore[misc]
 
     def grads(self) -> dict[str, torch.Tensor]:
-        """Return views of the gradient buffer for the trained weights, by full name."""
+        """Return views of the gradient buffers for the trained weights, by full name."""
         trained = set(self.engine.trained(HEAD))
         if not trained:
             return {}
-        layout, buffer = self.engine.slabs(HEAD).grad_layout, self.engine.memory.head_grads[0]
-        return {name: layout.view(buffer, name) for name in self._places if name in trained}
+        slabs = [(self.engine.slabs(part).grad_layout, self.engine.memory.grads_of(part)) for part in self._parts()]
+        return {
+            name: layout.view(buffer, name)
+            for layout, buffer in slabs
+            for name in layout
+            if name in self._places and name in trained
+        }
+
+    def _parts(self) -> list[Unit]:
+        return self.engine.trained_parts(HEAD)
 
     def gradients_ready(self, names: Collection[str] | None = None) -> None:
         """Record that the head's gradients are in their buffer, and zero the rest of the buffer.
@@ -66,8 +74,10 @@ class LmHead:
         grads = self.grads()
         if grads:
             unused = [grad for name, grad in grads.items() if names is not None and name not in names]
-            for part in (*unused, *self.engine.slabs(HEAD).grad_layout.gaps(self.engine.memory.head_grads[0])):
-                part.zero_()
+            for part in self._parts():
+                unused += self.engine.slabs(part).grad_layout.gaps(self.engine.memory.grads_of(part))
+            for rest in unused:
+                rest.zero_()
             self.engine.backward.gradients_ready(HEAD, [name for name in grads if names is None or name in names])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -89,7 +99,7 @@ class LmHead:
             return differentiable
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
             logits = [self.run(self.weights(), each) for each in hidden]
-            engine.device.poison(engine.memory.head_weights[0])
+            engine.poison_weights(HEAD)
         return logits
 
     def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
@@ -119,18 +129,21 @@ class _Projection:
             inputs: outer parameters of the head's modules, then the hidden states (B, T, H) of each batch.
         """
         head, engine = self.head, self.head.engine
-        buffer = engine.memory.head_weights[0]
-        storage = buffer.untyped_storage().data_ptr()
+        buffers = {
+            buffer.untyped_storage().data_ptr(): buffer
+            for buffer in (engine.memory.weights_of(part) for part in engine.store.parts_of(HEAD))
+        }
 
         # Of saved weights only the geometry of the view is kept: the backward pass finds the same values in the same
         # buffer, which other units use in between.
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() != storage:
+            storage = tensor.untyped_storage().data_ptr()
+            if storage not in buffers:
                 return tensor
-            return tensor.size(), tensor.stride(), tensor.storage_offset()
+            return storage, tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def unpack(saved: Any) -> torch.Tensor:
-            return torch.as_strided(buffer, *saved) if isinstance(saved, tuple) else saved
+            return torch.as_strided(buffers[saved[0]], *saved[1:]) if isinstance(saved, tuple) else saved
 
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
             # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
@@ -143,7 +156,7 @@ class _Projection:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 logits = [head.run(weights | outer, hidden) for hidden in leaves[len(outer) :]]
             self.graph = (leaves, logits)
-            engine.device.poison(buffer)
+            engine.poison_weights(HEAD)
         return [each.detach() for each in logits]
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -158,7 +171,7 @@ class _Projection:
                 for each, grad in zip(logits, grads, strict=True):  # summed in this order
                     if grad is not None:
                         torch.autograd.backward([each], [grad])
-            engine.device.poison(engine.memory.head_weights[0])
+            engine.poison_weights(HEAD)
             # A batch whose loss does not depend on its logits leaves weights without a gradient, as in plain
             # autograd.
             head.gradients_ready(self._written)

@@ -20,10 +20,10 @@ class OuterParameters:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._layout = engine.store.units[OUTER].layout
         parts = engine.parts
         # Adapters are bound in blocks.
-        self._names = [name for name in self._layout if name not in parts.adapter_names]
+        layouts = [engine.store.units[part].layout for part in engine.store.parts_of(OUTER)]
+        self._names = [name for layout in layouts for name in layout if name not in parts.adapter_names]
         # Buffers outside of blocks (mostly rope frequencies) stay on the device permanently.
         streamed = {id(m) for b in parts.blocks for m in b.modules()}
         # Buffers inside of blocks are not moved: a block gets device copies when it is bound (`BuffersOfModules`).
@@ -55,10 +55,9 @@ class OuterParameters:
         )
 
     def _views(self) -> dict[str, torch.Tensor]:
-        """Return the parameters as views of the buffer, or as float32 copies of them, by full name."""
-        buffer, parts = self.engine.memory.outer_weights[0], self.engine.parts
-        views = {name: self._layout.view(buffer, name).detach() for name in self._names}
-        return {name: view.to(parts.computed_dtype(name, view.dtype)) for name, view in views.items()}
+        """Return the parameters as views of their buffers, by full name."""
+        views = self.engine.weights_on_device(OUTER)
+        return {name: views[name].detach() for name in self._names}
 
     def forward(self, trained: list[str]) -> tuple[torch.Tensor, ...]:
         """Return the trained parameters on the device."""
@@ -71,18 +70,19 @@ class OuterParameters:
         gradients of adapters are in it already.
         """
         engine = self.engine
-        layout, buffer = engine.store.units[OUTER].grad_layout, engine.memory.outer_grads[0]
-        by_name = dict(zip(trained, grads, strict=True))
+        found = {name: grad for name, grad in zip(trained, grads, strict=True) if grad is not None}
+        ready: list[str] = []
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
-            for name in layout:
-                grad = by_name.get(name)
-                if grad is not None:
-                    layout.view(buffer, name).copy_(grad)
-                elif name not in engine.backward.adapters:
-                    layout.view(buffer, name).zero_()
-            for gap in layout.gaps(buffer):
-                gap.zero_()
-            ready = [name for name in layout if by_name.get(name) is not None or name in engine.backward.adapters]
+            for part in engine.trained_parts(OUTER):
+                layout, buffer = engine.store.units[part].grad_layout, engine.memory.grads_of(part)
+                for name in layout:
+                    if name in found:
+                        layout.view(buffer, name).copy_(found[name])
+                    elif name not in engine.backward.adapters:
+                        layout.view(buffer, name).zero_()
+                for gap in layout.gaps(buffer):
+                    gap.zero_()
+                ready += [name for name in layout if name in found or name in engine.backward.adapters]
             engine.backward.gradients_ready(OUTER, ready)
 
 
