@@ -11,7 +11,8 @@ from math import ceil
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.outline import ModelOutline, Work
-from horizon_lm.planning.step import Step, StepSettings, rates
+from horizon_lm.planning.step import Step, StepSettings
+from horizon_lm.planning.step_cost import StepCost, rates
 from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Pass, Stream
 from horizon_lm.schedule.simulate import Cost, step_seconds
 from horizon_lm.schedule.waits import derive_waits
@@ -158,7 +159,7 @@ class FieldStep:
         Args:
             packing: bytes per second of one thread that packs; None if all cores pack.
         """
-        ours = Step(self.outline, StepSettings(self.settings.rows, precision="bf16", head="whole")).cost(hardware)
+        ours = StepCost(Step(self.outline, StepSettings(self.settings.rows, precision="bf16", head="whole")), hardware)
         sizes = self.outline.sizes
         num_parameters = {ALL: sizes.num_parameters, EMBED: sum(sizes.table), HEAD: sum(sizes.head)}
         num_parameters |= {block(index): sum(sizes.blocks[index]) for index in range(self.outline.num_blocks)}

@@ -14,7 +14,8 @@ from simulated_models import DATE, source_of
 
 from horizon_lm.config import plan_config
 from horizon_lm.planning.catalog import find_profile
-from horizon_lm.planning.step import Step, rates, update_bytes
+from horizon_lm.planning.step import Step
+from horizon_lm.planning.step_cost import StepCost, rates, update_bytes
 from horizon_lm.planning.step_time import StepTime
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import RowShape
@@ -57,7 +58,7 @@ def first_hidden(machine: str, mode: str) -> int:
 def updates_alone(machine: str, mode: str) -> float:
     """Return the simulated seconds of a step in which only updates cost time, to compare with plain arithmetic."""
     (step, _), hardware = simulated(machine, mode, TOKENS[0]), find_profile(machine)
-    cost = step.cost(hardware)
+    cost = StepCost(step, hardware)
     return step_seconds(step.passes(), lambda op: cost(op) if op.kind in UPDATES else 0.0, rates(hardware))
 
 

@@ -17,7 +17,7 @@ from horizon_lm.model.known_models import find_known
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.catalog import find_profile
 from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.step import rates
+from horizon_lm.planning.step_cost import StepCost, rates
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import RowShape, Source
 from horizon_lm.preflight.this_machine import other_machine
@@ -234,7 +234,7 @@ def _whole_units(plan: Plan, model: str, tokens: int) -> str:
     assert hardware is not None
     assert time is not None
     step = plan.step
-    passes, cost = step.passes(), step.cost(hardware, plan.machine.interconnect)
+    passes, cost = step.passes(), StepCost(step, hardware, plan.machine.interconnect)
     speed = rates(hardware, None, plan.machine.interconnect, step.settings)
     ungathered = without(cost, Kind.GATHER)
 

@@ -10,6 +10,7 @@ from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.memory import host_bytes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
+from horizon_lm.planning.step_cost import StepCost
 from horizon_lm.schedule.ops import Kind
 from tests.distributed.training import Training
 from tests.support.handmade_outlines import machine
@@ -53,7 +54,7 @@ def measure(model: Any, optimizer: Any, outline: ModelOutline, training: Trainin
     counters = engine.device.counters
     counted = (kept, {kind: n for kind, n in counters.allocated.items() if n}, _collected(counters.moved))
     priced: dict[str, float] = {}
-    cost = step.cost(machine())
+    cost = StepCost(step, machine())
     for op in (op for each in step.passes() for op in each.ops if op.kind in (Kind.GATHER, Kind.REDUCE)):
         priced[f"{op.kind}:{op.unit}"] = priced.get(f"{op.kind}:{op.unit}", 0) + cost(op)
     return (dict(planned), dict(device_use(step).buffers), priced), counted

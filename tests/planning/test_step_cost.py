@@ -13,7 +13,8 @@ from horizon_lm.planning.memory import ADAMW, PackedSizes
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.residency import Residency
-from horizon_lm.planning.step import Step, StepSettings, rates, update_bytes
+from horizon_lm.planning.step import Step, StepSettings
+from horizon_lm.planning.step_cost import StepCost, rates, update_bytes
 from horizon_lm.planning.step_time import save_time, step_time
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
@@ -30,7 +31,7 @@ def step(tokens: int, num_blocks: int = 28, **settings: Any) -> Step:
 
 
 def total(of: Step, hardware: Hardware, *kinds: Kind) -> float:
-    cost = of.cost(hardware)
+    cost = StepCost(of, hardware)
     return sum(cost(op) for each in of.passes() for op in each.ops if op.kind in kinds)
 
 
@@ -63,7 +64,7 @@ def test_a_gpu_copies_codes_while_it_decodes_others(device: str, bandwidth: floa
     sizes = replace(outline.sizes, packed=[PackedSizes([BLOCK], BLOCK // 2, BLOCK // 2)])
     of = Step(replace(outline, sizes=sizes), StepSettings(1, activation_checkpoints=1))
     one = machine(device=device, device_bandwidth=bandwidth, link_in=1.0, link_both=1.0, host_bandwidth={"1": 1.0})
-    assert of.cost(one)(Op(Kind.STREAM_IN, block(0), Stream.COPY_IN)) == pytest.approx(seconds)
+    assert StepCost(of, one)(Op(Kind.STREAM_IN, block(0), Stream.COPY_IN)) == pytest.approx(seconds)
 
 
 def test_attention_has_its_own_rate() -> None:
@@ -159,7 +160,7 @@ def share(hardware: Hardware, tokens: float, **settings: Any) -> float:
 
 def test_step_of_updates_only_is_bytes_over_bandwidth() -> None:
     of, hardware = step(8192), machine()
-    cost = of.cost(hardware)
+    cost = StepCost(of, hardware)
 
     def only_updates(op: Op) -> float:
         return cost(op) if op.kind in UPDATES else 0.0

@@ -14,7 +14,8 @@ from horizon_lm.config import plan_config
 from horizon_lm.planning.catalog import Hardware, find_profile
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.residency import Residency
-from horizon_lm.planning.step import Step, StepSettings, rates
+from horizon_lm.planning.step import Step, StepSettings
+from horizon_lm.planning.step_cost import rates
 from horizon_lm.planning.step_time import step_time
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Pass, Stream
 from horizon_lm.schedule.simulate import Cost, Timeline, simulate, step_seconds

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
-from horizon_lm.planning.step import Step, StepCost, rates
+from horizon_lm.planning.step import Step
+from horizon_lm.planning.step_cost import StepCost, rates
 from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Pass, Stream
 from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
 from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
@@ -71,10 +72,10 @@ def step_time(
     Args:
         step: the step.
         hardware: the machine.
-        computing_threads: as in `planning.step.rates`.
+        computing_threads: as in `planning.step_cost.rates`.
         interconnect: the links between several ranks, of which ``hardware`` is one's share; None for one rank.
     """
-    passes, cost = step.passes(), step.cost(hardware, interconnect)
+    passes, cost = step.passes(), StepCost(step, hardware, interconnect)
     speed = rates(hardware, computing_threads, interconnect, step.settings)
     timeline = simulate(passes * _STEPS, cost, speed)
     spans, begin, seconds = _last_step(timeline, len(passes))
@@ -121,9 +122,9 @@ def save_time(
     Args:
         step: the step.
         hardware: the machine, with the rate of its disk.
-        computing_threads, interconnect: as in `planning.step.rates`.
+        computing_threads, interconnect: as in `planning.step_cost.rates`.
     """
-    passes, cost = step.passes(), step.cost(hardware, interconnect)
+    passes, cost = step.passes(), StepCost(step, hardware, interconnect)
     speed = rates(hardware, computing_threads, interconnect, step.settings)
     with_save = simulate([*passes * _STEPS, *step.save_passes(), *passes], cost, speed)
     without_save = simulate(passes * (_STEPS + 2), cost, speed)

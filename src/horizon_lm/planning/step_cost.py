@@ -1,0 +1,266 @@
+"""The cost of each operation of a planned step on a machine, and the rates of that machine."""
+
+import math
+from dataclasses import replace
+
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.interconnect import Interconnect
+from horizon_lm.planning.memory import ADAMW, LOW_HALF_BYTES, WEIGHT_BYTES, ModelSizes, PlannedOptimizer
+from horizon_lm.planning.outline import Work
+from horizon_lm.planning.request import Request
+from horizon_lm.planning.step import Step, StepSettings, sizes_of
+from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
+from horizon_lm.schedule.simulate import Rates
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+
+FUSED = 0.4
+"""Share of elementwise traffic that remains when compiled blocks fuse chains of operations: an assumption."""
+_WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # bytes read and written by an update, per parameter
+_OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE)
+
+
+def _in_float32(unit: Unit, sizes: ModelSizes) -> int:
+    """Return the elements of a unit that are kept in float32."""
+    return 0 if sizes.in_float32 is None else sum(sizes_of(unit, sizes.in_float32))
+
+
+class StepCost:
+    """The cost of each operation, for `schedule.simulate`: seconds of a computation, bytes of a transfer, host bytes of an update.
+
+    Args:
+        step: the step.
+        hardware: the machine, or one rank's share of it.
+        interconnect: the links between several ranks; None for one rank.
+    """
+
+    def __init__(self, step: Step, hardware: Hardware, interconnect: Interconnect | None = None) -> None:
+        self._step, self._hardware, self._interconnect = step, hardware, interconnect
+        self._outline, self._settings = step.outline, step.settings
+        self._dtype = "float32" if step.outline.compute_bytes == 4 else "bfloat16"
+        self._known: dict[tuple[Kind, int, bool], float] = {}
+
+    def __call__(self, op: Op) -> float:
+        if op.kind in UPDATES:
+            return self._update(op)
+        if op.stream == Stream.COMPUTE:
+            return self._compute(op)
+        if op.kind == Kind.SAVE:
+            return float(self._saved(op.unit))
+        return float(self._transfer(op))
+
+    def blocks_seconds(self, tokens: float, backward: bool) -> float:
+        """Return the seconds of the forward pass, or of recomputation and backward pass, of all blocks over this many
+        tokens.
+        """
+        rows, total = tokens / self._outline.length, 0.0
+        for kind in self._outline.kinds:
+            work = kind.forward.at(rows)
+            if backward:
+                work += kind.backward.at(rows)
+            total += self._seconds(work, self._settings.compiled) * len(kind.indices)
+        return total
+
+    # Transfers
+
+    def _transfer(self, op: Op) -> float:
+        """Return the bytes that a transfer moves: those of this rank's share, or those that it receives from other ranks."""
+        if op.kind in (Kind.OFFLOAD, Kind.FETCH):
+            return self._step.boundary
+        ranks = self._settings.shard.count
+        sizes = self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes
+        elements, in_float32 = self._elements(op.unit, sizes), _in_float32(op.unit, sizes)
+        packed, decoded = 0, 0  # bytes of codes and scales, and elements of what they are decoded to
+        if op.unit.is_block and op.kind in (Kind.STREAM_IN, Kind.GATHER):
+            quantized = self._outline.sizes.packed_of(op.unit.block_index)
+            packed, decoded = quantized.num_bytes, sum(quantized.tensors)
+        if op.kind == Kind.GATHER:
+            itemsize = self._outline.compute_bytes
+            held = (elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed
+            received = held * (ranks - 1) / ranks
+            return received + self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
+        if op.kind == Kind.REDUCE:
+            copies = self._settings.num_replicas
+            parts = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
+            itemsize = self._summed_bytes(op.unit)
+            return (elements * itemsize + in_float32 * (4 - itemsize)) * parts / ranks
+        itemsize = self._settings.grad_bytes if op.kind == Kind.STREAM_OUT else WEIGHT_BYTES[self._settings.precision]
+        moved = ((elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed) / ranks
+        if self._step.gathers_packed:  # decoded once it is gathered
+            return moved
+        hardware = self._hardware
+        decoding = self._decoding_seconds(packed, decoded) * min(hardware.link_in, hardware.host_rate)
+        # A GPU decodes a part while the next one crosses the link.
+        return moved + decoding if hardware.on_host else max(moved, decoding)
+
+    def _elements(self, unit: Unit, sizes: ModelSizes) -> int:
+        if unit == EMBED:
+            return self._step.table_rows * sizes.hidden
+        return sum(sizes_of(unit, sizes))
+
+    def _summed_bytes(self, unit: Unit) -> int:
+        """Return the bytes of an element of a unit's gradients on the device, where ranks sum them."""
+        settings = self._settings
+        if unit == HEAD:
+            return 4 if settings.chunked_head else self._outline.compute_bytes
+        return settings.grad_bytes if unit == EMBED else settings.grad_slots[1]
+
+    def _decoding_seconds(self, num_bytes: int, numel: int) -> float:
+        """Return the seconds that decoding takes."""
+        hardware = self._hardware
+        rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
+        return (num_bytes + numel * self._outline.compute_bytes) / rate
+
+    def _gather_rate(self, ranks: int) -> float:
+        """Return the bytes per second of a gather that crosses no link to the host; 0 if the links are not known."""
+        links = self._interconnect
+        if links is None or ranks == 1:
+            return 0.0
+        rate = links.gather_rate(ranks)
+        return rate if math.isfinite(rate) else min(self._hardware.link_in, self._hardware.link_out)
+
+    # Checkpoints
+
+    def _saved(self, unit: Unit) -> int:
+        """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
+        settings, sizes = self._settings, self._outline.sizes
+        per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
+        per_trained = settings.optimizer.moment_bytes(settings.moments)
+        saved = sum(sizes_of(unit, sizes)) * per_weight + sum(sizes_of(unit, self._outline.trained)) * per_trained
+        saved += _in_float32(unit, sizes) * (4 - per_weight)
+        return saved // self._settings.shard.count
+
+    # Updates
+
+    def _update(self, op: Op) -> float:
+        parameters = sum(sizes_of(op.unit, self._outline.trained))
+        if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
+            rows = self._step.table_rows * self._outline.sizes.hidden
+            parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
+        settings, hardware = self._settings, self._hardware
+        moved = parameters * update_bytes(settings, hardware)
+        if in_float32 := _in_float32(op.unit, self._outline.trained):
+            own = replace(settings, precision="float32", grad_bytes=4)
+            moved += in_float32 * (update_bytes(own, hardware) - update_bytes(settings, hardware))
+        return moved / settings.shard.count
+
+    # Computation
+
+    def _compute(self, op: Op) -> float:
+        if op.unit in (EMBED, OUTER):
+            moved = self._step.table_rows * self._outline.sizes.hidden * self._outline.compute_bytes
+            moved += self._step.boundary * (2 if op.kind == Kind.FORWARD else 6)
+            return moved / self._hardware.device_bandwidth if op.unit == EMBED else 0.0
+        if op.unit == HEAD:
+            return self._seconds(self._head(op), compiled=False)
+        index = op.unit.block_index
+        kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
+        has_graph = index >= self._outline.num_blocks - self._settings.residency.graphs
+        key = (op.kind, kind, has_graph)
+        if key not in self._known:
+            of_block = self._seconds(self._block(op.kind, index, has_graph), self._settings.compiled)
+            self._known[key] = of_block + self._around_block(op.kind, index) / self._hardware.device_bandwidth
+        return self._known[key]
+
+    def _block(self, what: Kind, index: int, has_graph: bool) -> Work:
+        """Return the work of a block's own code, summed over micro-batches."""
+        kind, total = self._outline.kind(index), Work()
+        for rows in self._settings.slices if what != Kind.STAGE else ():
+            if what == Kind.FORWARD or not has_graph:
+                total += kind.forward.at(rows)
+            if what == Kind.BACKWARD:
+                total += kind.backward.at(rows)
+        return total
+
+    def _around_block(self, what: Kind, index: int) -> float:
+        """Return the device bytes that the engine moves: gradients into their slot, micro-batches into
+        whole tensors.
+        """
+        parameters, grad = sum(sizes_of(block(index), self._outline.sizes)), self._settings.grad_bytes
+        if what == Kind.STAGE:
+            return parameters * (4 + grad)
+        num_slices = len(self._settings.slices)
+        concatenated = 2 * self._step.boundary if num_slices > 1 else 0
+        if what == Kind.FORWARD:
+            return concatenated
+        # fp32 accumulation reads the gradient and the sum, and writes the sum: 3 x 4 bytes.
+        into_slot = 12 if num_slices > 1 else self._outline.compute_bytes + grad
+        return concatenated + parameters * into_slot * num_slices
+
+    def _head(self, op: Op) -> Work:
+        trained, tokens = bool(self._outline.trained.head), self._step.tokens
+        outline, settings = self._outline, self._settings
+        weights = sum(outline.sizes.head)
+        forward, backward = outline.head_forward, outline.head_backward
+        if settings.chunk_tokens is None:
+            return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
+        if op.kind == Kind.BACKWARD and trained:  # the forward pass computed the gradients, which are only scaled here
+            return Work(moved_bytes=8.0 * weights + 2 * self._step.boundary)
+        chunks = -(-tokens // settings.chunk_tokens)
+        work = forward.at(tokens / chunks) * chunks
+        if trained or op.kind == Kind.BACKWARD:
+            work += backward.at(tokens / chunks) * chunks
+        return work + Work(moved_bytes=8.0 * weights * (chunks - 1 if trained else 0))
+
+    def _seconds(self, work: Work, compiled: bool) -> float:
+        hardware = self._hardware
+        products = max(
+            work.products / hardware.matmul[self._dtype], work.product_bytes / hardware.device_bandwidth
+        )  # fmt: skip
+        moved = work.moved_bytes * (FUSED if compiled else 1.0) / hardware.device_bandwidth
+        seconds = products + work.attention / hardware.attention[self._dtype] + moved
+        overhead = work.num_ops * hardware.op_seconds * (FUSED if compiled else 1.0)
+        # A GPU computes while the host enqueues the next operations; a CPU does both in one thread.
+        return seconds + overhead if hardware.on_host else max(seconds, overhead)
+
+
+def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
+    """Return the host traffic of an update per parameter, or the bytes corresponding to its measured seconds."""
+
+    def traffic(optimizer: PlannedOptimizer, moments: str) -> int:
+        return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision] + 2 * optimizer.moment_bytes(moments)
+
+    own = traffic(settings.optimizer, settings.moments)
+    seconds = hardware.update_seconds.get(settings.precision)
+    if seconds is None:
+        return float(own)
+    return seconds * hardware.host_rate * own / traffic(ADAMW, "float32")
+
+
+def rates(
+    hardware: Hardware,
+    computing_threads: int | None = None,
+    interconnect: Interconnect | None = None,
+    settings: Request | None = None,
+) -> Rates:
+    """Return the rates of a machine for `schedule.simulate`.
+
+    Args:
+        hardware: the machine, or one rank's share of it.
+        computing_threads: threads of computation, if updates share the cores; None for all cores.
+        interconnect, settings: the links between several ranks, and the settings of their step; None for one rank.
+    """
+    alone = _rates_alone(hardware, computing_threads)
+    if interconnect is None or settings is None:
+        return alone
+    ranks = settings.shard.count
+    return replace(
+        alone,
+        gather=interconnect.gather_rate(ranks),
+        reduce=interconnect.reduce_rate(ranks, settings.num_replicas, settings.grad_bytes),
+        through_host=interconnect.through_host,
+    )
+
+
+def _rates_alone(hardware: Hardware, computing_threads: int | None) -> Rates:
+    disk = hardware.disk_write or float("inf")
+    if not hardware.on_host:
+        return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both, disk=disk)
+    computing = computing_threads or hardware.cores
+    updating = max(1, hardware.cores - computing)
+    share = min(1.0, hardware.cores / (computing + updating))  # more threads than cores share them
+    known = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
+    alone = max(known, default=hardware.host_rate)
+    return Rates(
+        hardware.link_in, hardware.link_out, hardware.host_rate, inline=True, compute_share=share,
+        update_share=share * alone / hardware.host_rate, disk=disk,
+    )  # fmt: skip
