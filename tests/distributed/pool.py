@@ -82,6 +82,8 @@ def _work(rank: int, jobs: Any, results: Any) -> None:
         os.environ.pop("LOCAL_WORLD_SIZE", None)  # of another job
         try:
             dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=TIMEOUT)
+            # A rank that ends at once would close its connections while others still connect to it.
+            dist.barrier()
             results.put((rank, ("", function(rank, *args))))
         except BaseException:
             results.put((rank, (traceback.format_exc(), None)))
