@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from horizon_lm.planning.memory import (
-    BufferSettings,
-    HostSettings,
-    ModelSizes,
-)
+from horizon_lm.planning.memory import BufferSettings, HostSettings, ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.residency import Residency

@@ -96,7 +96,7 @@ class EngineOptions(StreamingOptions):
 
     @property
     def residency(self) -> Residency | None:
-        """What stays on the device between passes; None to plan it for the first batch."""
+        """The weights and graphs that stay on the device between passes; None to plan them for the first batch."""
         return None if self.activation_checkpoints == "auto" else Residency.of(self)
 
 

@@ -139,9 +139,9 @@ class _Slot:
 
         return take
 
-    # The slot is landed as a whole, and squares are summed over all of it for the norm.
     def zero_the_rest(self) -> None:
         """Fill the parts that no gradient was written to with zeros."""
+        # The slot is landed as a whole, and squares are summed over all of it for the norm.
         for name in self.layout:
             if name not in self.written:
                 self.layout.view(self.buffer, name).zero_()

@@ -16,7 +16,8 @@ from horizon_lm.engine.passes.lockstep import meet
 from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import HEAD, Unit
+from horizon_lm.store.unit_slabs import SlabLayout
+from horizon_lm.units import HEAD
 
 
 class LmHead:
@@ -54,16 +55,17 @@ class LmHead:
         trained = set(self.engine.trained(HEAD))
         if not trained:
             return {}
-        slabs = [(self.engine.slabs(part).grad_layout, self.engine.memory.grads_of(part)) for part in self._parts()]
         return {
             name: layout.view(buffer, name)
-            for layout, buffer in slabs
+            for layout, buffer in self._grad_buffers()
             for name in layout
             if name in self._places and name in trained
         }
 
-    def _parts(self) -> list[Unit]:
-        return self.engine.trained_parts(HEAD)
+    def _grad_buffers(self) -> list[tuple[SlabLayout, torch.Tensor]]:
+        """Return the buffers in which the head's gradients are computed, with their layouts."""
+        engine = self.engine
+        return [(engine.slabs(part).grad_layout, engine.memory.grads_of(part)) for part in engine.trained_parts(HEAD)]
 
     def gradients_ready(self, names: Collection[str] | None = None) -> None:
         """Record that the head's gradients are in their buffer, and zero the rest of the buffer.
@@ -74,10 +76,9 @@ class LmHead:
         grads = self.grads()
         if grads:
             unused = [grad for name, grad in grads.items() if names is not None and name not in names]
-            for part in self._parts():
-                unused += self.engine.slabs(part).grad_layout.gaps(self.engine.memory.grads_of(part))
-            for rest in unused:
-                rest.zero_()
+            gaps = [gap for layout, buffer in self._grad_buffers() for gap in layout.gaps(buffer)]
+            for part in (*unused, *gaps):
+                part.zero_()
             self.engine.backward.gradients_ready(HEAD, [name for name in grads if names is None or name in names])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
