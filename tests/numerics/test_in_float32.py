@@ -19,6 +19,7 @@ from tests.support import tiny_models
 from tests.support.float32_llama import float32_llama
 from tests.support.pass_sequences import SETTINGS, same, train
 from tests.support.thinned_cases import thinned
+from tests.support.training_steps import masters
 
 SINCE = {
     "bailing_hybrid": "5.23",
@@ -132,9 +133,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(precision: str, moments: str, tmp_pat
     for name, each in again.named_parameters():
         assert torch.equal(each, at_save[name]), name
     trained(again, other, batch, 2)
-    store = model._horizon.engine.store
-    for name in store.unit_of:
-        assert torch.equal(again._horizon.engine.store.master(name), store.master(name)), name
+    found, expected = masters(again), masters(model)
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "exported")
     written = type(model.config).from_pretrained(tmp_path / "exported")
     assert written.dtype == torch.bfloat16
