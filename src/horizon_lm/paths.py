@@ -31,6 +31,11 @@ def exists(name: str) -> bool:
         return False
 
 
+def lasting_name(name: str) -> str:
+    """Return a name that holds from any folder: the absolute path of what exists here, or the name unchanged."""
+    return str(Path(name).expanduser().absolute()) if exists(name) else name
+
+
 def may_be_on_hub(name: str) -> bool:
     """Return whether a name can be that of a repository on the hub: ``NAME`` or ``OWNER/NAME``, and no local path.
 

@@ -162,6 +162,36 @@ def test_exported_adapters(base: dict[str, Any], tmp_path: Path, kind: str) -> N
     assert not torch.equal(*logits.values())  # after steps 6 and 5
 
 
+def test_a_relative_base_is_found_from_anywhere(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters name their base by its whole path: in the folder of the run, in that of a checkpoint, and of a further run."""
+    whole = Path(base["model_name_or_path"])
+    monkeypatch.chdir(whole.parent)
+    settings = base | {"model_name_or_path": f"./{whole.name}", "max_steps": 2, "save_steps": 1}
+    first = horizon_lm.train(settings | {"output_dir": str(tmp_path / "run")}, print_fn=lambda _: None)
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    for folder in (first.model_dir, checkpoint):  # as an earlier version has written them
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(whole)
+    old = first.model_dir / "adapter_config.json"
+    old.write_text(old.read_text().replace(json.dumps(str(whole)), json.dumps(f"./{whole.name}")))
+    more = {name: value for name, value in settings.items() if not name.startswith("lora_")}
+    more |= {"adapter_name_or_path": str(first.model_dir), "output_dir": str(tmp_path / "more")}
+    assert str(whole) in (horizon_lm.train(more, print_fn=lambda _: None).model_dir / "adapter_config.json").read_text()
+
+    monkeypatch.chdir(tmp_path)
+    assert run("export", checkpoint, "exported").exit_code == 0
+    assert run("merge", "exported", "merged").exit_code == 0
+    for command in (["generate", first.model_dir, "Who?", "--max-new-tokens", 2], ["merge", first.model_dir, "again"]):
+        lost = run(*command)
+        assert (lost.exit_code, "name the base with --base" in lost.stderr) == (2, True)
+        assert run(*command, "--base", whole).exit_code == 0
+    for file in first.model_dir.glob("*token*"):  # adapters that were saved without a tokenizer
+        file.unlink()
+    assert run("generate", first.model_dir, "Who?", "--max-new-tokens", 2, "--base", whole).exit_code == 0
+
+
 def test_going_on_with_an_adapter(base: dict[str, Any], tmp_path: Path) -> None:
     """A run that starts from the adapters of another begins with their loss, and trains the same tensors."""
     first = horizon_lm.train({**base, "output_dir": str(tmp_path / "first")}, print_fn=lambda _: None)

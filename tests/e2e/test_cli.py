@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from horizon_lm import cli
 from horizon_lm.cli import generate
 from horizon_lm.planning.catalog import published
 from horizon_lm.store import checkpoint_loader
@@ -316,6 +317,36 @@ def test_help_and_version() -> None:
     settings = run("train", "--settings").output
     assert "per_device_train_batch_size (8)" in settings
     assert "One of linear, cosine, cosine_with_restarts" in settings
+
+
+@pytest.mark.parametrize("command", cli._COMMANDS)
+def test_help_names_every_option_in_full(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cut in a terminal of 80 columns, or of 50."""
+    for width in (80, 50):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = run(command, "--help").output
+        parameters = cli._LazyCommand(command).make_context(command, [], resilient_parsing=True).command.params
+        names = {
+            name
+            for each in parameters
+            if not getattr(each, "hidden", False)
+            for name in (*each.opts, *each.secondary_opts)
+            if name.startswith("--")
+        }
+        assert names <= set(text.replace(",", " ").split())
+        assert "…" not in text
+
+
+@pytest.mark.parametrize("command", ["train", "inspect"])
+def test_the_model_is_an_option_as_in_plan(
+    command: str, tmp_path: Path, model: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file.write_text(run_file.read_text().replace(str(model), "nowhere/else"))
+    monkeypatch.setattr("horizon_lm.training.train.train", lambda config: print(config.model_name_or_path))
+    result = run(command, run_file, "--model", model)
+    assert (result.exit_code, str(model) in result.stdout or command == "inspect") == (0, True), result.stderr
+    twice = run(command, run_file, "--model", model, "--model_name_or_path", model)
+    assert (twice.exit_code, "given twice" in twice.stderr) == (2, True)
 
 
 def test_help_needs_no_torch() -> None:

@@ -20,6 +20,7 @@ from horizon_lm.model import hub
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
+from horizon_lm.paths import lasting_name
 from horizon_lm.slabs import WHOLE
 from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_writer import save_pretrained
@@ -138,7 +139,7 @@ def _save_adapters(
 ) -> None:
     """Let PEFT write the adapters of a checkpoint, with a model that has no weights."""
     # PEFT writes the name of the model that the adapters are added to.
-    model.config.name_or_path = model.name_or_path = base_of_adapters(checkpoint)
+    model.config.name_or_path = model.name_or_path = lasting_name(base_of_adapters(checkpoint) or "")
     configs = {"default": checkpoint} | {
         path.parent.name: path.parent for path in checkpoint.glob("*/adapter_config.json")
     }

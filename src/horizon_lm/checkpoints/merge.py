@@ -13,7 +13,7 @@ from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hub
-from horizon_lm.model.adapters import base_of_adapters
+from horizon_lm.model.adapters import base_of_adapters, open_base
 from horizon_lm.model.merged_layers import MergedLayers
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.quantization import take_quantization
@@ -66,7 +66,7 @@ def merge_adapter(
     if name is None:
         raise ConfigError(f"{adapter} has no adapter_config.json; it is not the folder of adapters")
     hub.require_model_files(adapter)  # its tokenizer is copied
-    source = hub.local_folder(base or name)
+    source = open_base(adapter, name) if base is None else hub.local_folder(base)
     config = hub.load_config(source, trust_remote_code)
     quantization = take_quantization(config)
     plain, adapted = (hub.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
@@ -88,6 +88,9 @@ def merge_adapter(
         write_folder(Disk(), part, written, merged, max_shard_size)
         for path in _tokenizer_files(adapter) or _tokenizer_files(source):
             shutil.copyfile(path, part / path.name)
+        for path in sorted(source.glob("*.py")) if trust_remote_code else ():  # also the code of its tokenizer
+            if not (part / path.name).exists():
+                shutil.copyfile(path, part / path.name)
 
     write_new_folder(folder, fill)
 

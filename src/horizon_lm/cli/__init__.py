@@ -56,7 +56,7 @@ class _LazyCommand(TyperCommand):
         settings: dict[str, Any] = (
             _ACCEPT_SETTINGS if self.name in ("plan", "train", "inspect") else _ACCEPT_UNDERSCORES
         )
-        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         single.command(self.name, help=self.help, context_settings=settings)(function)
         return typer.main.get_command(single).make_context(info_name, args, *others, **extra)
 

@@ -28,6 +28,11 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DeviceMemory = Annotated[str | None, typer.Option(help="Limit of the engine's device buffers, such as 300MiB.")]
 Precision = Annotated[str, typer.Option(help="Precision of the weights in host memory: bf16, fp32_master, float32.")]
 RemoteCode = Annotated[bool, typer.Option(help="Run Python code shipped with the model.")]
+Model = Annotated[str | None, typer.Option(help="A folder, hub id or known model; overrides the run file.")]
+Base = Annotated[
+    str | None,
+    typer.Option("--base", help="With a folder of adapters, their base. Default: the one that the adapters name."),
+]
 Unproven = Annotated[bool, typer.Option(help="Open a model whose type was not compared with plain autograd.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
 ShardSize = Annotated[str, typer.Option(help="Largest size of a file.")]
@@ -81,6 +86,16 @@ def require_threads() -> None:
         )
 
 
+def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[str | None, list[str]]:
+    """Return the run file, if any, and the overrides among them the options that are set, by the names of their settings."""
+    from horizon_lm.config.load import split_arguments
+
+    path, overrides = split_arguments(list(tokens or ()))
+    return path, overrides + [
+        part for key, value in options.items() if value is not None for part in (f"--{key}", value)
+    ]
+
+
 def require_dtype(dtype: str | None) -> None:
     """Raise ConfigError if models are not written in a dtype."""
     if dtype not in (None, *DTYPES):
@@ -93,11 +108,13 @@ def print_written(folder: Path) -> None:
 
 
 def open_model(
-    name: str, device: str, device_memory: int | None, precision: str, gguf_file: str | None, trust_remote_code: bool,
-    allow_unproven_model: bool,
+    name: str, base: str | None, device: str, device_memory: int | None, precision: str, gguf_file: str | None,
+    trust_remote_code: bool, allow_unproven_model: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Open a folder or hub id as a streamed model in evaluation mode, and return it with its tokenizer."""
-    import horizon_lm
+    """Open a folder or hub id, or adapters on a base, as a streamed model in evaluation mode, and return it with its tokenizer."""
+    from horizon_lm.engine.opening.model_opening import OpenRequest
+    from horizon_lm.engine.opening.model_opening import open_model as open_streamed
+    from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.hub import local_folder
     from horizon_lm.training.setup import choose_device, open_tokenizer
 
@@ -116,16 +133,22 @@ def open_model(
         run = here.parent
         hint = f"; the run in {run} has not exported its model yet" if exists(str(run / "metrics.jsonl")) else ""
         raise ConfigError(str(error).removeprefix("model_name_or_path: ") + hint) from error
-    model = horizon_lm.from_pretrained(
-        folder,
-        device=choose_device(device),
-        precision=precision,
-        device_memory=device_memory,
+    request = OpenRequest(
+        name=base or folder,
         gguf_file=gguf_file,
         trust_remote_code=trust_remote_code,
-        allow_unproven_model=allow_unproven_model,
+        adapters=Adapters(folder=str(folder)) if base else None,
+        options={
+            "device": choose_device(device),
+            "precision": precision,
+            "device_memory": device_memory,
+            "allow_unproven_model": allow_unproven_model,
+        },
     )
-    return model.eval(), open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+    model = open_streamed(request).eval()
+    if base and not (folder / "tokenizer_config.json").is_file():
+        folder = local_folder(base)
+    return model, open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
 
 
 @contextmanager

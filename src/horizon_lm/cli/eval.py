@@ -134,6 +134,7 @@ def eval(
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples before each question; default: the task's own number.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Ask only the first questions of each task.")] = None,
     apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Render questions with the chat template.")] = False,
+    base: common.Base = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions in one forward pass.")] = 8,
     output: Annotated[Path | None, typer.Option(help="JSON file to write all results to.")] = None,
     device: common.Device = "auto",
@@ -151,7 +152,7 @@ def eval(
     memory = None if device_memory is None else parse_bytes(device_memory)
     loaded = load_tasks(tasks)
     streamed, tokenizer = common.open_model(
-        model, device, memory, precision, None, trust_remote_code, allow_unproven_model
+        model, base, device, memory, precision, None, trust_remote_code, allow_unproven_model
     )
     results = evaluate_model(streamed, tokenizer, loaded, num_fewshot, limit, batch_size, apply_chat_template)
     print(visible(results.table))

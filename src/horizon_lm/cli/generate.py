@@ -16,6 +16,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Largest number of tokens in the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    base: common.Base = None,
     device: common.Device = "auto",
     device_memory: common.DeviceMemory = None,
     precision: common.Precision = "bf16",
@@ -37,7 +38,7 @@ def generate(
     if not text.strip():
         raise ConfigError("PROMPT is empty")
     streamed, tokenizer = common.open_model(
-        model, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
+        model, base, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
     )
     inputs = prompt_inputs(tokenizer, text, system)
     _answer(streamed, tokenizer, inputs, max_new_tokens, temperature, seed)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from horizon_lm.cli.common import exits
+from horizon_lm.cli.common import Model, exits, run_arguments
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
@@ -176,13 +176,14 @@ def inspect(
             show_default=False,
         ),
     ] = None,
+    model: Model = None,
     batches: Annotated[int, typer.Option(min=0, help="Number of batches to show.")] = 1,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show of each batch.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics and findings as JSON.")] = False,
 ) -> None:
-    from horizon_lm.config.load import read_run_config, split_arguments
+    from horizon_lm.config.load import read_run_config
 
-    config = read_run_config(*split_arguments(run or []))
+    config = read_run_config(*run_arguments(run, model_name_or_path=model))
     inspection = inspect_run(config)
     if as_json:
         print(json.dumps(inspection.as_json(), indent=2))

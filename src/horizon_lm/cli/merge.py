@@ -11,7 +11,9 @@ from horizon_lm.cli import common
 def merge(
     adapter: Annotated[str, typer.Argument(help="The folder or hub id of PEFT's adapters.")],
     folder: common.Out,
-    model: Annotated[str | None, typer.Option(help="The base. Default: the one that the adapters name.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--base", "--model", help="The base. Default: the one that the adapters name.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help=f"Dtype of the weights: {', '.join(common.DTYPES)}. Default: that of the base.")
     ] = None,

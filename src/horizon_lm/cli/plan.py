@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.common import exits, without_garbage_collection
+from horizon_lm.cli import common
+from horizon_lm.cli.common import exits, run_arguments, without_garbage_collection
 from horizon_lm.config import RunConfig
-from horizon_lm.config.load import parse_overrides, read_run_config, split_arguments
+from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.catalog import Hardware, find_profile, published
@@ -58,11 +59,8 @@ def plan_one(
     arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None, size: Size = Size()
 ) -> Result:
     """Plan a run with the arguments of the command. A plan that does not fit is returned, not raised."""
-    path, overrides = split_arguments(arguments)
-    named = {"model_name_or_path": model, "host_memory": host_memory}
-    for key, value in named.items():
-        overrides += [f"--{key}", value] if value is not None else []
-    if path is None and model is None and "model_name_or_path" not in parse_overrides(overrides):
+    path, overrides = run_arguments(arguments, model_name_or_path=model, host_memory=host_memory)
+    if path is None and "model_name_or_path" not in parse_overrides(overrides):
         raise ConfigError("name a run file, or a model: horizon-lm plan --model Qwen/Qwen2.5-7B --device h200")
     hardware = _other_hardware(device)
     if device is not None and hardware is None:
@@ -222,7 +220,7 @@ def plan_largest(
         host_memory: one or more amounts, separated by commas; None for this machine's.
         size: number of processes.
     """
-    path, overrides = split_arguments(arguments)
+    path, overrides = run_arguments(arguments)
     fixed = parse_overrides(overrides).keys() & {
         "model_name_or_path",
         *(key for mode in MODES.values() for key in mode),
@@ -307,7 +305,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A folder, hub id or known model; overrides the run file.")] = None,
+    model: common.Model = None,
     device: Annotated[
         str | None,
         typer.Option(

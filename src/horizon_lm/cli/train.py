@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.common import exits
+from horizon_lm.cli.common import Model, exits, run_arguments
 
 
 @exits
@@ -18,9 +18,10 @@ def train(
             show_default=False,
         ),
     ] = None,
+    model: Model = None,
     settings: Annotated[bool, typer.Option("--settings", help="List all settings with their defaults.")] = False,
 ) -> None:
-    from horizon_lm.config.load import read_run_config, split_arguments
+    from horizon_lm.config.load import read_run_config
     from horizon_lm.config.text import describe_settings
 
     if settings:
@@ -30,9 +31,9 @@ def train(
         from horizon_lm.distributed.rendezvous import failing_together
 
         with failing_together():
-            config = read_run_config(*split_arguments(run or []))
+            config = read_run_config(*run_arguments(run, model_name_or_path=model))
     else:
-        config = read_run_config(*split_arguments(run or []))
+        config = read_run_config(*run_arguments(run, model_name_or_path=model))
     from horizon_lm.training.train import train as run_training
 
     run_training(config)

@@ -14,7 +14,7 @@ from horizon_lm.model import hub
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, require_quick_names
 from horizon_lm.model.adapter_kinds import require_kind_that_streams
 from horizon_lm.model.adapter_layers import adapted_model
-from horizon_lm.paths import require_inside
+from horizon_lm.paths import lasting_name, require_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,17 @@ def base_of_adapters(folder: Path) -> str | None:
     return name
 
 
+def open_base(adapter: Path, name: str) -> Path:
+    """Return the folder of the base that adapters name. Raise ConfigError if it is not found."""
+    try:
+        return hub.local_folder(name)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{adapter} has adapters of {name}, which is not found ({error}); name the base with --base, or write its folder or hub "
+            f"id into {ADAPTER_CONFIG}"
+        ) from error
+
+
 def require_weights(folder: Path) -> Path:
     """Return the file of the adapters in a folder. Raise ConfigError if there is none in safetensors, because PEFT would
     read a pickle.
@@ -204,6 +215,7 @@ def open_adapter_config(folder: Path, model: Any) -> Any:
     require_quick_names(read_adapter_config(folder), _module_names(model), folder / ADAPTER_CONFIG)
     config = _peft().PeftConfig.from_pretrained(folder)
     config.inference_mode = False
+    config.base_model_name_or_path = lasting_name(config.base_model_name_or_path or "") or None
     return config
 
 

@@ -23,8 +23,8 @@ from horizon_lm.model.quantization import matrix_codec, quantization_of
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.paths import exists, may_be_on_hub, require_inside, require_own_files, require_regular
 
-_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model")
-_ALSO_READ = ("*.gguf", "*.py", "additional_chat_templates", "additional_chat_templates/*")  # in a local folder
+_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model", "*.py")
+_ALSO_READ = ("*.gguf", "additional_chat_templates", "additional_chat_templates/*")  # in a local folder
 
 
 def local_folder(name: str | Path, **download: Any) -> Path:
@@ -77,7 +77,7 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     hint = f"; did you mean {close[0]}?" if close and close[0] not in (typed, hub_id) else ""
     return ConfigError(
         f"model_name_or_path: {typed} is neither a folder nor a model that could be fetched from the hub{known} "
-        f"({first_line(error)}){hint}"
+        f"({first_line(error)}){hint}{_code_remedy(error)}"
     )
 
 
@@ -120,7 +120,16 @@ def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # transformers' parsers raise anything
-        raise ConfigError(f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)})") from error
+        raise ConfigError(
+            f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){_code_remedy(error)}"
+        ) from error
+
+
+def _code_remedy(error: Exception) -> str:
+    """Return the remedy for a model whose code transformers may not run; empty for other errors."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return "; if you trust the code, allow it with trust_remote_code: true (--trust-remote-code)"
 
 
 def require_model_files(folder: Path) -> None:

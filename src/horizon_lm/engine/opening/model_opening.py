@@ -17,9 +17,10 @@ from horizon_lm.engine.opening.quantized_opening import open_weights, read_quant
 from horizon_lm.engine.opening.same_weights import SameWeights
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
-from horizon_lm.model.adapters import Adapters, base_of_adapters
+from horizon_lm.model.adapters import Adapters, base_of_adapters, open_base
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.source import ModelSource
+from horizon_lm.paths import lasting_name
 from horizon_lm.store.checkpoint_loader import load_weights
 from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
 
@@ -87,7 +88,7 @@ def _find(request: OpenRequest, options: dict[str, Any]) -> tuple[OpenRequest, P
     base = None if request.adapters is not None or (folder / "config.json").is_file() else base_of_adapters(folder)
     if base is None:
         return request, folder
-    return replace(request, name=base, adapters=Adapters(folder=str(folder))), hub.local_folder(base)
+    return replace(request, name=base, adapters=Adapters(folder=str(folder))), open_base(folder, base)
 
 
 def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
@@ -110,7 +111,7 @@ def _open_gguf(request: OpenRequest, folder: Path, settings: StreamArguments, as
         raise ConfigError(
             f"gguf_file={request.gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
         )
-    model = hub.load_gguf(folder, request.gguf_file, opened_dtype(settings.precision))
+    model = hub.load_gguf(folder.absolute(), request.gguf_file, opened_dtype(settings.precision))
     return stream_loaded(model if request.adapters is None else request.adapters.add_to(model, draw=True), settings)
 
 
@@ -127,7 +128,7 @@ def _open_checkpoint(
         # On the skeleton, from which parameters in the store take it over.
         model.requires_grad_(False)
     if adapters is not None:  # PEFT writes the name into the adapter's config
-        model.config.name_or_path = model.name_or_path = str(request.name)
+        model.config.name_or_path = model.name_or_path = lasting_name(str(request.name))
     # Before anything is read, because it hashes the bytes as they are read.
     same = SameWeights(mesh, checkpoint, model.config)
     examined, store = with_store(model, settings, frozen, find_codecs)
