@@ -1,6 +1,5 @@
 """Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors together."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +12,7 @@ from horizon_lm.config.run import SCHEMAS, RunConfig
 from horizon_lm.config.translate.tables import foreign_trainer, our_name, remedies
 from horizon_lm.config.yaml_file import SettingPlaces, parse_yaml, read_yaml
 from horizon_lm.errors import ConfigError
+from horizon_lm.near_misses import closest_setting
 
 _LENGTHS = {"num_train_epochs", "max_steps"}  # a run has one of them
 _RENAMED = {  # earlier names of settings
@@ -226,8 +226,8 @@ def _suggest(key: str, known: list[str], of_run: bool) -> str:
         return f"; {remedies()[key]}"
     if of_run and (ours := our_name(key)) in known:
         return f"; it is called {ours} here"
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else "; run horizon-lm train --settings for a list of all settings"
+    close = closest_setting(key, known)
+    return f"; did you mean {close}?" if close else "; run horizon-lm train --settings for a list of all settings"
 
 
 def _shorten(value: Any) -> str:

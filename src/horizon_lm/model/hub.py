@@ -1,6 +1,5 @@
 """Open a model by folder or hub id: its config, and a skeleton whose parameters are on the meta device."""
 
-import difflib
 import itertools
 import json
 import re
@@ -21,6 +20,7 @@ from horizon_lm.model.opening import open_like_transformers
 from horizon_lm.model.own_head import has_own_head
 from horizon_lm.model.quantization import matrix_codec, quantization_of
 from horizon_lm.model.tying import declare_untied
+from horizon_lm.near_misses import closest_model
 from horizon_lm.paths import exists, may_be_on_hub, require_inside, require_own_files, require_regular
 
 _PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model", "*.py")
@@ -71,10 +71,8 @@ def _require_hub_id(name: str) -> None:
 
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     known = f" as {hub_id}" if hub_id != typed else ""
-    close = difflib.get_close_matches(
-        typed, [name for each in known_models() for name in (each.name, *each.aliases)], n=1
-    )
-    hint = f"; did you mean {close[0]}?" if close and close[0] not in (typed, hub_id) else ""
+    close = closest_model(typed, (name for each in known_models() for name in (each.name, *each.aliases)))
+    hint = f"; did you mean {close}?" if close and close not in (typed, hub_id) else ""
     return ConfigError(
         f"model_name_or_path: {typed} is neither a folder nor a model that could be fetched from the hub{known} "
         f"({first_line(error)}){hint}{_code_remedy(error)}"
@@ -152,11 +150,27 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     _require_hub_id(name)
+    _require_answer(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the network, the hub, or transformers' parsers
         raise _not_found(name, name, error) from error
     return require_model(config, name, auto_class(None))
+
+
+def _require_answer(name: str) -> None:
+    """Raise ConfigError if the hub cannot be reached and is needed. transformers would try for most of a minute."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except HfHubHTTPError:  # an answer, of which transformers knows the meaning
+        return
+    except Exception as error:  # no network, or the hub is switched off
+        raise _not_found(name, name, error) from error
 
 
 def known_config(known: KnownModel) -> Any:

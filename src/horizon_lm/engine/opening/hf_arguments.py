@@ -1,6 +1,5 @@
 """Arguments of transformers' ``from_pretrained``: the ones that streaming has or that have no effect, and remedies for others."""
 
-import difflib
 from dataclasses import fields
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 
 from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.errors import ConfigError
+from horizon_lm.near_misses import closest_setting
 
 _DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, with the values that have no effect here
@@ -87,8 +87,8 @@ def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
     # An option of ours stays ours, even if a config has an attribute of that name.
     changes = {name: options.pop(name) for name in list(options) if name not in ours and hasattr(config, name)}
     for name in options.keys() - ours:
-        close = difflib.get_close_matches(name, [*ours, *_DOWNLOAD], n=1)
+        close = closest_setting(name, [*ours, *_DOWNLOAD])
         raise ConfigError(
-            f"from_pretrained does not know {name}{f'; did you mean {close[0]}?' if close else ', nor does the config'}"
+            f"from_pretrained does not know {name}{f'; did you mean {close}?' if close else ', nor does the config'}"
         )
     return changes

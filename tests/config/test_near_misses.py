@@ -1,0 +1,39 @@
+"""Suggestions for mistyped names: of the same meaning, family and size, or none."""
+
+import pytest
+
+from horizon_lm.near_misses import closest_model, closest_setting
+
+SETTINGS = (
+    "max_steps", "max_length", "learning_rate", "precision", "eval_strategy", "save_strategy", "per_device_train_batch_size",
+    "num_train_epochs", "save_total_limit",
+)  # fmt: skip
+MODELS = (
+    "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-4B-Instruct-2507", "google/gemma-2-27b-it", "google/gemma-3-27b-it",
+    "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mistral-7B-v0.3", "zai-org/GLM-4.5-Air", "Qwen/Qwen3-30B-A3B",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("max_samples", None), ("max_step", "max_steps"), ("lerning_rate", "learning_rate"), ("precison", "precision"),
+        ("max_seq_length", "max_length"), ("per_device_batch_size", "per_device_train_batch_size"), ("num_epochs", "num_train_epochs"),
+        ("save_total_limits", "save_total_limit"), ("log_strategy", None), ("zzz", None),
+    ],
+)  # fmt: skip
+def test_settings(typed: str, meant: str | None) -> None:
+    assert closest_setting(typed, SETTINGS) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("Qwen/Qwen2.5-7B-Instrut", "Qwen/Qwen2.5-7B-Instruct"), ("Qwen9-4B-Instruct-2507", None), ("gemma-3-27b-itt", "google/gemma-3-27b-it"),
+        ("gemma-3-12b-it", None), ("Qwen3-4B-Instruct-2508", "Qwen/Qwen3-4B-Instruct-2507"), ("GLM-4.5-Airr", "zai-org/GLM-4.5-Air"),
+        ("GLM-4.6-Air", None), ("Mixtral-8x7B-v0.2", "mistralai/Mixtral-8x7B-v0.1"), ("qwen3-30b-a4b", "Qwen/Qwen3-30B-A3B"),
+        ("google/gemma-3-27b", "google/gemma-3-27b-it"), ("", None),
+    ],
+)  # fmt: skip
+def test_models(typed: str, meant: str | None) -> None:
+    assert closest_model(typed, MODELS) == meant
