@@ -66,7 +66,7 @@ class Cluster:
 CLUSTERS = (
     Cluster("h100", 8, 1, (16 * K, 64 * K)),
     Cluster("h100", 8, 4, (16 * K, 64 * K)),
-    Cluster("rtx-4090", 8, 1, (8 * K, 32 * K)),
+    Cluster("rtx-4090-server", 8, 1, (8 * K, 32 * K)),
 )
 PUBLISHED = """
 | system, on 8 x RTX 4090 | Qwen3-8B | gpt-oss-20b | Qwen3-32B | Qwen3-235B, LoRA |
@@ -219,7 +219,7 @@ def whole_unit_lines() -> Iterator[str]:
     """Yield our step beside one in which each GPU loads whole units over its own link, so that nothing is gathered."""
     yield "\n## Boards without NVLink: ranges and gathering, or whole units over each link\n"
     yield (
-        "8 x rtx-4090, fp32_master. *Whole units*: host memory is shared, each GPU loads all of a unit over its own link, and nothing is gathered; "
+        "8 x rtx-4090-server, fp32_master. *Whole units*: host memory is shared, each GPU loads all of a unit over its own link, and nothing is gathered; "
         "gradients are summed as now. Sums in host memory, by the updating threads, are not simulated."
     )
     yield "\n| model | tokens of each GPU | as it is, s | whole units, s | shorter by | free collectives, s |\n|---|---|---|---|---|---|"

@@ -21,7 +21,8 @@ from horizon_lm.planning.catalog import (
 )
 
 NAMES = (
-    "a100-pcie-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l40s", "rtx-3090", "rtx-4090", "rtx-5090",
+    "a100-pcie-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l40s", "rtx-3090",
+    "rtx-3090-server", "rtx-4090", "rtx-4090-server", "rtx-5090", "rtx-5090-server",
 )  # fmt: skip
 NOT_A_FIGURE = ("name", "device", "gpu", "sources")
 # Names as reported by the CUDA driver.
@@ -96,8 +97,18 @@ def test_match_by_driver_name() -> None:
     assert [match_profile(gpu) for gpu in OTHER_GPUS] == [None] * len(OTHER_GPUS)
 
 
-def test_find_by_name() -> None:
-    assert find_profile("H200") is published()["h200"]
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("H200", "h200"), ("rtx4090", "rtx-4090"), ("RTX 3090", "rtx-3090"), ("rtx_5090_server", "rtx-5090-server"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("A100-PCIe-80GB", "a100-pcie-80gb"),
+    ],
+)  # fmt: skip
+def test_find_by_name(typed: str, name: str) -> None:
+    assert find_profile(typed) is published()[name]
+
+
+def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match="'b300' is not known; choose one of a100-pcie-80gb, b200, gb10"):
         find_profile("b300")
     with pytest.raises(ConfigError, match=r"nowhere\.json: No such file"):
@@ -108,11 +119,39 @@ def test_profile_extends_its_base(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"base": "h200", "name": "mine", "host_memory": 1e12, "host_bandwidth": {"64": 400e9}}')
     mine, base = find_profile(str(path)), published()["h200"]
+    stated = ("host_memory", "host_bandwidth", "server")
     assert mine == replace(
         base, name="mine", host_memory=10**12, host_bandwidth={"64": 400e9},
-        sources={name: text for name, text in base.sources.items() if name not in ("host_memory", "host_bandwidth")},
+        server={**base.server, "cores": base.cores, "host_memory": 1e12, "host_bandwidth": 400e9},
+        sources={name: text for name, text in base.sources.items() if name not in stated},
     )  # fmt: skip
     assert type(mine.host_memory) is int
+
+
+@pytest.mark.parametrize(
+    ("base", "stated", "expected"),
+    [
+        ("rtx-3090", {"cores": 12, "host_bandwidth": {"12": 35e9}}, {"cores": 12, "host_bandwidth": 35e9}),
+        ("h100", {"host_memory": 5e11}, {"cores": 56, "host_memory": 5e11, "peer": 340e9}),
+        ("gb10", {"cores": 10}, {"cores": 10, "host_bandwidth": 190e9, "network": 21e9}),
+        ("h100", {"name": "mine"}, {"cores": 112, "host_bandwidth": 400e9}),
+        ("h100", {"cores": 8, "server": {"network": 1e9}}, {"network": 1e9}),
+    ],
+)
+def test_stated_host_is_that_of_several_gpus(
+    tmp_path: Path, base: str, stated: dict[str, Any], expected: dict[str, float]
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"base": base, **stated}))
+    mine = find_profile(str(path))
+    assert {name: mine.server[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("rtx-")])
+def test_several_cards_have_the_host_of_their_profile(name: str) -> None:
+    profile = published()[name]
+    assert (profile.server["cores"], profile.server["host_memory"]) == (profile.cores, profile.host_memory)
+    assert profile.server["host_bandwidth"] == profile.host_rate
 
 
 def test_own_profile_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -14,7 +15,8 @@ from horizon_lm.errors import ConfigError
 DTYPES = ("bfloat16", "float32")
 
 _OPTIONAL = ("update_seconds", "disk_write", "disk_read", "watts", "capability", "server", "sources")
-_SERVER = ("cores", "host_memory", "host_bandwidth", "peer", "network")
+_HOST = ("cores", "host_memory", "host_bandwidth")
+_SERVER = (*_HOST, "peer", "network")
 _NEEDED = ("cores", "device_bandwidth", "link_in", "link_out", "link_both")
 
 
@@ -131,7 +133,19 @@ def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise ConfigError(f"{place}: base is {base!r}; choose one of {', '.join(published())}")
     inherited = asdict(published()[base])
     sources = {name: source for name, source in inherited.pop("sources").items() if name not in own}
+    if "server" not in own and own.keys() & set(_HOST):  # its host is also that of several GPUs
+        inherited["server"] = _with_host({**inherited, **own})
+        sources.pop("server", None)
     return {**inherited, "sources": sources, **own}
+
+
+def _with_host(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the links of a profile's server with the profile's own host, which any number of GPUs share."""
+    bandwidth = content["host_bandwidth"]
+    host = {name: content[name] for name in _HOST if name != "host_bandwidth"}
+    if isinstance(bandwidth, dict):  # any other value is reported with the field
+        host["host_bandwidth"] = max(filter(_is_amount, bandwidth.values()), default=0)
+    return {**content["server"], **host}
 
 
 def _problem(name: str, hint: Any, value: Any) -> str:
@@ -155,8 +169,8 @@ def _problem(name: str, hint: Any, value: Any) -> str:
         return f"{sorted(unknown)[0]} is not one of device, host"
     if name == "server" and (unknown := value.keys() - set(_SERVER)):
         return f"{sorted(unknown)[0]} is not one of {', '.join(_SERVER)}"
-    if name == "server" and value.keys() & set(_SERVER[:3]) and not value.keys() >= set(_SERVER[:3]):
-        return f"it needs {', '.join(_SERVER[:3])} together"
+    if name == "server" and value.keys() & set(_HOST) and not value.keys() >= set(_HOST):
+        return f"it needs {', '.join(_HOST)} together"
     missing = set(DTYPES) - value.keys() if name in ("matmul", "attention") else set()
     return f"it has no rate for {sorted(missing)[0]}" if missing else ""
 
@@ -171,21 +185,29 @@ def published() -> Mapping[str, Hardware]:
     folder = resources.files(__package__) / "profiles"
     return {
         file.name.removesuffix(".json"): parse_profile(json.loads(file.read_text(encoding="utf-8")), file.name)
-        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        for file in sorted(folder.iterdir(), key=lambda file: file.name.removesuffix(".json"))
         if file.name.endswith(".json")
     }
 
 
 def find_profile(name: str) -> Hardware:
-    """Return the published profile of that name, or the profile in that file; raise ConfigError if neither exists."""
-    if name.lower() in published():
-        return published()[name.lower()]
+    """Return the published profile of that name, or the profile in that file; raise ConfigError if neither exists.
+
+    Spaces, dashes and the maker's name do not matter, and the driver's name of the GPU is one, too.
+    """
+    for known, profile in published().items():
+        if _plain(name) in (_plain(known), _plain(profile.gpu)):
+            return profile
     if name.endswith(".json"):
         return read_profile(Path(name).expanduser())
     raise ConfigError(
         f"device {name!r} is not known; choose one of {', '.join(published())}, or name a file with a profile, "
         "MACHINE.json (docs/planning.md)"
     )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|amd|geforce|instinct|[^a-z0-9]", "", name.lower())
 
 
 def match_profile(gpu: str) -> Hardware | None:

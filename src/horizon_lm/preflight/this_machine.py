@@ -195,6 +195,9 @@ def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, ma
     if gpus * machines > 1:
         hardware, interconnect = connect(hardware, gpus, machines)
         name = f"{counted(machines, 'machine')} with {counted(gpus, 'GPU')}{' each' if machines > 1 else ''}: {name}"
+        if gpus > 1:
+            rate = hardware.host_rate * gpus / 1e9
+            name = f"{name}; the host of all: {hardware.cores * gpus} cores, {rate:,.0f} GB/s of host memory"
     host = Limit("host_memory" if host_memory else "host memory of this profile", host_memory or hardware.host_memory)
     on_host = hardware.on_host
     return Machine(
