@@ -1,6 +1,7 @@
 """Planning before a run: the output of ``plan``, and runs that ``train`` rejects."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -131,7 +132,7 @@ def test_known_model_is_planned_without_download() -> None:
 def test_large_moe_is_planned_in_less_than_a_gigabyte() -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom horizon_lm.cli import app\n"
-        "try:\n    app(['plan', '--model', 'deepseek-ai/DeepSeek-V3', '--device', 'h200', '--host-memory', '10TB', '--json'])\n"
+        "try:\n    app(['plan', '--model', 'deepseek-ai/DeepSeek-V3', '--dequantize', 'true', '--device', 'h200', '--host-memory', '10TB', '--json'])\n"
         "except SystemExit as end:\n    print(end.code, Path('/proc/self/status').read_text(), file=sys.stderr)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -161,6 +162,26 @@ def test_70b_model_is_rejected_here_and_fits_h200(run_file: Path) -> None:
     message = rejected("train", run_file, "--model_name_or_path", "meta-llama/Llama-3.1-70B", "--host_memory", "2GiB")
     assert "bytes)" in message
     assert plan("--model", "meta-llama/Llama-3.1-70B", "--device", "h200", "--host-memory", "1.5TB")["fits"]
+
+
+@pytest.mark.parametrize(
+    ("model", "host_memory", "names"),
+    [
+        ("Qwen2.5-14B", "40GiB", {"use_peft"}),
+        ("Qwen2.5-32B", "40GiB", {"use_peft", "load_in_4bit"}),
+        ("openai/gpt-oss-20b", "24GiB", {"use_peft", "dequantize"}),
+    ],
+)
+def test_adapters_are_tried_where_no_other_setting_helps(model: str, host_memory: str, names: set[str]) -> None:
+    wanted = ["--model", model, "--device", "h200", "--host-memory", host_memory]
+    decoded = ["--dequantize", "true"] if "dequantize" in names else []
+    result = run("plan", *wanted, *decoded, "--json")
+    (remedy,) = json.loads(result.stdout)["remedies"]
+    assert remedy["settings"].keys() == names
+    assert "only adapters are trained" in result.stderr
+    settings = [text for name, value in remedy["settings"].items() for text in (f"--{name}", str(value).lower())]
+    changed = plan(*wanted, *settings)
+    assert changed["host"]["bytes"] == remedy["bytes"]["host"]
 
 
 def test_remedies_state_cost_and_make_the_run_fit(run_file: Path) -> None:
@@ -377,8 +398,25 @@ def test_several_gpus_and_machines() -> None:
     assert "all 8 processes of a machine" in text
 
 
+def test_several_gpus_have_the_host_that_is_stated(tmp_path: Path) -> None:
+    """A profile's host is that of any number of its GPUs, and what the user's file says of it wins."""
+    run_of = ("--model", "Qwen3-0.6B", "--gpus", "2")
+    desktop = plan(*run_of, "--device", "rtx-3090")
+    (tmp_path / "mine.json").write_text('{"base": "rtx-3090", "cores": 8, "host_bandwidth": {"8": 20e9}}')
+    mine = plan(*run_of, "--device", tmp_path / "mine.json")
+    server = plan(*run_of, "--device", "rtx-3090-server")
+    assert [each["hardware"]["host_bandwidth"] for each in (desktop, mine, server)] == [
+        {"8": 20e9},
+        {"4": 10e9},
+        {"32": 150e9},
+    ]
+    assert mine["step"]["seconds"] > desktop["step"]["seconds"] > server["step"]["seconds"]
+    text = run("plan", *run_of, "--device", "rtx-3090-server").stdout
+    assert "RTX 3090 24 GB, two EPYC 7543; the host of all: 64 cores, 300 GB/s of host memory" in text
+
+
 def test_gpus_without_peer_access_are_slower() -> None:
-    run_of = ("--model", "Qwen3-8B", "--device", "rtx-4090", "--gpus", "8", "--max_length", "1024")
+    run_of = ("--model", "Qwen3-8B", "--device", "rtx-4090-server", "--gpus", "8", "--max_length", "1024")
     content = plan(*run_of)
     assert content["step"]["limited_by"] != "compute"
     assert "GPUs reach each other through host memory" in run("plan", *run_of).stdout
@@ -469,7 +507,9 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 
 def test_moe_that_does_not_fit_is_reported() -> None:
     """A mixture of experts has no feed-forward layer to chunk, which is one of the changes tried."""
-    message = rejected("plan", "--model", "openai/gpt-oss-20b", "--device", "cpu", "--host-memory", "2GiB")
+    message = rejected(
+        "plan", "--model", "openai/gpt-oss-20b", "--dequantize", "true", "--device", "cpu", "--host-memory", "2GiB"
+    )
     assert "host: " in message
 
 
@@ -505,6 +545,15 @@ def test_quantized_weights_are_rejected(run_file: Path, model: Path, tmp_path: P
     result = run("plan", run_file, "--model", folder)
     assert result.exit_code == 2
     assert "quantized" in result.stderr
+
+
+def test_known_quantized_weights_are_rejected_as_in_training() -> None:
+    result = run("plan", "--model", "openai/gpt-oss-20b", "--device", "h100")
+    assert result.exit_code == 2
+    assert "are quantized, and cannot be trained; set dequantize: true" in result.stderr
+    decoded = plan("--model", "openai/gpt-oss-20b", "--device", "h100", "--dequantize", "true")
+    (download,) = (item for item in decoded["disk"]["items"] if item["name"] == "download")
+    assert 12.5 * GIB < download["bytes"] < 13 * GIB
 
 
 def test_resident_blocks_leave_checkpoints_to_the_planner() -> None:
@@ -546,6 +595,16 @@ def test_profile_of_another_version_is_ignored(run_file: Path, tmp_path: Path, m
     own_profile_path().parent.mkdir(parents=True)
     own_profile_path().write_text('{"name": "old"}')
     assert plan(run_file)["step"] is None
+
+
+def test_unknown_model_without_network_is_one_line() -> None:
+    """Nothing listens at this address; transformers would retry five times, and say so each time."""
+    command = [sys.executable, "-m", "horizon_lm", "plan", "--model", "Qwen/Qwen9-4B-Instruct", "--device", "h100"]
+    env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert result.returncode == 2
+    (line,) = (line for line in result.stderr.splitlines() if "hub" in line or "Retrying" in line or "thrown" in line)
+    assert line.startswith("error: model_name_or_path: Qwen/Qwen9-4B-Instruct is neither a folder nor a model")
 
 
 # Largest models

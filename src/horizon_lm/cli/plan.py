@@ -13,6 +13,7 @@ from horizon_lm.cli.common import exits, run_arguments, without_garbage_collecti
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError, HorizonError
+from horizon_lm.model.known_models import KnownModel, known_models
 from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.catalog import Hardware, find_profile, published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
@@ -21,8 +22,9 @@ from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.remedies import Remedy
 from horizon_lm.planning.render import plan_as_json, plan_lines
 from horizon_lm.planning.request import Machine, Saves
-from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
+from horizon_lm.preflight.admission import does_not_fit, plan_run
 from horizon_lm.preflight.inputs import Source, open_source
+from horizon_lm.preflight.remedies import remedies_of
 from horizon_lm.preflight.this_machine import other_machine, this_machine
 from horizon_lm.quantities import counted, parse_bytes
 from horizon_lm.slabs import WHOLE, Shard
@@ -252,8 +254,6 @@ class _Search:
     """A search for the largest models that fit. Each model is outlined only once."""
 
     def __init__(self) -> None:
-        from horizon_lm.model.known_models import known_models
-
         self._known = list(reversed(known_models()))
         self._sources: dict[tuple[str, bool], Source] = {}
 
@@ -264,7 +264,8 @@ class _Search:
         for known in self._known:
             if _least_bytes(run, known.parameters) // shard.count > machine.host_limits[0].num_bytes:
                 continue
-            source = self._open(run, known.name)
+            run = self._settings_for(run, known)
+            source = self._open(run)
             sparse = _is_sparse(source)
             if sparse and found:
                 continue
@@ -274,10 +275,15 @@ class _Search:
                     return found
         return found
 
-    def _open(self, run: RunConfig, name: str) -> Source:
-        key = (name, run.use_peft)  # adapters are trained on weights as they were published
+    def _settings_for(self, run: RunConfig, known: KnownModel) -> RunConfig:
+        """Return the run with a model. Adapters are trained on its weights as they were published, all weights once they are decoded."""
+        decoded = known.quantization is not None and not run.use_peft
+        return run.model_copy(update={"model_name_or_path": known.name, "dequantize": decoded})
+
+    def _open(self, run: RunConfig) -> Source:
+        key = (run.model_name_or_path, run.use_peft)
         if key not in self._sources:
-            self._sources[key] = open_source(run.model_copy(update={"model_name_or_path": name}))
+            self._sources[key] = open_source(run)
         return self._sources[key]
 
 

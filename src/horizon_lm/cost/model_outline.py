@@ -23,6 +23,7 @@ from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
+from horizon_lm.planning.memory import ModelSizes
 from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 from horizon_lm.units import block
 
@@ -110,6 +111,11 @@ def _trained_parts(
     parts = find_parts(model)
     parts.codecs = {ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs}
     return parts
+
+
+def published_sizes(source: ModelSource, quantized: QuantizedWeights | None) -> ModelSizes:
+    """Return the sizes of a model's weights before they are trained or decoded."""
+    return _trained_parts(source, None, None, quantized).sizes()
 
 
 def _measured_or_unknown(parts: ModelParts, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from horizon_lm.model.source import ModelSource
 from horizon_lm.optimizers import by_other_name
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.request import Machine, Saves
-from horizon_lm.preflight.admission import does_not_fit, plan_run, remedies_of
+from horizon_lm.preflight.admission import does_not_fit, plan_run
 from horizon_lm.preflight.inputs import RowShape, Source
+from horizon_lm.preflight.remedies import remedies_of
 from horizon_lm.preflight.this_machine import agree_on_machine, this_machine
 from horizon_lm.quantities import format_bytes, format_seconds
 
@@ -58,7 +59,7 @@ class TrainerPlan:
             dtype=opened_dtype(self._run.precision),
         )  # fmt: skip
         self._source = Source(
-            opened, getattr(getattr(config, "dtype", None), "itemsize", 2), is_local=True,
+            opened, getattr(getattr(config, "dtype", None), "itemsize", 2), is_local=True, is_streamed=True,
             head_values=_FUSED_HEAD if hasattr(args, "max_length") and classifier is None else (),
             adapters=_adapters(model),
             quantized=_StreamedCodecs(engine_of(model).store.codecs) if engine_of(model).store.codecs else None,

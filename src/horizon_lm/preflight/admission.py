@@ -15,13 +15,13 @@ from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.memory import sum_buffers
-from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan, describe_deficit, make_plan
-from horizon_lm.planning.remedies import Remedy, find_remedies
+from horizon_lm.planning.remedies import Remedy
 from horizon_lm.planning.render import remedy_lines
 from horizon_lm.planning.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
 from horizon_lm.preflight.inputs import RowShape, Source, compute_dtype, fetch_source, open_source
+from horizon_lm.preflight.remedies import remedies_of
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
@@ -166,18 +166,6 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
         longest = rows.prompt_length or max(map(len, run.sample_prompts))
         length = longest + run.sample_max_new_tokens
         yield ForwardBatch(1, length, kept_bytes=length * source.cache_bytes_per_token(run))
-
-
-def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
-    """Return the changes of settings with which the run of a plan would fit."""
-    if plan.fits:
-        return []
-    length = plan.step.outline.length
-
-    def outline(length: int = length, mlp_chunk_tokens: int | None = None) -> ModelOutline:
-        return source.outline(run, length=length, mlp_chunk_tokens=mlp_chunk_tokens)
-
-    return find_remedies(plan, outline)
 
 
 def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:

@@ -32,6 +32,7 @@ class Source:
         model: the model, with its config.
         stored_bytes: bytes per element of the checkpoint.
         is_local: the weights are on this machine.
+        is_streamed: the model is streamed already, with the adapters that it has.
         head_values: per-token values from which the loss is computed; None for those that the run's settings imply.
         adapters: adapters that are trained; None for those of the run's settings.
         quantized: the quantized weights of a model that is streamed already; None to find them by the model's config.
@@ -40,6 +41,7 @@ class Source:
     model: ModelSource
     stored_bytes: int
     is_local: bool
+    is_streamed: bool = False
     head_values: tuple[str, ...] | None = None
     adapters: Any = None
     quantized: Any = None
@@ -52,7 +54,11 @@ class Source:
 
     def checkpoint_bytes(self, sizes: ModelSizes) -> int:
         """Return the bytes of the weights before training, given their sizes in a run."""
-        return (sizes if self.model.quantization else replace(sizes, packed=())).file_bytes(self.stored_bytes)
+        if self.model.quantization is None:
+            sizes = replace(sizes, packed=())
+        elif not sizes.packed:  # they are decoded while they are read
+            sizes = model_outline.published_sizes(self.model, Quantized.of(self.model.quantization, self.model.folder))
+        return sizes.file_bytes(self.stored_bytes)
 
     def cache_bytes_per_token(self, run: RunConfig) -> int:
         """Return the device bytes of the keys and values of one token in generation, over all blocks."""
@@ -117,7 +123,7 @@ def open_source(run: RunConfig) -> Source:
         return _in_folder(run, folder)
     known = find_known(name)
     config = hub.known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
-    if known and (run.use_peft or run.dequantize) and known.quantization:
+    if known and known.quantization:
         config.quantization_config = dict(known.quantization)
     return Source(_model_of(run, config, None), hub.config_bytes(config), is_local=False)
 
