@@ -130,19 +130,19 @@ class UnitCuts:
         """The elements of a slot on the device."""
         return max(slab_elements(self.tensors), self.slot[-1])
 
-    def grads(self, trained: Sequence[int]) -> list[int]:
-        """Return the places at which the slab of the gradients is cut: those of the weights that they belong to.
+    def restricted(self, held: Sequence[int]) -> list[int]:
+        """Return the places at which a slab of some of the tensors is cut: those of the weights that they belong to.
 
         Args:
-            trained: elements of each of ``tensors`` if it is trained, else 0.
+            held: elements of each of ``tensors`` if the slab holds it, else 0.
         """
-        return [_place(self.tensors, trained, cut) for cut in self.weights]
+        return [_place(self.tensors, held, cut) for cut in self.weights]
 
 
-def _place(tensors: Sequence[int], trained: Sequence[int], offset: int) -> int:
-    """Return the number of elements of a slab of the trained tensors that lie before an offset in the slab of all tensors."""
+def _place(tensors: Sequence[int], held: Sequence[int], offset: int) -> int:
+    """Return the number of elements of a slab of the held tensors that lie before an offset in the slab of all tensors."""
     start = place = 0
-    for numel, kept in zip(tensors, trained, strict=True):
+    for numel, kept in zip(tensors, held, strict=True):
         if kept and offset - start < numel:
             return place + max(0, offset - start)
         start, place = start + slab_elements([numel]), place + slab_elements([kept])

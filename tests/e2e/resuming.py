@@ -42,8 +42,10 @@ def digest(loop: Any) -> dict[str, str]:
     horizon_lm.synchronize(loop.model)
     store, parts = loop.model._horizon.engine.store, {}
     for unit, slabs in store.units.items():
-        moments = loop.optimizer.moments.units[unit]
-        for number, slab in enumerate((slabs.weights, slabs.low, *moments.values, *moments.scales)):
+        moments = loop.optimizer.moments.units[unit].values()
+        for number, slab in enumerate(
+            (slabs.weights, slabs.low, *(m.values for m in moments), *(m.scales for m in moments))
+        ):
             if slab is not None:
                 parts[f"{unit} {number}"] = hashlib.sha256(slab.contiguous().view(torch.uint8).numpy().data).hexdigest()
     parts["optimizer"] = json.dumps(loop.optimizer.scalars(), sort_keys=True)

@@ -156,8 +156,7 @@ def test_a_save_copies_nothing_and_delays_updates_alone(tmp_path: Path) -> None:
     slabs = [
         (slab.data_ptr(), page_aligned(slab.numel() * slab.element_size()))
         for unit, each in engine.store.units.items()
-        for own in [optimizer.moments.units[unit]]
-        for slab in (each.weights, each.low, *own.values)
+        for slab in (each.weights, each.low, *(own.values for own in optimizer.moments.units[unit].values()))
     ]
     copied = [size for at, size in disk.written if not any(start <= at < start + room for start, room in slabs)]
     assert len(copied) == len(list((tmp_path / "one" / "units").iterdir()))  # the files' headers

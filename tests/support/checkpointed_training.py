@@ -31,8 +31,8 @@ def digest(model: Any, optimizer: Any) -> Digests:
     horizon_lm.synchronize(model)
     store, found = model._horizon.engine.store, {}
     for unit, slabs in store.units.items():
-        own = optimizer.moments.units[unit]
-        for number, slab in enumerate((slabs.weights, slabs.low, *own.values, *own.scales)):
+        own = optimizer.moments.units[unit].values()
+        for number, slab in enumerate((slabs.weights, slabs.low, *(m.values for m in own), *(m.scales for m in own))):
             if slab is not None:
                 found[f"{unit} {number}"] = hashlib.sha256(slab.view(torch.uint8).numpy().data).hexdigest()
     for name, buffer in model.named_buffers():

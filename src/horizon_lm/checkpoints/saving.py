@@ -25,10 +25,10 @@ from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder, write_file
 from horizon_lm.errors import first_line, warn
-from horizon_lm.optim.moments import Moments
+from horizon_lm.optim.moments import Moments, MomentSlabs, scale_name
 from horizon_lm.slabs import num_scales
 from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import SlabLayout
+from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
 from horizon_lm.units import Unit
 
 STATE = "training_state.json"
@@ -51,12 +51,12 @@ def unit_file(store: Store, moments: Moments | None, unit: Unit) -> UnitFile:
     if slabs.low is not None:
         used.append((LOW, slabs.low, _parts(slabs.layout), slabs.own))
     if moments is not None:
-        own, layout = moments.units[unit], slabs.grad_layout
-        counts = {name: num_scales(layout.entries[name].numel, slabs.row) for name in own.scale_starts}
-        scales = {name: Part(own.scale_starts[name], (count,)) for name, count in counts.items()}
-        names, parts = moments.rule.moments, _parts(layout)
-        used += [(f".{name}", slab, parts, slabs.own_grads) for name, slab in zip(names, own.values, strict=True)]
-        used += [(f".{name}_scale", slab, scales, own.own_scales) for name, slab in zip(names, own.scales, strict=True)]
+        own = moments.units[unit]
+        used += [(f".{name}", each.values, _parts(each.layout), each.own) for name, each in own.items()]
+        used += [
+            (f".{scale_name(name)}", each.scales, _scale_parts(each, slabs), each.own_scales)
+            for name, each in own.items()
+        ]
     if store.shard.is_whole:
         return UnitFile([Section(suffix, slab, parts) for suffix, slab, parts, _ in used])
     return UnitFile([Section(suffix, slab, _cut(parts, part), part) for suffix, slab, parts, part in used])
@@ -64,6 +64,11 @@ def unit_file(store: Store, moments: Moments | None, unit: Unit) -> UnitFile:
 
 def _parts(layout: SlabLayout) -> dict[str, Part]:
     return {name: Part(entry.offset, tuple(entry.shape)) for name, entry in layout.entries.items()}
+
+
+def _scale_parts(moment: MomentSlabs, slabs: UnitSlabs) -> dict[str, Part]:
+    numels = {name: moment.layout.entries[name].numel for name in moment.scale_starts}
+    return {name: Part(moment.scale_starts[name], (num_scales(numel, slabs.row),)) for name, numel in numels.items()}
 
 
 def _cut(parts: Mapping[str, Part], used: slice) -> dict[str, Part]:

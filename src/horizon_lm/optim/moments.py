@@ -1,5 +1,6 @@
 """An optimizer's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as passed to the kernels."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,26 +13,31 @@ from horizon_lm.kernels.updates import Rule
 from horizon_lm.slabs import num_scales, scale_at, used_bytes
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import UnitSlabs
+from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
 from horizon_lm.units import Unit
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
-class UnitMoments:
-    """The moments of a unit, laid out like its gradients; 8-bit moments also have the scales of their blocks.
+class MomentSlabs:
+    """One moment of a unit: of all trained parameters, or of those whose rule has it.
 
     Attributes:
-        values, scales: a slab for each moment.
-        scale_starts: index of the first scale of each parameter.
+        layout: where each parameter's values lie.
+        own: the range of the values that belongs to this rank.
+        values: the slab of the values.
+        scale_starts: for 8-bit moments, the index of the first scale of each parameter; empty for others.
         own_scales: the range of the scales that belongs to this rank.
+        scales: the slab of the scales.
     """
 
-    values: tuple[torch.Tensor, ...]
-    scales: tuple[torch.Tensor, ...]
-    scale_starts: dict[str, int]
+    layout: SlabLayout
+    own: slice
+    values: torch.Tensor
+    scale_starts: Mapping[str, int]
     own_scales: slice
+    scales: torch.Tensor
 
 
 class Moments:
@@ -41,91 +47,150 @@ class Moments:
         store: the store of the model, with gradient layouts.
         kind: ``float32`` (4 bytes per parameter and moment), ``bfloat16`` (2, stochastically rounded) or ``8bit`` (1, and an
             fp32 scale per block of 256).
-        rule: the optimizer's, with the names of the moments.
+        rule_of: returns the rule of a parameter by its name, with the names of its moments.
+
+    Attributes:
+        units: the moments of each unit by name, in the same order for all units.
     """
 
-    def __init__(self, store: Store, kind: str, rule: Rule) -> None:
+    def __init__(self, store: Store, kind: str, rule_of: Callable[[str], Rule]) -> None:
         if kind not in _DTYPES:
             raise ConfigError(f"moments is {kind!r}; choose one of {', '.join(_DTYPES)}")
-        self.kind, self.rule = kind, rule
-        dtype = _DTYPES[kind]
-        layouts = {unit: slabs.grad_layout for unit, slabs in store.units.items()}
-        scales = {unit: self._place_scales(slabs) for unit, slabs in store.units.items()}
-        own = {unit: slabs.own_grads for unit, slabs in store.units.items()}
-        own_scales = {unit: self._own_scales(slabs) for unit, slabs in store.units.items()}
-        arenas = [store.new_arena([layout.numel for layout in layouts.values()], dtype) for _ in rule.moments]
-        scale_arenas = [store.new_arena([count for _, count in scales.values()], torch.float32) for _ in rule.moments]
-        store.num_bytes["moments"] = len(rule.moments) * (
-            used_bytes(own.values(), dtype.itemsize) + used_bytes(own_scales.values(), torch.float32.itemsize)
+        self.kind = kind
+        held = {
+            unit: {name: rule_of(name).moments for name in slabs.grad_layout} for unit, slabs in store.units.items()
+        }
+        of_any = (moment for moments in held.values() for names in moments.values() for moment in names)
+        self._moments = tuple(dict.fromkeys(of_any))
+        self.units: dict[Unit, dict[str, MomentSlabs]] = {unit: {} for unit in store.units}
+        for moment in self._moments:
+            self._allocate(store, moment, held)
+        store.num_bytes["moments"] = sum(
+            used_bytes([each.own], each.values.element_size())
+            + used_bytes([each.own_scales], each.scales.element_size())
+            for moments in self.units.values()
+            for each in moments.values()
         )
-        self.units: dict[Unit, UnitMoments] = {}
-        for unit, (starts, count) in scales.items():
-            self.units[unit] = UnitMoments(
-                tuple(arena.take(layouts[unit].numel, dtype, own[unit]) for arena in arenas),
-                tuple(arena.take(count, torch.float32, own_scales[unit]) for arena in scale_arenas),
-                starts,
-                own_scales[unit],
-            )
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the moments, and of their scales, in a saved state."""
-        scales = [f"{name}_scale" for name in self.rule.moments] if self.kind == "8bit" else []
-        return (*self.rule.moments, *scales)
+    def _allocate(self, store: Store, moment: str, held: Mapping[Unit, Mapping[str, Sequence[str]]]) -> None:
+        """Allocate one moment of all units: an arena of values, and one of scales."""
+        dtype = _DTYPES[self.kind]
+        layouts = {
+            unit: slabs.grad_layout.restrict(name for name, moments in held[unit].items() if moment in moments)
+            for unit, slabs in store.units.items()
+        }
+        scales = {unit: self._place_scales(layout, store.units[unit]) for unit, layout in layouts.items()}
+        arena = store.new_arena([layout.numel for layout in layouts.values()], dtype)
+        scale_arena = store.new_arena([count for _, count in scales.values()], torch.float32)
+        for unit, layout in layouts.items():
+            slabs, (starts, count) = store.units[unit], scales[unit]
+            own = slabs.own_range(layout)
+            ends = (scale_at(layout.numels, at, slabs.row) if starts else 0 for at in (own.start, own.stop))
+            own_scales = slice(*ends)
+            values = arena.take(layout.numel, dtype, own)
+            of_blocks = scale_arena.take(count, torch.float32, own_scales)
+            self.units[unit][moment] = MomentSlabs(layout, own, values, starts, own_scales, of_blocks)
 
-    def _own_scales(self, slabs: UnitSlabs) -> slice:
-        """Return the range of a unit's scales that belongs to this rank's range of its moments."""
-        if self.kind != "8bit":
-            return slice(0, 0)
-        tensors, own = slabs.grad_layout.numels, slabs.own_grads
-        return slice(scale_at(tensors, own.start, slabs.row), scale_at(tensors, own.stop, slabs.row))
-
-    def _place_scales(self, slabs: UnitSlabs) -> tuple[dict[str, int], int]:
+    def _place_scales(self, layout: SlabLayout, slabs: UnitSlabs) -> tuple[dict[str, int], int]:
         """Return the index of each parameter's first scale, and the number of scales."""
         starts: dict[str, int] = {}
         count = 0
-        for name, entry in slabs.grad_layout.entries.items() if self.kind == "8bit" else ():
+        for name, entry in layout.entries.items() if self.kind == "8bit" else ():
             starts[name] = count
             count += num_scales(entry.numel, slabs.row)
         return starts, count
 
-    def state(self, unit: Unit, slabs: UnitSlabs, name: str) -> dict[str, Any]:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the moments, and of their scales, in a saved state."""
+        return (*self._moments, *map(scale_name, self._moments if self.kind == "8bit" else ()))
+
+    def state(self, unit: Unit, slabs: UnitSlabs, name: str) -> dict[str, torch.Tensor]:
         """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
-        moments, layout = self.units[unit], slabs.grad_layout
-        views = [layout.view(values, name) for values in moments.values]
+        found = {moment: each for moment, each in self.units[unit].items() if name in each.layout}
+        views = {moment: each.layout.view(each.values, name) for moment, each in found.items()}
         if self.kind == "8bit":
-            start = moments.scale_starts[name]
-            stop = start + num_scales(layout.entries[name].numel, slabs.row)
-            views += [scales[start:stop] for scales in moments.scales]
-        return dict(zip(self.names, views, strict=True))
+            for moment, each in found.items():
+                start = each.scale_starts[name]
+                stop = start + num_scales(each.layout.entries[name].numel, slabs.row)
+                views[scale_name(moment)] = each.scales[start:stop]
+        return views
 
 
+def scale_name(moment: str) -> str:
+    """Return the name of the scales of an 8-bit moment."""
+    return f"{moment}_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class MomentArrays:
+    """One moment of a unit as numpy arrays; see `MomentSlabs`."""
+
+    layout: SlabLayout
+    values: Any
+    scale_starts: Mapping[str, int]
+    scales: Any
+
+    @classmethod
+    def of(cls, slabs: MomentSlabs) -> "MomentArrays":
+        """Return the arrays of a moment."""
+        return cls(slabs.layout, as_array(slabs.values), slabs.scale_starts, as_array(slabs.scales))
+
+
+@dataclass(frozen=True, slots=True)
 class UnitArrays:
     """The slabs of a unit as numpy arrays, except for gradients, whose memory may differ from update to update.
 
     Attributes:
+        layout, grad_layout: where weights and gradients lie.
         own, own_grads: the ranges of weights and gradients that this rank owns, and updates.
-        mergeable: whether one kernel call may span several parameters.
-        moments, scales: two arrays each, as the kernels take them; empty if there is no second moment.
-        rule: the optimizer's.
-        grad_format: the name of the gradients' format.
-        modes: the rule and the names of the formats of weights, moments and gradients, which select the kernel.
+        weights, low: the slabs of the weights; ``low`` is empty if the format has none.
+        weight_format, moment_kind, grad_format: the names of the formats, which select the kernel.
+        moments: the moments by name.
     """
 
-    def __init__(self, store: Store, unit: Unit, moments: Moments) -> None:
-        slabs, own = store.units[unit], moments.units[unit]
-        self.layout, self.grad_layout = slabs.layout, slabs.grad_layout
-        self.own, self.own_grads = slabs.own, slabs.own_grads
-        self.weights = as_array(slabs.weights)
-        self.low = np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low)
-        self.moments, self.scales = _pair(own.values), _pair(own.scales)
-        self.scale_starts = own.scale_starts
-        self.mergeable = moments.kind != "8bit"  # 8-bit blocks start at the beginning of each parameter
-        precision = store.precision_of(unit)
-        self.grad_format = dtype_name(torch.empty(0, dtype=precision.grad_dtype))
-        self.rule = moments.rule
-        self.modes = (self.rule, precision.name, moments.kind, self.grad_format)
+    layout: SlabLayout
+    grad_layout: SlabLayout
+    own: slice
+    own_grads: slice
+    weights: Any
+    low: Any
+    weight_format: str
+    moment_kind: str
+    grad_format: str
+    moments: Mapping[str, MomentArrays]
 
+    @classmethod
+    def of(cls, store: Store, unit: Unit, moments: Moments) -> "UnitArrays":
+        """Return the arrays of a unit."""
+        slabs, precision = store.units[unit], store.precision_of(unit)
+        return cls(
+            slabs.layout,
+            slabs.grad_layout,
+            slabs.own,
+            slabs.own_grads,
+            as_array(slabs.weights),
+            np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low),
+            precision.name,
+            moments.kind,
+            dtype_name(torch.empty(0, dtype=precision.grad_dtype)),
+            {name: MomentArrays.of(each) for name, each in moments.units[unit].items()},
+        )
 
-def _pair(slabs: tuple[torch.Tensor, ...]) -> list[Any]:
-    return [as_array(slab) for slab in (*slabs, slabs[0][:0])[:2]]
+    @property
+    def mergeable(self) -> bool:
+        """Whether one kernel call may span several parameters. 8-bit blocks start at the beginning of each."""
+        return self.moment_kind != "8bit"
+
+    def modes(self, rule: Rule) -> tuple[Rule, str, str, str]:
+        """Return what selects the kernel of a rule."""
+        return rule, self.weight_format, self.moment_kind, self.grad_format
+
+    def moments_of(self, rule: Rule) -> list[MomentArrays]:
+        """Return the moments of a rule, as the kernels take them: two, of which those that the rule lacks are empty."""
+        found = [self.moments[name] for name in rule.moments]
+        return [*found, *[self._no_moment()] * (2 - len(found))]
+
+    def _no_moment(self) -> MomentArrays:
+        dtype = {"float32": np.float32, "bfloat16": np.uint16, "8bit": np.uint8}[self.moment_kind]
+        return MomentArrays(SlabLayout({}), np.empty(0, dtype), {}, np.empty(0, np.float32))

@@ -81,13 +81,22 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._rejected: str | None = None
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
         self._current: StepUpdate | None = None  # the step that is being applied
-        self._moments = Moments(self._store, moments, self.rule)
-        self._arrays.update({unit: UnitArrays(self._store, unit, self._moments) for unit in self._store.units})
+        self._moments = Moments(self._store, moments, self.rule_of)
+        self._arrays.update({unit: UnitArrays.of(self._store, unit, self._moments) for unit in self._store.units})
         self._steps: dict[torch.Tensor, int] = {}
         for group in self.param_groups:
             self._add_states(group["params"])
-        for arrays in {each.modes: each for each in self._arrays.values()}.values():
-            compile_kernels(arrays, defaults)
+        used = {
+            arrays.modes(rule): arrays
+            for arrays in self._arrays.values()
+            for rule in {self.rule_of(name) for name in arrays.grad_layout}
+        }
+        for (rule, *_), arrays in used.items():
+            compile_kernels(arrays, rule, defaults)
+
+    def rule_of(self, name: str) -> Rule:
+        """Return the rule by which a parameter is updated, by its full name."""
+        return self.rule
 
     @classmethod
     def planned(cls) -> PlannedOptimizer:
@@ -266,7 +275,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     def _spans(self, unit: Unit, names: Iterable[str]) -> list[Span]:
         assert self._current is not None
         params = {name: self._engine.refs[name].param for name in names}
-        return self._current.spans(unit, self._arrays[unit], params)
+        return self._current.spans(unit, self._arrays[unit], params, self.rule_of)
 
     def _guard(self, unit: Unit) -> Callable[[], bool]:
         """Return a check of a unit's gradient to call when its update runs; before that, the gradient may be
@@ -299,7 +308,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         spans, record = self._spans(EMBED, self._store.units[EMBED].layout), self._engine.updates.partial_update.record
         if not spans:
             return None
-        return TableRows(self._arrays[EMBED], grads, spans[0].scalars, record, self._guard(EMBED))
+        return TableRows(self._arrays[EMBED], grads, spans[0], record, self._guard(EMBED))
 
     # Parameter groups and state
 

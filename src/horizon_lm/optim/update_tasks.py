@@ -17,8 +17,9 @@ from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.kernels.updates import Rule, Scalars, rows_kernel, update_kernel
-from horizon_lm.optim.moments import UnitArrays
+from horizon_lm.optim.moments import MomentArrays, UnitArrays
 from horizon_lm.store.arena import as_array
+from horizon_lm.store.unit_slabs import SlabLayout
 from horizon_lm.units import Unit
 
 # The least elements of a piece, a multiple of the 8-bit block size: half a millisecond of work.
@@ -48,9 +49,10 @@ def step_scalars(rule: Rule, settings: Mapping[str, Any], step: int, clip: float
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Adjacent parameters that are updated with the same scalars; with 8-bit moments, a single parameter."""
+    """Adjacent parameters that are updated by the same rule with the same scalars; with 8-bit moments, a single parameter."""
 
     names: Sequence[str]
+    rule: Rule
     scalars: Scalars
 
 
@@ -78,22 +80,24 @@ class StepUpdate:
         self._steps, self._seed, self._step, self._clip = steps, seed, step, clip
         self.stepped: list[torch.nn.Parameter] = []
 
-    def spans(self, unit: Unit, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter]) -> list[Span]:
+    def spans(
+        self, unit: Unit, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter], rule_of: Callable[[str], Rule]
+    ) -> list[Span]:
         """Group parameters of a unit into spans, leaving out parameters that the optimizer does not train."""
         order = {name: number for number, name in enumerate(arrays.layout)}
-        spans: list[tuple[list[str], Scalars]] = []
+        spans: list[tuple[list[str], Rule, Scalars]] = []
         before: tuple[Any, ...] = ()
         for name, param in params.items():
             settings = self._settings.get(id(param))
             if settings is None:
                 continue
-            step = self._steps[param] + 1
-            if arrays.mergeable and before == (order[name] - 1, settings, step):
+            rule, step = rule_of(name), self._steps[param] + 1
+            if arrays.mergeable and before == (order[name] - 1, rule, settings, step):
                 spans[-1][0].append(name)
             else:
                 key = noise_key(self._seed, self._step, unit)
-                spans.append(([name], step_scalars(arrays.rule, settings, step, self._clip, key)))
-            before = order[name], settings, step
+                spans.append(([name], rule, step_scalars(rule, settings, step, self._clip, key)))
+            before = order[name], rule, settings, step
             self.stepped.append(param)
         return [Span(*span) for span in spans]
 
@@ -113,14 +117,15 @@ def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def compile_kernels(arrays: UnitArrays, settings: Mapping[str, Any]) -> None:
-    """Compile the kernels of an update, so that the first step takes no longer than later steps."""
-    scalars = step_scalars(arrays.rule, _copied(settings), 1, 1.0, 0)
+def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any]) -> None:
+    """Compile the kernels of a rule, so that the first step takes no longer than later steps."""
+    scalars = step_scalars(rule, _copied(settings), 1, 1.0, 0)
     values = as_array(torch.empty(0, dtype=getattr(torch, arrays.grad_format)))
-    slabs = [a[:0] for a in (arrays.weights, arrays.low, values, *arrays.moments, *arrays.scales)]
-    nothing = np.empty(0, np.int64)
-    update_kernel(*arrays.modes)(*slabs, np.uint32(0), scalars)
-    rows_kernel(*arrays.modes)(*slabs, 1, 0, nothing, nothing, scalars)
+    moments = arrays.moments_of(rule)
+    slabs = [arrays.weights, arrays.low, values, *(m.values for m in moments), *(m.scales for m in moments)]
+    slabs, nothing = [each[:0] for each in slabs], np.empty(0, np.int64)
+    update_kernel(*arrays.modes(rule))(*slabs, np.uint32(0), scalars)
+    rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, nothing, nothing, scalars)
 
 
 Record = Callable[[BaseException], None]
@@ -191,50 +196,78 @@ def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: 
 
     The padding between parameters is also updated: zeros stay zeros.
     """
-    kernel = update_kernel(*arrays.modes)
-    places = [_place(arrays, span) for span in spans]
-    pieces = [piece_elements(numel) for _, _, numel in places]
-    firsts = [0, *accumulate(-(-numel // piece) for (_, _, numel), piece in zip(places, pieces, strict=True))]
+    placed = [_Placed.of(arrays, span) for span in spans]
+    pieces = [piece_elements(each.numel) for each in placed]
+    firsts = [0, *accumulate(-(-each.numel // piece) for each, piece in zip(placed, pieces, strict=True))]
 
     def update(number: int) -> None:
         index = bisect_right(firsts, number) - 1
-        (start, grad_start, numel), span = places[index], spans[index]
-        offset = (number - firsts[index]) * pieces[index]
-        size = min(pieces[index], numel - offset)
-        w, g = start + offset, grad_start + offset
-        scales = slice(0, 0)
-        if arrays.scale_starts:
-            before = start - arrays.layout.entries[span.names[0]].offset  # of other ranks, a multiple of a block
-            first = arrays.scale_starts[span.names[0]] + (before + offset) // BLOCK
-            scales = slice(first, first - (-size // BLOCK))
-        kernel(
-            arrays.weights[w : w + size], arrays.low[w : w + size], values[g - arrays.own_grads.start :][:size],
-            *(each[g : g + size] for each in arrays.moments), *(each[scales] for each in arrays.scales),
-            np.uint32(w & 0xFFFFFFFF), span.scalars,
-        )  # fmt: skip
+        placed[index].update(values, (number - firsts[index]) * pieces[index], pieces[index])
 
     return Pieces(firsts[-1], update, record, guard)
 
 
-def _place(arrays: UnitArrays, span: Span) -> tuple[int, int, int]:
-    """Return the start of a span among the weights and among the gradients, and its number of elements, of the part that
-    this rank owns.
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A span and its slabs.
+
+    Attributes:
+        arrays, span: the slabs of its unit, and the span.
+        before: elements of the span that other ranks own before the part of this rank.
+        numel: elements of the part that this rank owns.
+        kernel, moments: those of the rule of the span.
     """
-    first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
-    start = max(first.offset, arrays.own.start)
-    stop = max(start, min(last.offset + last.numel, arrays.own.stop))
-    return start, arrays.grad_layout.entries[span.names[0]].offset + start - first.offset, stop - start
+
+    arrays: UnitArrays
+    span: Span
+    before: int
+    numel: int
+    kernel: Callable[..., None]
+    moments: Sequence[MomentArrays]
+
+    @classmethod
+    def of(cls, arrays: UnitArrays, span: Span) -> "_Placed":
+        """Find the part of a span that this rank owns."""
+        first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
+        start = max(first.offset, arrays.own.start)
+        stop = max(start, min(last.offset + last.numel, arrays.own.stop))
+        kernel = update_kernel(*arrays.modes(span.rule))
+        return cls(arrays, span, start - first.offset, stop - start, kernel, arrays.moments_of(span.rule))
+
+    def update(self, values: Any, offset: int, size: int) -> None:
+        """Update at most ``size`` elements from an offset in the part of this rank on."""
+        arrays, name = self.arrays, self.span.names[0]
+        size, start = min(size, self.numel - offset), self.before + offset
+
+        def of(layout: SlabLayout, slab: Any) -> Any:
+            at = layout.entries[name].offset + start if name in layout else 0
+            return slab[at : at + size]
+
+        def scales(moment: MomentArrays) -> Any:
+            if not moment.scale_starts:
+                return moment.scales[:0]
+            first = moment.scale_starts[name] + start // BLOCK  # other ranks own a multiple of a block
+            return moment.scales[first : first - (-size // BLOCK)]
+
+        grad = arrays.grad_layout.entries[name].offset + start - arrays.own_grads.start
+        number = arrays.layout.entries[name].offset + start
+        self.kernel(
+            of(arrays.layout, arrays.weights), of(arrays.layout, arrays.low), values[grad : grad + size],
+            *(of(each.layout, each.values) for each in self.moments), *map(scales, self.moments),
+            np.uint32(number & 0xFFFFFFFF), self.span.scalars,
+        )  # fmt: skip
 
 
 class TableRows:
     """The update of the embedding (V, H) in one step, by row; see `engine.updates.TableUpdate`."""
 
-    def __init__(self, arrays: UnitArrays, grads: TableGrads, scalars: Scalars, record: Record, guard: Guard) -> None:
+    def __init__(self, arrays: UnitArrays, grads: TableGrads, span: Span, record: Record, guard: Guard) -> None:
         (place,) = arrays.layout.entries.values()
-        self._arrays, self._scalars, self._record, self._guard = arrays, scalars, record, guard
+        self._arrays, self._scalars, self._record, self._guard = arrays, span.scalars, record, guard
         self._num_rows, self._width = place.shape
-        self._blocks = -(-self._width // BLOCK) if arrays.scale_starts else 0
-        self._kernel = rows_kernel(*arrays.modes)
+        self._moments = arrays.moments_of(span.rule)
+        self._blocks = -(-self._width // BLOCK) if self._moments[0].scale_starts else 0
+        self._kernel = rows_kernel(*arrays.modes(span.rule))
         self._grads = as_array(grads.grads).reshape(-1)
         self._done = np.zeros(self._num_rows, dtype=bool)
         self._grad_rows = np.arange(self._num_rows)
@@ -260,9 +293,8 @@ class TableRows:
 
     def _update(self, rows: Any) -> None:
         rows = rows[~self._done[rows]]
-        arrays = self._arrays
         self._kernel(
-            arrays.weights, arrays.low, self._grads, *arrays.moments, *arrays.scales,
-            self._width, self._blocks, rows, self._grad_rows[rows], self._scalars,
+            self._arrays.weights, self._arrays.low, self._grads, *(each.values for each in self._moments),
+            *(each.scales for each in self._moments), self._width, self._blocks, rows, self._grad_rows[rows], self._scalars,
         )  # fmt: skip
         self._done[rows] = True

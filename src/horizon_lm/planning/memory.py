@@ -364,7 +364,7 @@ def _own_bytes(cuts: Iterable[UnitCuts], itemsize: int) -> int:
 def _trained_ranges(cuts: Sequence[UnitCuts], trained: ModelSizes) -> list[slice]:
     """Return this rank's range of the gradients of each unit."""
     return [
-        each.shard.own(each.grads(part)) if any(part) else slice(0, 0)
+        each.shard.own(each.restricted(part)) if any(part) else slice(0, 0)
         for each, part in zip(cuts, trained.units, strict=True)
     ]
 

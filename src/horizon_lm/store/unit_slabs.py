@@ -117,8 +117,17 @@ class UnitSlabs:
     def train(self, names: Iterable[str]) -> None:
         """Lay out the gradients of these tensors."""
         self.grad_layout = self.layout.restrict(names)
-        trained = [entry.numel if name in self.grad_layout else 0 for name, entry in self.layout.entries.items()]
-        self.grad_cuts = self._cuts.grads(trained)
+        self.grad_cuts = self._cuts_of(self.grad_layout)
+
+    def _cuts_of(self, held: SlabLayout) -> list[int]:
+        """Return the places at which the ranks cut a slab of some of the unit's tensors."""
+        return self._cuts.restricted(
+            [entry.numel if name in held else 0 for name, entry in self.layout.entries.items()]
+        )
+
+    def own_range(self, held: SlabLayout) -> slice:
+        """Return the range of a slab of some of the unit's tensors that this rank owns, in elements."""
+        return self.shard.own(self._cuts_of(held))
 
     @property
     def own_grads(self) -> slice:
