@@ -18,6 +18,12 @@ PACKED_ALIGNMENT = 256
 PAGE = mmap.PAGESIZE
 """Bytes of a page of host memory, to which each slab is aligned."""
 
+ORTHOGONALIZING_STEPS = 5
+"""Steps of the iteration by which Muon orthogonalizes a matrix, as in torch.optim.Muon; each has three products."""
+
+ORTHOGONALIZED_AT_ONCE = 1 << 27
+"""Elements of experts that are orthogonalized together: enough for a GPU, in a gigabyte."""
+
 COLLECTIVE_BYTES = 64 * 2**20
 """Bytes of the gradients of other ranks that a rank sums at once on its device."""
 

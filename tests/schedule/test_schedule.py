@@ -130,6 +130,34 @@ def test_collectives_are_ordered_and_their_waits_needed(place: tuple[int, int, i
     print(f"dropped waits caught: {caught} of {caught}")
 
 
+# Only an optimizer that is not applied in the backward pass orthogonalizes on the device.
+ON_DEVICE = [(layout, head_grads) for layout, head_grads in LAYOUTS if not layout.update_in_backward]
+
+
+def test_every_legal_sequence_with_orthogonalized_updates_is_correct() -> None:
+    count = 0
+    for layout, head_grads in ON_DEVICE[::3]:
+        for first, sharded in itertools.product(sorted({0, layout.num_blocks - 1}), (False, True)):
+            made = passes(replace(layout, sharded=sharded), head_grads, first, orthogonalized=True)
+            assert made.update is not None
+            assert sum(op.kind == Kind.ORTHOGONALIZE for op in made.update.ops) == layout.num_blocks - first
+            for name, sequence in sequences(made).items():
+                assert check(sequence) == [], f"{layout} {head_grads=} {first=} {sharded=}, {name}"
+            count += 1
+    assert count > 100
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("place", _SOME, ids=str)
+def test_each_wait_of_an_orthogonalized_update_is_needed(place: tuple[int, int, int], sharded: bool) -> None:
+    for tied, accumulate in itertools.product((False, True), repeat=2):
+        layout = build.Layout(place[0], tied, place[1], place[2], accumulate, sharded=sharded)
+        made = passes(layout, False, orthogonalized=True)
+        assert made.update is not None
+        found = superfluous_waits(made)
+        assert [each for each in found if each[0] == "update"] == []
+
+
 def forget_passes() -> None:
     """Clear cached passes, which were built by other rules."""
     for made in (build._forward, build._backward, build._update_pass, build._save_pass, build.save_table):

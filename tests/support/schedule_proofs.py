@@ -247,14 +247,19 @@ def superfluous_waits(passes: Passes) -> list[tuple[str, Op, Wait]]:
     return found
 
 
-def passes(layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True) -> Passes:
+def passes(
+    layout: build.Layout, head_grads: bool, first_trained: int = 0, outer: bool = True, orthogonalized: bool = False
+) -> Passes:
     kept = range(first_trained, layout.num_blocks)
     trained = [*map(block, kept), HEAD] + ([EMBED, *([OUTER] if outer else [])] if first_trained == 0 else [])
-    return passes_of(layout, head_grads, kept, trained)
+    return passes_of(layout, head_grads, kept, trained, orthogonalized)
 
 
-def passes_of(layout: build.Layout, head_grads: bool, kept: Sequence[int], trained: Collection[str]) -> Passes:
+def passes_of(
+    layout: build.Layout, head_grads: bool, kept: Sequence[int], trained: Collection[str], orthogonalized: bool = False
+) -> Passes:
     updated = [u for u in (OUTER, *map(block, kept), HEAD) if u in trained and not (layout.tied and u == HEAD)]
+    on_device = [unit for unit in updated if unit.is_block and orthogonalized]
     table_update = EMBED in trained or (layout.tied and HEAD in trained)
     saved = [EMBED, *map(block, range(layout.num_blocks)), *([] if layout.tied else [HEAD]), OUTER]
     saved = [unit for unit in saved if unit in trained] if layout.adapters else saved
@@ -267,7 +272,7 @@ def passes_of(layout: build.Layout, head_grads: bool, kept: Sequence[int], train
         evaluation=build.forward(layout, changed=False),
         backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
         recomputing=build.backward(layout, blocks=kept, trainable=trained),
-        update=None if layout.update_in_backward else build.update(layout, updated),
+        update=None if layout.update_in_backward else build.update(layout, updated, on_device),
         save=build.save(layout, [unit for unit in saved if unit != EMBED or not table_update]),
         save_table=build.save_table(layout) if table_update else None,
     )

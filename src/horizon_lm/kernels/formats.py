@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.kernels.bits import F32, U16, U32, bits_of, float_of, inlined, nan_bits, stochastic, widen
+from horizon_lm.kernels.bits import F32, U16, U32, bits_of, float_of, inlined, nan_bits, nearest, stochastic, widen
 
 # Weights, in one array or two. ``noise``: 16 random bits.
 
@@ -33,6 +33,11 @@ def _write_bf16(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None:
 
 
 @inlined
+def _write_nearest(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None:
+    weights[i] = nearest(value)
+
+
+@inlined
 def _read_split(weights: Any, low: Any, i: int) -> Any:
     return float_of(U32(U32(weights[i]) << U32(16)) + U32(low[i]))
 
@@ -47,6 +52,7 @@ def _write_split(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None
 WEIGHT_CODECS = {
     "float32": (_read_plain, _write_plain),
     "bf16": (_read_bf16, _write_bf16),
+    "bf16_nearest": (_read_bf16, _write_nearest),  # of what an update passes on in place of gradients
     "fp32_master": (_read_split, _write_split),
 }
 
@@ -137,7 +143,7 @@ def _write_nothing(array: Any, i: int, value: Any, noise: Any) -> None:
     pass
 
 
-_MOMENTS = {
+_MOMENTS: dict[str, tuple[Any, ...]] = {
     "float32": (_read_moment_float32, _write_moment_float32, _read_moment_float32, _write_moment_float32),
     "bfloat16": (_read_moment_bfloat16, _write_moment_bfloat16, _read_moment_bfloat16, _write_moment_bfloat16),
     "8bit": (_decode_first, _encode_first, _decode_second, _encode_second),
@@ -145,6 +151,5 @@ _MOMENTS = {
 
 
 def moment_codecs(kind: str, count: int) -> tuple[Any, ...]:
-    """Return how to read and write the first moment, and the second: nothing, if there is only one."""
-    first, second = _MOMENTS[kind][:2], _MOMENTS[kind][2:]
-    return (*first, *(second if count == 2 else (_read_nothing, _write_nothing)))
+    """Return how to read and write the first moment, and the second: nothing, where there are fewer."""
+    return _MOMENTS[kind][: 2 * count] + (_read_nothing, _write_nothing) * (2 - count)

@@ -24,12 +24,14 @@ class Rule:
 
     Attributes:
         name: of the optimizer's class.
-        moments: names of one or two moments in a saved state. The second is never negative.
+        moments: names of at most two moments in a saved state. The second is never negative.
         numbers: function ``(step, **settings)`` of a parameter's number of steps and its group's settings but
             ``weight_decay``, which computes in double precision what is the same for all elements: a NamedTuple of fp32 numbers.
         advance: inlined function ``(grad, first, second, numbers) -> (first, second)``, the moments after a step. With a
             single moment, ``second`` is 0, and what is returned for it is not kept: only `move` gets it.
         move: inlined function ``(first, second, numbers)``, what is subtracted from the weight.
+        on_device: what is computed on the device afterwards. The gradient then takes the place of the weight: `move` is subtracted
+            from zero, and the result is passed on. ``numbers`` gets the parameter's ``shape``, too.
     """
 
     name: str
@@ -37,6 +39,20 @@ class Rule:
     numbers: Callable[..., tuple[np.float32, ...]]
     advance: Any
     move: Any
+    on_device: "OnDevice | None" = None
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """The second and the third part of an update whose first part is a `Rule`.
+
+    Attributes:
+        compute: replaces a matrix, or several of one size, in place: (M, N) or (E, M, N). It runs on the device.
+        then: what is done to the weights on the host, with the result in place of the gradient, and the numbers of the first part.
+    """
+
+    compute: Callable[[Any], None]
+    then: Rule
 
 
 class Scalars(NamedTuple):
@@ -75,8 +91,7 @@ def _update(rule: Rule, weights: str, moments: str, grads: str) -> Any:
     """Compose the update of consecutive elements, to be inlined. ``m`` and ``v`` are scratch space for one block."""
     read_weight, write_weight = WEIGHT_CODECS[weights]
     read_grad = GRAD_READERS[grads]
-    scaled1 = moments == "8bit"
-    scaled2 = scaled1 and len(rule.moments) == 2
+    scaled1, scaled2 = (moments == "8bit" and len(rule.moments) >= count for count in (1, 2))
     read_first, write_first, read_second, write_second = moment_codecs(moments, len(rule.moments))
     advance, move = rule.advance, rule.move
 

@@ -1,7 +1,7 @@
 """An optimizer's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as passed to the kernels."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,17 @@ class UnitArrays:
     def mergeable(self) -> bool:
         """Whether one kernel call may span several parameters. 8-bit blocks start at the beginning of each."""
         return self.moment_kind != "8bit"
+
+    def of_grads(self, grads: Any) -> "UnitArrays":
+        """Return arrays with which an update leaves its result in the slab of the gradients, in place of the weights."""
+        return replace(
+            self,
+            layout=self.grad_layout,
+            own=self.own_grads,
+            weights=grads,
+            low=np.empty(0, np.int16),
+            weight_format="float32" if self.grad_format == "float32" else "bf16_nearest",
+        )
 
     def modes(self, rule: Rule) -> tuple[Rule, str, str, str]:
         """Return what selects the kernel of a rule."""

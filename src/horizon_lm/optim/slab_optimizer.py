@@ -12,6 +12,7 @@ import torch
 
 from horizon_lm.device.transfers import Move, joined
 from horizon_lm.engine.host.updates import TableGrads
+from horizon_lm.engine.passes.device_update import DevicePart
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import allocate_grads, apply_in_backward
 from horizon_lm.engine.streamed import engine_of
@@ -20,7 +21,15 @@ from horizon_lm.kernels.updates import Rule
 from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, squared_norm
 from horizon_lm.optim.moments import Moments, UnitArrays
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state
-from horizon_lm.optim.update_tasks import Span, StepUpdate, TableRows, compile_kernels, span_pieces
+from horizon_lm.optim.update_tasks import (
+    Span,
+    StepUpdate,
+    TableRows,
+    compile_kernels,
+    first_parts,
+    last_parts,
+    span_pieces,
+)
 from horizon_lm.planning.memory import PlannedOptimizer
 from horizon_lm.schedule import build
 from horizon_lm.store.arena import as_array
@@ -86,13 +95,16 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._steps: dict[torch.Tensor, int] = {}
         for group in self.param_groups:
             self._add_states(group["params"])
+        self._compile_kernels()
+
+    def _compile_kernels(self) -> None:
         used = {
-            arrays.modes(rule): arrays
-            for arrays in self._arrays.values()
+            (arrays.modes(rule), unit == EMBED): arrays
+            for unit, arrays in self._arrays.items()
             for rule in {self.rule_of(name) for name in arrays.grad_layout}
         }
-        for (rule, *_), arrays in used.items():
-            compile_kernels(arrays, rule, defaults)
+        for ((rule, *_), is_table), arrays in used.items():
+            compile_kernels(arrays, rule, self.defaults, is_table)
 
     def rule_of(self, name: str) -> Rule:
         """Return the rule by which a parameter is updated, by its full name."""
@@ -248,19 +260,36 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._start_step(clip)
         blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
         order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
+        spans = {part: self._spans(part, present[part]) for unit in order for part in self._store.parts_of(unit)}
         moves = {
-            unit: joined([self._moves(part, present[part]) for part in self._store.parts_of(unit)]) for unit in order
+            unit: joined([self._moves(part, last_parts(spans[part])) for part in self._store.parts_of(unit)])
+            for unit in order
         }
+        first = {unit: first_parts(found) for unit, found in spans.items()}
+        on_device = {unit: self._on_device(unit, found) for unit, found in first.items() if found}
         table = None  # the embedding's update is left to the next forward pass, which knows which rows it needs first
         if present[EMBED]:
             table = self.table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
-        schedule = build.update(self._engine.layout, [unit for unit, pieces in moves.items() if pieces])
+        updated = [unit for unit, pieces in moves.items() if pieces or unit in on_device]
+        schedule = build.update(self._engine.layout, updated, on_device)
         self._finish_step()
-        self._engine.run_update(schedule, moves, table)
+        self._engine.run_update(schedule, moves, table, on_device)
 
-    def _moves(self, unit: Unit, names: list[str]) -> Sequence[Move]:
+    def _moves(self, unit: Unit, spans: Sequence[Span]) -> Sequence[Move]:
         slabs = self._store.units[unit]
-        return self.moves(unit, names, slabs.grads[slabs.own_grads])
+        return self._pieces(self._arrays[unit], unit, spans, slabs.grads[slabs.own_grads])
+
+    def _on_device(self, unit: Unit, spans: Sequence[Span]) -> DevicePart:
+        """Return what comes before a unit's update: the first parts of these spans, and their matrices."""
+        slabs, rule = self._store.units[unit], spans[0].rule
+        assert rule.on_device is not None
+        arrays = self._arrays[unit].of_grads(as_array(slabs.grads))
+        moves = self._pieces(arrays, unit, spans, slabs.grads[slabs.own_grads])
+        return DevicePart(moves, [name for span in spans for name in span.names], rule.on_device.compute)
+
+    def _pieces(self, arrays: UnitArrays, unit: Unit, spans: Sequence[Span], grads: torch.Tensor) -> Sequence[Move]:
+        record = self._engine.updates.partial_update.record
+        return span_pieces(arrays, spans, as_array(grads), record, self._guard(unit))
 
     def _finish_step(self) -> None:
         """Count the step, whose updates may still be running, or are about to be issued."""
@@ -301,8 +330,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         return self._current is not None
 
     def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        spans, record = self._spans(unit, names), self._engine.updates.partial_update.record
-        return span_pieces(self._arrays[unit], spans, as_array(grads), record, self._guard(unit))
+        return self._pieces(self._arrays[unit], unit, self._spans(unit, names), grads)
 
     def table(self, grads: TableGrads) -> TableRows | None:
         spans, record = self._spans(EMBED, self._store.units[EMBED].layout), self._engine.updates.partial_update.record

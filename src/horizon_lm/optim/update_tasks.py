@@ -6,7 +6,7 @@ A piece updates part of a span of a slab, or some rows of the embedding.
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -92,6 +92,8 @@ class StepUpdate:
             if settings is None:
                 continue
             rule, step = rule_of(name), self._steps[param] + 1
+            if rule.on_device is not None:
+                settings = {**settings, "shape": tuple(param.shape)}
             if arrays.mergeable and before == (order[name] - 1, rule, settings, step):
                 spans[-1][0].append(name)
             else:
@@ -117,15 +119,40 @@ def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any]) -> None:
+def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any], is_table: bool) -> None:
     """Compile the kernels of a rule, so that the first step takes no longer than later steps."""
-    scalars = step_scalars(rule, _copied(settings), 1, 1.0, 0)
+    shape = {} if rule.on_device is None else {"shape": (1, 1)}
+    scalars = step_scalars(rule, _copied(settings) | shape, 1, 1.0, 0)
+    nothing = np.empty(0, np.int64)
     values = as_array(torch.empty(0, dtype=getattr(torch, arrays.grad_format)))
-    moments = arrays.moments_of(rule)
-    slabs = [arrays.weights, arrays.low, values, *(m.values for m in moments), *(m.scales for m in moments)]
-    slabs, nothing = [each[:0] for each in slabs], np.empty(0, np.int64)
-    update_kernel(*arrays.modes(rule))(*slabs, np.uint32(0), scalars)
-    rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, nothing, nothing, scalars)
+
+    def compile_rule(arrays: UnitArrays, rule: Rule) -> None:
+        moments = arrays.moments_of(rule)
+        slabs = [arrays.weights, arrays.low, values, *(m.values for m in moments), *(m.scales for m in moments)]
+        slabs = [each[:0] for each in slabs]
+        update_kernel(*arrays.modes(rule))(*slabs, np.uint32(0), scalars)
+        if is_table:
+            rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, nothing, nothing, scalars)
+
+    if rule.on_device is None:
+        compile_rule(arrays, rule)
+    else:
+        compile_rule(arrays.of_grads(values), rule)
+        compile_rule(arrays, rule.on_device.then)
+
+
+def first_parts(spans: Iterable[Span]) -> list[Span]:
+    """Return the spans of which a part is computed on the device, as updates of their gradients, of which nothing is kept."""
+
+    def without_weight(scalars: Scalars) -> Scalars:
+        return Scalars(scalars.clip, np.float32(0), scalars.key, scalars.numbers)
+
+    return [replace(s, scalars=without_weight(s.scalars)) for s in spans if s.rule.on_device is not None]
+
+
+def last_parts(spans: Iterable[Span]) -> list[Span]:
+    """Return spans with the rules by which their weights are updated, after what is computed on the device."""
+    return [s if s.rule.on_device is None else replace(s, rule=s.rule.on_device.then) for s in spans]
 
 
 Record = Callable[[BaseException], None]

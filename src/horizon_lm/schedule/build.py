@@ -242,15 +242,51 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
     return Pass("backward", derive_waits(ops))
 
 
-def update(layout: Layout, units: Iterable[Unit]) -> Pass:
-    """Return the optimizer's pass over these units in this order, which is that of the next forward pass."""
-    return _update_pass(layout, tuple(units))
+def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit] = ()) -> Pass:
+    """Return the optimizer's pass over these units in this order, which is that of the next forward pass.
+
+    Args:
+        layout: layout of the schedule.
+        units: units to update.
+        orthogonalized: those among them, all of them blocks, whose update is orthogonalized on the device.
+    """
+    return _update_pass(layout, tuple(units), frozenset(orthogonalized))
 
 
 @lru_cache(_CACHED)
-def _update_pass(layout: Layout, units: tuple[Unit, ...]) -> Pass:
-    ops = [_update(unit, layout) for unit in units]
+def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozenset[Unit]) -> Pass:
+    ops: list[Op] = []
+    streamed = iter([unit for unit in units if unit in orthogonalized])
+
+    def stream_next() -> None:
+        if (unit := next(streamed, None)) is not None:
+            ops.extend(_stream_matrices(unit, layout))
+
+    if not layout.accumulate:  # with two slots, the next unit is prefetched, as in the forward pass
+        stream_next()
+    for unit in units:
+        if unit in orthogonalized:
+            stream_next()
+            slot, host = _slot_of_matrices(unit, layout), _landing(unit, layout)
+            ops.append(Op(Kind.ORTHOGONALIZE, unit, Stream.COMPUTE, (slot,), (slot,)))
+            ops.append(Op(Kind.RETURN_MATRICES, unit, Stream.COPY_OUT, (slot,), (host,)))
+        ops.append(_update(unit, layout))
     return Pass("update", derive_waits(ops))
+
+
+def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
+    """Return the device buffer in which a block's update is orthogonalized: that of its gradients, which have landed."""
+    return Buffer(Buf.STAGING) if layout.accumulate else Buffer(Buf.GRADS, unit.block_index % 2)
+
+
+def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:
+    """Return the first part of a block's update, and the copy of what it leaves in the gradients' slab to the device."""
+    slot, host, weights = _slot_of_matrices(unit, layout), _landing(unit, layout), _host(Buf.HOST_WEIGHTS, unit, layout)
+    ops = [
+        Op(Kind.ADVANCE, unit, Stream.HOST, (host, weights), (host, weights)),
+        Op(Kind.STREAM_MATRICES, unit, Stream.COPY_IN, (host,), (slot,)),
+    ]
+    return [*ops, *([Op(Kind.GATHER_MATRICES, unit, Stream.COLLECTIVE, (slot,), (slot,))] if layout.sharded else [])]
 
 
 def save(layout: Layout, units: Iterable[Unit]) -> Pass:

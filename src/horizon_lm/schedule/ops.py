@@ -68,12 +68,19 @@ class Kind(_Word):
     STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
     REDUCE = "reduce"  # device gradients of all ranks -> this rank's range of their sum, in the same buffer
     STREAM_OUT = "stream_out"  # device gradients -> host; with several ranks, this rank's range of them
+    ADVANCE = "advance"  # optimizer, on the host: the part of an update before its matrices are orthogonalized
+    STREAM_MATRICES = (
+        "stream_matrices"  # what is to be orthogonalized: gradient slab in host memory -> gradients on the device
+    )
+    GATHER_MATRICES = "gather_matrices"  # the ranges of all ranks -> the same buffer
+    ORTHOGONALIZE = "orthogonalize"
+    RETURN_MATRICES = "return_matrices"  # with several ranks, this rank's range of them
     UPDATE = "update"  # optimizer, on the host
     UPDATE_ROWS = "update_rows"  # optimizer, for the rows of the embedding table that the next batch reads
     SAVE = "save"  # weights and moments in host memory -> a file of a checkpoint
 
 
-UPDATES = (Kind.UPDATE, Kind.UPDATE_ROWS)
+UPDATES = (Kind.ADVANCE, Kind.UPDATE, Kind.UPDATE_ROWS)
 
 
 class Buf(_Word):

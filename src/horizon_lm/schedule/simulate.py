@@ -136,7 +136,7 @@ def without(cost: Cost, *kinds: Kind) -> Cost:
 
 def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     """Return the speed of each running operation: seconds of computation per second, or bytes per second."""
-    collectives = {Kind.GATHER: rates.gather, Kind.REDUCE: rates.reduce}
+    collectives = {Kind.GATHER: rates.gather, Kind.GATHER_MATRICES: rates.gather, Kind.REDUCE: rates.reduce}
     transfers = [op for op in running if op.stream in (Stream.COPY_IN, Stream.COPY_OUT) and op.kind not in UPDATES]
     crossing = [op for op in running if rates.through_host and op.kind in collectives]
     # A direction of the link is divided equally between those that use it.

@@ -139,6 +139,11 @@ class PendingUpdates:
             self._device.wait([task])
             self.table = None
 
+    def need_device(self) -> bool:
+        """Return whether an update waits for what the device computes of it."""
+        waits = [wait for task in self._running if not task.done for wait in task.waits]
+        return any(each.op.kind == Kind.RETURN_MATRICES and not self._device.is_finished(each) for each in waits)
+
     def complete_without_device(self) -> None:
         """Run every update to its end in host threads, the embedding's last; `Device.give_up` stops everything else."""
         running = [*self._running, *(() if self.table is None else [self._rest_of_table(self.table)])]

@@ -17,6 +17,7 @@ from horizon_lm.engine.host.parameters import call_after_grad
 from horizon_lm.engine.host.updates import TableUpdate
 from horizon_lm.engine.passes.backward_pass import BackwardPass, require_possible
 from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
+from horizon_lm.engine.passes.device_update import DevicePart, UpdateMoves, compute_on_device
 from horizon_lm.engine.passes.faults import abandon, settle_without_device
 from horizon_lm.engine.passes.forward_pass import ForwardPass, ForwardRequest
 from horizon_lm.engine.passes.forward_state import BetweenPasses, ForwardState
@@ -164,8 +165,15 @@ class Engine(Machinery):
         for name in names:
             call_after_grad(self.refs[name].param)
 
-    def run_update(self, schedule: Pass, moves: Mapping[Unit, Sequence[Move]], table: TableUpdate | None) -> None:
-        """Issue an update pass. If a fault interrupts it, the remaining operations stay pending until the next use.
+    def run_update(
+        self,
+        schedule: Pass,
+        moves: Mapping[Unit, Sequence[Move]],
+        table: TableUpdate | None,
+        on_device: Mapping[Unit, DevicePart],
+    ) -> None:
+        """Issue an update pass. If a fault interrupts it, the remaining operations stay pending until the next use; with a part on
+        the device, the update is partial.
 
         The updates of the step before must be done (`PendingUpdates.finish`).
 
@@ -173,13 +181,20 @@ class Engine(Machinery):
             schedule: the pass over all units except the embedding.
             moves: the pieces of each unit's update.
             table: the embedding's update, which the next forward pass issues.
+            on_device: what is computed on the device before these pieces, for some units.
         """
         # Before anything is issued: after an interrupt some updates may run, and no graph of the old weights may be
         # used.
         self.store.weights_changed(blocks=any(pieces and unit.is_block for unit, pieces in moves.items()))
         self.updates.table = table
         try:
-            self.cursor.start(schedule, lambda op: moves[op.unit])
+            self.cursor.start(schedule, UpdateMoves(self, moves, on_device))
+            compute_on_device(self, schedule, on_device)
+        except BaseException as error:
+            if on_device:  # matrices are in the place of gradients, so the pass cannot be continued later
+                self.updates.partial_update.record(error)
+                self.cursor.abandon()
+            raise
         finally:
             # Also after an interrupt: what was issued runs to its end, and has to be waited for.
             self.updates.add(self.cursor.update_tasks())

@@ -51,6 +51,9 @@ def settle_without_device(engine: Machinery, running: Running, between: BetweenP
         reason = "the device failed before all gradients had landed, and others were applied already"
         partial_update.record(StreamingError(reason))
         partial_update.require_complete()
+    if engine.updates.need_device():
+        partial_update.record(StreamingError("the device failed while it computed a part of an update"))
+        partial_update.require_complete()
     engine.device_lost = True
     if save is not None:
         # Updates that it delays are completed now.

@@ -1,0 +1,70 @@
+"""The update pass of units of which a part is computed on the device, between two parts in host memory.
+
+The first part leaves a matrix in the gradient's place. It is streamed into the slot of the unit's gradients, which have landed, is
+replaced there, and returns to the same place, where the second part finds it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from horizon_lm.device.transfers import Copy, Move
+from horizon_lm.distributed.collectives import Gather
+from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.schedule.ops import Kind, Op, Pass
+from horizon_lm.units import Unit
+
+
+class DevicePart(NamedTuple):
+    """What comes before the second part of a unit's update.
+
+    Attributes:
+        moves: the first part, in host memory.
+        names: full names of the matrices that it leaves in place of their gradients.
+        compute: replaces one of them, on the device.
+    """
+
+    moves: Sequence[Move]
+    names: Sequence[str]
+    compute: Callable[[torch.Tensor], None]
+
+
+class UpdateMoves:
+    """The movements of the operations of an update pass.
+
+    Args:
+        engine: the parts of the engine.
+        moves: the update of each unit, or its second part.
+        on_device: what comes before it.
+    """
+
+    def __init__(
+        self, engine: Machinery, moves: Mapping[Unit, Sequence[Move]], on_device: Mapping[Unit, DevicePart]
+    ) -> None:
+        self._engine, self._moves, self._on_device = engine, moves, on_device
+
+    def __call__(self, op: Op) -> Sequence[Move]:
+        if op.kind == Kind.UPDATE:
+            return self._moves[op.unit]
+        if op.kind == Kind.ADVANCE:
+            return self._on_device[op.unit].moves
+        slabs, slot = self._engine.slabs(op.unit), self._engine.memory.grads_of(op.unit)
+        if op.kind == Kind.GATHER_MATRICES:
+            assert self._engine.mesh is not None
+            return [Gather(self._engine.mesh.gather, slot, slabs.grad_cuts)]
+        here, there = slabs.grads[slabs.own_grads], slot[slabs.own_grads]
+        num_bytes = here.numel() * here.element_size()
+        return [Copy(there, here, num_bytes) if op.kind == Kind.STREAM_MATRICES else Copy(here, there, num_bytes)]
+
+
+@torch.no_grad()
+def compute_on_device(engine: Machinery, schedule: Pass, on_device: Mapping[Unit, DevicePart]) -> None:
+    """Run the computations of an update pass that has been started."""
+    for op in schedule.ops:
+        if op.kind == Kind.ORTHOGONALIZE:
+            part, layout = on_device[op.unit], engine.slabs(op.unit).grad_layout
+            slot = engine.memory.grads_of(op.unit)
+            with engine.cursor.compute(op.kind, op.unit), torch.autocast(slot.device.type, enabled=False):
+                for name in part.names:
+                    part.compute(layout.view(slot, name))
