@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from horizon_lm.integrations.trainer_plan import plan
     from horizon_lm.optim.adamw import AdamW
     from horizon_lm.optim.lion import Lion
+    from horizon_lm.optim.muon import Muon
     from horizon_lm.training.train import train
 
 __version__ = "0.1.0"
@@ -92,6 +93,7 @@ __all__ = [
     "Lion",
     "MissingLogitsError",
     "ModelNotSupportedError",
+    "Muon",
     "NonFiniteError",
     "NonFiniteWarning",
     "PageLockWarning",

@@ -14,7 +14,7 @@ class Listed:
     Attributes:
         module, name: its module, and the name of its class there, which is also its name in `horizon_lm`.
         settings: settings of a run that it uses, of those that not all optimizers use.
-        others: transformers' names for it, and the kind of moments that each of them stands for.
+        others: transformers' names for it, and the kind of moments that each of them stands for; empty if transformers has none.
     """
 
     module: str
@@ -29,9 +29,10 @@ _ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_
 
 OPTIMIZERS: Mapping[str, Listed] = {
     "adamw": Listed(
-        "horizon_lm.optim.adamw", "AdamW", ("adam_epsilon",), dict.fromkeys(_ADAMW, "float32") | dict.fromkeys(_ADAMW_8BIT, "8bit")
+        "horizon_lm.optim.adamw", "AdamW", ("adam_epsilon", "update_in_backward"), dict.fromkeys(_ADAMW, "float32") | dict.fromkeys(_ADAMW_8BIT, "8bit")
     ),
-    "lion": Listed("horizon_lm.optim.lion", "Lion", (), _LION),
+    "lion": Listed("horizon_lm.optim.lion", "Lion", ("update_in_backward",), _LION),
+    "muon": Listed("horizon_lm.optim.muon", "Muon", ("adam_epsilon",), {}),
 }  # fmt: skip
 
 
@@ -46,6 +47,6 @@ def users_of(setting: str) -> tuple[str, ...]:
 
 
 def name_in_transformers(ours: str, moments: str) -> str:
-    """Return transformers' name for an optimizer with such moments, or else for the optimizer with any."""
-    others = OPTIMIZERS[ours].others
+    """Return transformers' name for an optimizer with such moments, or else for the optimizer with any; AdamW's if there is none."""
+    others = OPTIMIZERS[ours].others or OPTIMIZERS["adamw"].others
     return next((theirs for theirs, kind in others.items() if kind == moments), next(iter(others)))

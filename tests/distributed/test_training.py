@@ -56,6 +56,16 @@ CASES: dict[str, Training] = {
     "bf16 moments": Training(optimizer={"moments": "bfloat16"}),
     "Lion": Training(optim="Lion", optimizer={"lr": 1e-3, "moments": "8bit"}),
     "Lion, tied": Training(shard=4, optim="Lion", optimizer={"lr": 1e-3}, overrides=TIED, together=True),
+    "Muon": Training(optim="Muon", optimizer={"lr": 1e-3, "moments": "8bit"}),
+    "Muon, tied": Training(
+        shard=4, optim="Muon", optimizer={"lr": 1e-3, "max_grad_norm": 0.1}, overrides=TIED, together=True
+    ),
+    "Muon, experts": Training(
+        family="mixtral",
+        optim="Muon",
+        optimizer={"lr": 1e-3},
+        settings={"precision": "bf16", "grad_dtype": torch.float32},
+    ),
     "fp32 master": Training(settings={"precision": "fp32_master", "grad_dtype": torch.float32}),
     "bf16": Training(settings={"precision": "bf16", "grad_dtype": torch.float32}, shard=4),
     "whole head": Training(settings={"head": "whole"}),

@@ -138,6 +138,10 @@ def test_resume_with_lion_is_exact(runs: Runs, base: dict[str, Any], tmp_path: P
     assert_resumes(runs, chosen, tmp_path, (1, 4))
 
 
+def test_resume_with_muon_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumes(runs, base | {"optim": "muon", "precision": "fp32_master", "moments": "bfloat16"}, tmp_path, (1, 4))
+
+
 def as_dpo(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     pairs = [
         {"prompt": f"Night {n}? ", "chosen": "The keeper counts the stars.", "rejected": "Rain, rain, rain."}

@@ -61,10 +61,10 @@ def gpu() -> Iterator[EmulatedGpu]:
 
 
 def _train(
-    model: Any, padding: str, gpu: EmulatedGpu | None = None, max_grad_norm: float | None = None
+    model: Any, padding: str, gpu: EmulatedGpu | None = None, max_grad_norm: float | None = None, optim: str = "AdamW"
 ) -> tuple[list[float], list[str]]:
     """Return the losses of four steps, and the waits of the host during the last two."""
-    optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=max_grad_norm)
+    optimizer = getattr(horizon_lm, optim)(model, lr=1e-2, max_grad_norm=max_grad_norm)
     losses = []
     for seed in range(4):
         if gpu is not None and seed == 2:
@@ -82,16 +82,18 @@ def _train(
     return [loss.item() for loss in losses], waits
 
 
-def _assert_same_as_on_the_cpu(family: str, padding: str, gpu: EmulatedGpu, **settings: Any) -> list[str]:
+def _assert_same_as_on_the_cpu(
+    family: str, padding: str, gpu: EmulatedGpu, optim: str = "AdamW", **settings: Any
+) -> list[str]:
     """Check that training on the emulated GPU and on the CPU gives the same bits. Return the host's waits on the
     emulated GPU.
     """
     settings = {"precision": "float32", "compile": False} | settings
     model = horizon_lm.stream(tiny_models.build(family), CudaDevice(), **settings)
     attention = model.config._attn_implementation
-    losses, waits = _train(model, padding, gpu)
+    losses, waits = _train(model, padding, gpu, optim=optim)
     reference = horizon_lm.stream(tiny_models.build(family), "cpu", **settings | {"attn_implementation": attention})
-    expected, _ = _train(reference, padding)
+    expected, _ = _train(reference, padding, optim=optim)
     assert losses == expected
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
     return waits
@@ -109,6 +111,11 @@ def test_families(gpu: EmulatedGpu, family: str, padding: str) -> None:
 )
 def test_settings(gpu: EmulatedGpu, family: str, settings: str) -> None:
     _assert_same_as_on_the_cpu(family, "right", gpu, **SETTINGS[settings])
+
+
+@pytest.mark.parametrize("settings", ["planned", "micro-batches", "16 bits"])
+def test_matrices_are_orthogonalized_there(gpu: EmulatedGpu, settings: str) -> None:
+    assert _assert_same_as_on_the_cpu("llama", "none", gpu, optim="Muon", **SETTINGS[settings]) == []
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

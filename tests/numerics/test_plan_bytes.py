@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -113,7 +113,11 @@ def train(streamed: Any, case: Case, steps: int = 2) -> None:
 
 @pytest.mark.parametrize(("seed", "family"), thinned(itertools.product(range(3), tiny_models.FAMILIES), every=5))
 def test_allocated_bytes_equal_planned_bytes(family: str, seed: int) -> None:
-    case = draw_case(random.Random(f"{family} {seed}"))
+    require_planned_bytes(family, draw_case(random.Random(f"{family} {seed}")))
+
+
+def require_planned_bytes(family: str, case: Case) -> None:
+    """Train a model with these settings, and compare its buffers and host memory with the plan."""
     model = tiny_models.build(family)
     pattern = trainable(model, case.frozen)
     step = choose(outline_of(model, pattern), case.request, HERE).step
@@ -130,6 +134,13 @@ def test_allocated_bytes_equal_planned_bytes(family: str, seed: int) -> None:
     if engine.boundaries.num_bytes:
         kept["boundaries"] = engine.boundaries.num_bytes
     assert kept == host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+
+
+@pytest.mark.parametrize(("seed", "family"), thinned(itertools.product(range(3), tiny_models.FAMILIES), every=9))
+def test_allocated_bytes_of_muon_equal_planned_bytes(family: str, seed: int) -> None:
+    case = draw_case(random.Random(f"muon {family} {seed}"))
+    frozen = frozenset(unit for unit in case.frozen if unit != "block0")
+    require_planned_bytes(family, replace(case, optim="Muon", in_backward=False, frozen=frozen))
 
 
 @pytest.mark.parametrize("seed", thinned(range(12), every=3))

@@ -73,7 +73,7 @@ class TrainingSettings(Settings):
         3,
         description="With non_finite: skip, end the run after more than this many skipped steps in a row; null for no limit.",
     )
-    update_in_backward: bool = Field(
+    update_in_backward: Annotated[bool, Needs(optim=users_of("update_in_backward"))] = Field(
         False,
         description="Update each unit as soon as its gradient has reached the host, and store no gradients. "
         "Saves 2 bytes per parameter; needs max_grad_norm: 0.",

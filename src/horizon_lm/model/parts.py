@@ -22,6 +22,18 @@ class ParamRef:
     param: nn.Parameter
     places: list[tuple[nn.Module, str]]
 
+    @property
+    def matrix(self) -> tuple[int, int, int] | None:
+        """The number, rows and columns of its matrices: one of a layer (M, N), or those of experts in one tensor (E, M, N). None for
+        other weights.
+        """
+        module, name = self.places[0]
+        shape, has_experts = tuple(self.param.shape), hasattr(module, "num_experts")
+        if len(shape) == 3 and has_experts:
+            return shape
+        is_layer = (name == "weight" or has_experts) and not isinstance(module, nn.Embedding)
+        return (1, *shape) if len(shape) == 2 and is_layer else None
+
 
 @dataclass(slots=True)
 class ModelParts:
@@ -149,6 +161,14 @@ class ModelParts:
         frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
         return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
 
+    def hidden_matrices(self) -> dict[str, tuple[int, int, int]]:
+        """Return the number, rows and columns of the trainable matrices of blocks, by full name.
+
+        Weights that are kept in float32 are not among them: they are gates and decays, to whose single elements a model is sensitive.
+        """
+        refs = [ref for u in range(self.num_blocks) for ref in self.units[block(u)] if ref.name not in self.in_float32]
+        return {ref.name: ref.matrix for ref in refs if ref.matrix is not None and ref.param.requires_grad}
+
     def sizes(self, trained_only: bool = False) -> ModelSizes:
         """Return the numbers of elements of the model's parameters, or only of trainable ones: 0 for the others of their units."""
         kept = self._sizes(trained_only, in_float32=True) if self.in_float32 else None
@@ -164,6 +184,11 @@ class ModelParts:
             return counts if any(counts) else []
 
         numel = {unit: of(refs) for unit, refs in self.units.items()}
+        known = {} if in_float32 else self.hidden_matrices()
+        matrices = [
+            [known.get(ref.name) for ref in self.units[block(u)] if ref.name not in self.in_float32] if known else []
+            for u in range(self.num_blocks)
+        ]
         vocabulary, hidden = self.units[EMBED][0].param.shape
         return ModelSizes(
             blocks=[numel[block(u)] for u in range(self.num_blocks)],
@@ -174,6 +199,7 @@ class ModelParts:
             hidden=hidden,
             tied=self.tied,
             idle=numel.get(IDLE, []),
+            matrices=matrices,
         )
 
     def _packed(self) -> list[PackedSizes]:

@@ -5,6 +5,7 @@ over time.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from horizon_lm.planning.matrices import orthogonalizing_bytes
 from horizon_lm.planning.memory import block_bytes, device_buffers
 from horizon_lm.planning.outline import Footprint, Linear
 from horizon_lm.planning.request import ForwardBatch
@@ -90,7 +91,10 @@ def device_use(step: Step) -> DeviceUse:
     residency = step.settings.residency
     checkpoints = step.staying * step.boundary
     in_training = step_working(step).step_peak(residency.boundaries, residency.graphs)
-    most = max([in_training, *(_forward(step, batch) for batch in step.settings.forwards)])
+    in_update = max(
+        (orthogonalizing_bytes(step.outline.trained.matrices_of(u.block_index)) for u in step.orthogonalized), default=0
+    )
+    most = max([in_training, in_update, *(_forward(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
         buffers=device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained),
         checkpoints=checkpoints,

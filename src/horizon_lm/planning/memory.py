@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from horizon_lm.constants import COLLECTIVE_BYTES, PACKED_ALIGNMENT
 from horizon_lm.slabs import WHOLE, Shard, UnitCuts, scale_at, slab_elements, used_bytes
@@ -25,6 +26,9 @@ class PackedSizes:
 _NOT_PACKED = PackedSizes((), 0, 0)
 
 
+MatrixShape = tuple[int, int, int]  # number, rows and columns of equal matrices
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """Numbers of elements of a model's parameters, or of its trainable parameters.
@@ -38,6 +42,8 @@ class ModelSizes:
         tied: the head uses the embedding table.
         idle: elements of embedding tables of which only rows are read, beside the one that is trained.
         packed: the quantized tensors of each block, which ``blocks`` has, too; empty if no block has any.
+        matrices: for each tensor in ``blocks``, its trained matrices; None for other tensors. A block without any may have an empty
+            list.
         in_float32: the weights that are kept in float32 whatever the precision, which are in none of the others; None if there are
             none.
     """
@@ -51,6 +57,7 @@ class ModelSizes:
     tied: bool
     idle: Sequence[int] = ()
     packed: Sequence[PackedSizes] = ()
+    matrices: Sequence[Sequence[MatrixShape | None]] = ()
     in_float32: "ModelSizes | None" = None
 
     @property
@@ -74,6 +81,28 @@ class ModelSizes:
         """Return the bytes of all weights in a checkpoint, of which quantized tensors keep their codes and scales."""
         packed, decoded = sum(each.num_bytes for each in self.packed), sum(sum(each.tensors) for each in self.packed)
         return round((self.num_parameters - decoded) * itemsize) + packed
+
+    def matrices_of(self, index: int) -> list[MatrixShape]:
+        """Return the trained matrices of a block."""
+        return [each for each in self.matrices[index] if each is not None] if self.matrices else []
+
+    def only_matrices(self) -> "ModelSizes":
+        """Return the sizes with 0 for all weights but these matrices."""
+        blocks = [
+            [prod(shape or (0,)) for shape in self.matrices[index]] if self.matrices_of(index) else []
+            for index in range(len(self.blocks))
+        ]
+        return replace(self, blocks=blocks, table=(), own_head=(), outer=(), idle=())
+
+    def without_matrices(self) -> "ModelSizes":
+        """Return the sizes with 0 for these matrices."""
+        blocks = [
+            [0 if shape else numel for numel, shape in zip(tensors, self.matrices[index], strict=True)]
+            if self.matrices_of(index)
+            else tensors
+            for index, tensors in enumerate(self.blocks)
+        ]
+        return replace(self, blocks=blocks)
 
     def packed_of(self, index: int) -> PackedSizes:
         """Return the quantized tensors of a block; none in a model without them."""
@@ -212,14 +241,22 @@ class PlannedOptimizer:
     Attributes:
         name: as in reports.
         num_moments: moments of each parameter.
+        orthogonalizes: matrices of blocks have one moment, which is orthogonalized on the device.
     """
 
     name: str
     num_moments: int
+    orthogonalizes: bool = False
 
     def moment_bytes(self, moments: str) -> int:
-        """Return the bytes of a parameter's moments, without the scales of 8-bit moments."""
-        return self.num_moments * MOMENT_BYTES[moments]
+        """Return the bytes of a parameter's moments, without the scales of 8-bit moments: of one in a matrix, where these differ."""
+        return (1 if self.orthogonalizes else self.num_moments) * MOMENT_BYTES[moments]
+
+    def moments_of(self, trained: ModelSizes) -> list[ModelSizes]:
+        """Return the sizes of the parameters that have each moment."""
+        if not self.orthogonalizes:
+            return [trained] * self.num_moments
+        return [trained.only_matrices(), *[trained.without_matrices()] * self.num_moments]
 
 
 ADAMW = PlannedOptimizer("AdamW", 2)
@@ -283,7 +320,7 @@ def _slab_bytes(
         "packed_weights": used_bytes(packed, 1),
         "low_halves": _own_bytes(masters, LOW_HALF_BYTES[settings.precision]),
         "grads": used_bytes(kept, settings.grad_bytes),
-        "moments": _moments(trained, ranges, settings),
+        "moments": _moments(cuts, trained, settings),
         "landing": _landing(trained, ranges, settings) if settings.update_in_backward else 0,
     }
     if sizes.in_float32 is not None:
@@ -311,7 +348,7 @@ def _saved_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings,
     units = zip(sizes.units, has_masters, strict=True)
     saved = [UnitCuts(tensors) for tensors, is_saved in units if is_saved]
     slabs = sum(_own_bytes(saved, itemsize) for itemsize in per_weight)
-    slabs += _moments(trained, _trained_ranges(_cuts(sizes, WHOLE), trained), settings)
+    slabs += _moments(_cuts(sizes, WHOLE), trained, settings)
     if sizes.in_float32 is not None:
         assert trained.in_float32 is not None
         slabs += _saved_bytes(sizes.in_float32, trained.in_float32, in_float32(settings), has_masters)
@@ -330,11 +367,11 @@ def _file_bytes(
 ) -> list[int]:
     """Return the bytes of each unit's weights and moments in a checkpoint."""
     per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
-    units = zip(sizes.units, trained.units, has_masters, strict=True)
-    per_trained = settings.optimizer.moment_bytes(settings.moments)
+    moments = zip(*(held.units for held in settings.optimizer.moments_of(trained)), strict=True)
+    units = zip(sizes.units, has_masters, moments, strict=True)
     found = [
-        per_weight * slab_elements(tensors) * is_saved + per_trained * slab_elements(part)
-        for tensors, part, is_saved in units
+        per_weight * slab_elements(tensors) * is_saved + MOMENT_BYTES[settings.moments] * sum(map(slab_elements, held))
+        for tensors, is_saved, held in units
     ]
     if sizes.in_float32 is not None:
         assert trained.in_float32 is not None
@@ -351,9 +388,14 @@ def _has_masters(trained: ModelSizes, settings: HostSettings) -> list[bool]:
     ]
 
 
-def _moments(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:
-    scales = _scales(trained, ranges) if settings.moments == "8bit" else []
-    return settings.optimizer.num_moments * (used_bytes(ranges, MOMENT_BYTES[settings.moments]) + used_bytes(scales, 4))
+def _moments(cuts: Sequence[UnitCuts], trained: ModelSizes, settings: HostSettings) -> int:
+    """Return the bytes of this rank's range of all moments."""
+    total = 0
+    for held in settings.optimizer.moments_of(trained):
+        ranges = _trained_ranges(cuts, held)
+        scales = _scales(held, ranges) if settings.moments == "8bit" else []
+        total += used_bytes(ranges, MOMENT_BYTES[settings.moments]) + used_bytes(scales, 4)
+    return total
 
 
 def _own_bytes(cuts: Iterable[UnitCuts], itemsize: int) -> int:

@@ -280,7 +280,8 @@ def _host_items(step: Step, use: DeviceUse, machine: Machine) -> list[Item]:
     kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
     optimizer = step.settings.optimizer
     count = "one" if optimizer.num_moments == 1 else "two"
-    names = {**_HOST_NAMES, "moments": ("moments", f"{count} per parameter ({optimizer.name})")}
+    count = "one of matrices, two of others" if optimizer.orthogonalizes else f"{count} per parameter"
+    names = {**_HOST_NAMES, "moments": ("moments", f"{count} ({optimizer.name})")}
     items = [Item(names[kind][0], num_bytes, names[kind][1]) for kind, num_bytes in kept.items()]
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]

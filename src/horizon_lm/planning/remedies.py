@@ -192,7 +192,7 @@ def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
         less = 2 + request.grad_bytes - grad_bytes
         cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
         yield Change({"precision": "bf16"}, cost, {"grad_bytes": grad_bytes})
-    if not request.update_in_backward and not request.skips_steps:
+    if not (request.update_in_backward or request.skips_steps or request.optimizer.orthogonalizes):
         cost = f"no gradient store: {request.grad_bytes} bytes less per parameter, but no clipping of the global norm"
         yield Change({"update_in_backward": True, "max_grad_norm": 0}, cost)
 

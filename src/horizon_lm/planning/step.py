@@ -157,7 +157,17 @@ class Step:
         backward = build.backward(
             layout, blocks=blocks, trainable=[u for u in (EMBED, *units) if is_trained[u]], head_grads=head_grads
         )
-        return [forward, backward, *([] if settings.update_in_backward else [build.update(layout, updated)])]
+        return [
+            forward,
+            backward,
+            *([] if settings.update_in_backward else [build.update(layout, updated, self.orthogonalized)]),
+        ]
+
+    @property
+    def orthogonalized(self) -> list[Unit]:
+        """The blocks whose update is orthogonalized on the device."""
+        blocks = range(self.outline.num_blocks) if self.settings.optimizer.orthogonalizes else ()
+        return [block(u) for u in blocks if self.outline.trained.matrices_of(u)]
 
     def save_passes(self) -> list[Pass]:
         """Return the passes of a step before which a checkpoint is begun."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
-from horizon_lm.planning.memory import ADAMW, LOW_HALF_BYTES, WEIGHT_BYTES, ModelSizes, PlannedOptimizer
+from horizon_lm.planning.matrices import orthogonalizing_work
+from horizon_lm.planning.memory import ADAMW, LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES, MatrixShape, ModelSizes
 from horizon_lm.planning.outline import Work
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.step import Step, StepSettings, sizes_of
@@ -16,7 +17,8 @@ from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 FUSED = 0.4
 """Share of elementwise traffic that remains when compiled blocks fuse chains of operations: an assumption."""
 _WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # bytes read and written by an update, per parameter
-_OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE)
+_OF_MATRICES = (Kind.STREAM_MATRICES, Kind.GATHER_MATRICES, Kind.RETURN_MATRICES)
+_OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE, *_OF_MATRICES)
 
 
 def _in_float32(unit: Unit, sizes: ModelSizes) -> int:
@@ -78,12 +80,15 @@ class StepCost:
             held = (elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed
             received = held * (ranks - 1) / ranks
             return received + self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
+        if op.kind == Kind.GATHER_MATRICES:
+            itemsize = self._summed_bytes(op.unit)
+            return (elements * itemsize + in_float32 * (4 - itemsize)) * (ranks - 1) / ranks
         if op.kind == Kind.REDUCE:
             copies = self._settings.num_replicas
             parts = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
             itemsize = self._summed_bytes(op.unit)
             return (elements * itemsize + in_float32 * (4 - itemsize)) * parts / ranks
-        itemsize = self._settings.grad_bytes if op.kind == Kind.STREAM_OUT else WEIGHT_BYTES[self._settings.precision]
+        itemsize = self._settings.grad_bytes if op.kind in _OF_GRADS else WEIGHT_BYTES[self._settings.precision]
         moved = ((elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed) / ranks
         if self._step.gathers_packed:  # decoded once it is gathered
             return moved
@@ -124,8 +129,8 @@ class StepCost:
         """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
         settings, sizes = self._settings, self._outline.sizes
         per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
-        per_trained = settings.optimizer.moment_bytes(settings.moments)
-        saved = sum(sizes_of(unit, sizes)) * per_weight + sum(sizes_of(unit, self._outline.trained)) * per_trained
+        held = sum(sum(sizes_of(unit, each)) for each in settings.optimizer.moments_of(self._outline.trained))
+        saved = sum(sizes_of(unit, sizes)) * per_weight + held * MOMENT_BYTES[settings.moments]
         saved += _in_float32(unit, sizes) * (4 - per_weight)
         return saved // self._settings.shard.count
 
@@ -137,15 +142,25 @@ class StepCost:
             rows = self._step.table_rows * self._outline.sizes.hidden
             parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
         settings, hardware = self._settings, self._hardware
-        moved = parameters * update_bytes(settings, hardware)
+        in_matrices = sum(map(math.prod, self._matrices(op.unit)))
+        first, last = matrix_update_bytes(settings, hardware)
+        if op.kind == Kind.ADVANCE:
+            return in_matrices * first / settings.shard.count
+        moved = (parameters - in_matrices) * update_bytes(settings, hardware) + in_matrices * last
         if in_float32 := _in_float32(op.unit, self._outline.trained):
             own = replace(settings, precision="float32", grad_bytes=4)
             moved += in_float32 * (update_bytes(own, hardware) - update_bytes(settings, hardware))
         return moved / settings.shard.count
 
+    def _matrices(self, unit: Unit) -> list[MatrixShape]:
+        """Return the matrices of a unit that are orthogonalized."""
+        return self._outline.trained.matrices_of(unit.block_index) if unit in self._step.orthogonalized else []
+
     # Computation
 
     def _compute(self, op: Op) -> float:
+        if op.kind == Kind.ORTHOGONALIZE:
+            return self._seconds(orthogonalizing_work(self._matrices(op.unit)), compiled=False, dtype="bfloat16")
         if op.unit in (EMBED, OUTER):
             moved = self._step.table_rows * self._outline.sizes.hidden * self._outline.compute_bytes
             moved += self._step.boundary * (2 if op.kind == Kind.FORWARD else 6)
@@ -201,13 +216,11 @@ class StepCost:
             work += backward.at(tokens / chunks) * chunks
         return work + Work(moved_bytes=8.0 * weights * (chunks - 1 if trained else 0))
 
-    def _seconds(self, work: Work, compiled: bool) -> float:
-        hardware = self._hardware
-        products = max(
-            work.products / hardware.matmul[self._dtype], work.product_bytes / hardware.device_bandwidth
-        )  # fmt: skip
+    def _seconds(self, work: Work, compiled: bool, dtype: str | None = None) -> float:
+        hardware, dtype = self._hardware, dtype or self._dtype
+        products = max(work.products / hardware.matmul[dtype], work.product_bytes / hardware.device_bandwidth)
         moved = work.moved_bytes * (FUSED if compiled else 1.0) / hardware.device_bandwidth
-        seconds = products + work.attention / hardware.attention[self._dtype] + moved
+        seconds = products + work.attention / hardware.attention[dtype] + moved
         overhead = work.num_ops * hardware.op_seconds * (FUSED if compiled else 1.0)
         # A GPU computes while the host enqueues the next operations; a CPU does both in one thread.
         return seconds + overhead if hardware.on_host else max(seconds, overhead)
@@ -215,15 +228,28 @@ class StepCost:
 
 def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
     """Return the host traffic of an update per parameter, or the bytes corresponding to its measured seconds."""
+    moments = 2 * settings.optimizer.num_moments * MOMENT_BYTES[settings.moments]
+    return _measured(_traffic(settings) + moments, settings, hardware)
 
-    def traffic(optimizer: PlannedOptimizer, moments: str) -> int:
-        return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision] + 2 * optimizer.moment_bytes(moments)
 
-    own = traffic(settings.optimizer, settings.moments)
+def matrix_update_bytes(settings: StepSettings, hardware: Hardware) -> tuple[float, float]:
+    """Return the same for an element of a matrix that is orthogonalized: before that, and after it."""
+    before = 2 * (settings.grad_bytes + MOMENT_BYTES[settings.moments])
+    return _measured(before, settings, hardware), _measured(_traffic(settings), settings, hardware)
+
+
+def _traffic(settings: StepSettings) -> int:
+    """Return the bytes read and written of a gradient and its weight."""
+    return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision]
+
+
+def _measured(num_bytes: int, settings: StepSettings, hardware: Hardware) -> float:
+    """Return the bytes corresponding to the measured seconds of an update by AdamW, in proportion to the traffic."""
     seconds = hardware.update_seconds.get(settings.precision)
     if seconds is None:
-        return float(own)
-    return seconds * hardware.host_rate * own / traffic(ADAMW, "float32")
+        return float(num_bytes)
+    of_adamw = _traffic(settings) + 2 * ADAMW.moment_bytes("float32")
+    return seconds * hardware.host_rate * num_bytes / of_adamw
 
 
 def rates(

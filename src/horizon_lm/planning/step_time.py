@@ -171,9 +171,9 @@ def _busy(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
 
 
 _MOVES = {
-    "copy_in": (Kind.STREAM_IN, Kind.FETCH),
-    "copy_out": (Kind.STREAM_OUT, Kind.OFFLOAD),
-    "gather": (Kind.GATHER,),
+    "copy_in": (Kind.STREAM_IN, Kind.FETCH, Kind.STREAM_MATRICES),
+    "copy_out": (Kind.STREAM_OUT, Kind.OFFLOAD, Kind.RETURN_MATRICES),
+    "gather": (Kind.GATHER, Kind.GATHER_MATRICES),
     "reduce": (Kind.REDUCE,),
     "update": UPDATES,
 }

@@ -14,6 +14,7 @@ from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
+from horizon_lm.planning.matrices import NO_MATRICES
 from horizon_lm.planning.memory import sum_buffers
 from horizon_lm.planning.plan import Plan, describe_deficit, make_plan
 from horizon_lm.planning.remedies import Remedy
@@ -121,6 +122,8 @@ def _problems(source: Source, plan: Plan, rows: RowShape) -> list[str]:
     problems = [
         large_mask(config, outline.attention, *shape, outline.compute_bytes, lambda: rows.masked) for shape in shapes
     ]
+    if plan.request.optimizer.orthogonalizes and not plan.step.orthogonalized:
+        problems.append(NO_MATRICES)
     return [problem for problem in problems if problem is not None]
 
 

@@ -58,6 +58,7 @@ def _optimizers() -> dict[str, Any]:
     named = {
         theirs: {"optim": ours, "moments": kind}
         for ours, listed in OPTIMIZERS.items()
+        if listed.others  # other trainers scale the learning rate of an optimizer that transformers lacks in other ways
         for theirs, kind in {ours: "float32", **listed.others}.items()
     }
     return {

@@ -1,0 +1,267 @@
+"""Muon equals torch's, with AdamW for all but hidden matrices, and has what AdamW has: modes, resume, ranks, bytes of the plan."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.errors import ConfigError, PartialUpdateError
+from horizon_lm.optim.muon import orthogonalize
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import After, Kind, Pass, ScheduleError, Wait
+from horizon_lm.units import HEAD, OUTER, block
+from tests.support import tiny_models
+from tests.support.pass_sequences import SETTINGS
+from tests.support.schedule_proofs import each_wait, without_wait
+from tests.support.training_steps import masters
+
+HYPER = {"lr": 1e-3, "momentum": 0.9, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def streamed(precision: str = "float32", model_type: str = "llama", **options: Any) -> tuple[Any, Any]:
+    model = horizon_lm.stream(tiny_models.build(model_type), precision=precision)
+    return model, horizon_lm.Muon(model, **(HYPER | options))
+
+
+def train(model: Any, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(**tiny_models.batch(seed=step)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    horizon_lm.synchronize(model)
+    return losses
+
+
+def same(model: Any, other: Any) -> bool:
+    expected = masters(other)
+    return all(torch.equal(master, expected[name]) for name, master in masters(model).items())
+
+
+def matrices_of(model: Any) -> set[str]:
+    return set(model._horizon.engine.parts.hidden_matrices())
+
+
+def torch_optimizers(model: Any, matrices: set[str]) -> list[torch.optim.Optimizer]:
+    """Return torch's Muon for the matrices of hidden layers, and torch's AdamW for the others."""
+    hidden = [param for name, param in model.named_parameters() if name in matrices]
+    others = [param for name, param in model.named_parameters() if name not in matrices]
+    settings = {name: HYPER[name] for name in ("lr", "weight_decay")}
+    return [
+        torch.optim.Muon(hidden, momentum=HYPER["momentum"], adjust_lr_fn="match_rms_adamw", **settings),
+        torch.optim.AdamW(others, betas=HYPER["betas"], eps=HYPER["eps"], **settings),
+    ]
+
+
+def fed(model: Any, optimizers: list[Any], num_steps: int) -> None:
+    """Make steps with given gradients, which are heavy-tailed with a scale that differs by parameter."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_steps):
+        model(**tiny_models.batch()).loss.backward()  # as gradients are gone after a step
+        for index, param in enumerate(model.parameters()):
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad.copy_(grad * grad.abs() * 10.0 ** (-(index % 5)))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_twenty_steps_equal_torch() -> None:
+    model, optimizer = streamed()
+    reference = tiny_models.build("llama")
+    start, matrices = copy.deepcopy(reference.state_dict()), matrices_of(model)
+    assert len(matrices) == 7 * 3
+    fed(reference, torch_optimizers(reference, matrices), 20)
+    fed(model, [optimizer], 20)
+    for name, master in masters(model).items():
+        theirs = reference.get_parameter(name).detach()
+        torch.testing.assert_close(master, theirs, rtol=0, atol=1e-6)
+        assert (theirs - start[name]).abs().max() > 5 * HYPER["lr"]
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 24), (3, 24, 40)])
+def test_experts_are_orthogonalized_one_by_one(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.randn(shape, generator=generator)
+    single, split = [each.clone() for each in experts], experts.clone()
+    orthogonalize(experts)
+    for each in single:
+        orthogonalize(each)
+        values = torch.linalg.svdvals(each)
+        assert values.min() > 0.5
+        assert values.max() < 1.5
+    torch.testing.assert_close(torch.stack(single), experts, rtol=0, atol=0.02)
+    monkeypatch.setattr("horizon_lm.optim.muon.ORTHOGONALIZED_AT_ONCE", 2 * experts[0].numel())
+    orthogonalize(split)
+    torch.testing.assert_close(split, experts, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt2"])
+def test_matrices_of_other_models(model_type: str) -> None:
+    model, optimizer = streamed(model_type=model_type)
+    hidden = matrices_of(model)
+    shapes = {name: param.ndim for name, param in model.named_parameters()}
+    assert {shapes[name] for name in hidden} == ({2, 3} if model_type == "mixtral" else {2})
+    blocks = {name for name in shapes if any(f".{u}." in name for u in range(9))}
+    assert hidden == {name for name in blocks if shapes[name] > 1}
+    before = masters(model)
+    losses = train(model, optimizer, range(3))
+    assert all(loss == loss for loss in losses)
+    assert all(not torch.equal(master, before[name]) for name, master in masters(model).items() if "wpe" not in name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("name", ["boundaries on the host", "micro-batches", "resident blocks"])
+@pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
+def test_schedules_change_no_bit(precision: str, name: str, device: str) -> None:
+    draw = random.Random(f"{precision} {name}")
+    rows = SETTINGS[name].get("device_micro_batch_size")  # the order of a sum depends on it
+    other: Any = "cpu"
+    if device == "simulated":
+        other = SimulatedDevice(draw.randrange(99), eagerness=draw.choice([None, 0.3, 0.9]), pieces=3)
+    models = [
+        horizon_lm.stream(tiny_models.build("llama"), each, precision=precision, **options)
+        for each, options in (("cpu", {"device_micro_batch_size": rows}), (other, SETTINGS[name]))
+    ]
+    losses = [train(each, horizon_lm.Muon(each, **HYPER, max_grad_norm=0.5), range(4)) for each in models]
+    assert losses[0] == losses[1]
+    assert same(*models)
+
+
+def _waits() -> list[tuple[int, Wait]]:
+    model = horizon_lm.stream(tiny_models.build("llama"))
+    update = _update_of(model._horizon.engine.layout)
+    computed = {Kind.STREAM_MATRICES, Kind.ORTHOGONALIZE, Kind.RETURN_MATRICES, Kind.UPDATE}
+    return [
+        (index, wait) for index, wait in each_wait(update)
+        if isinstance(wait, After) and update.ops[index].kind in computed and update.ops[index].unit.is_block
+    ]  # fmt: skip
+
+
+def _update_of(layout: build.Layout) -> Pass:
+    blocks = [block(u) for u in range(layout.num_blocks)]
+    return build.update(layout, [OUTER, *blocks, HEAD], blocks)
+
+
+def test_a_dropped_wait_changes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def result(device: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = horizon_lm.stream(tiny_models.build("llama"), device, precision="float32")
+        return train(model, horizon_lm.Muon(model, **HYPER), range(2)), masters(model)
+
+    losses, expected = result("cpu")
+    dropped = _waits()
+    assert len(dropped) > 8
+    for index, wait in dropped:
+        monkeypatch.setattr(
+            build, "update", lambda layout, *_, index=index, wait=wait: without_wait(_update_of(layout), index, wait)
+        )
+        noticed = False
+        for eagerness in (1.0, 0.0, None):
+            try:
+                found, weights = result(SimulatedDevice(0, eagerness=eagerness))
+                noticed |= found != losses or not all(
+                    torch.equal(weights[name], each) for name, each in expected.items()
+                )
+            except (ScheduleError, ArithmeticError, RuntimeError):
+                noticed = True
+        monkeypatch.undo()
+        assert noticed, f"{index}: {wait}"
+
+
+def test_what_is_cut_off_is_a_partial_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = streamed()
+    model(**tiny_models.batch()).loss.backward()
+    calls = []
+
+    def interrupted(gram: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(gram)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return addmm(gram, *args, **kwargs)
+
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(PartialUpdateError, match="KeyboardInterrupt"):
+        model(**tiny_models.batch())
+
+
+def test_without_the_device_an_update_is_not_completed() -> None:
+    """What has not returned must not be taken for a direction."""
+    model = horizon_lm.stream(tiny_models.build("llama"), SimulatedDevice(0, eagerness=0.0))
+    optimizer = horizon_lm.Muon(model, **HYPER)
+    model(**tiny_models.batch()).loss.backward()
+    optimizer.step()
+    with pytest.raises(PartialUpdateError, match="the device failed while it computed a part of an update"):
+        model._horizon.engine.settle_without_device()
+
+
+def test_gradients_are_used_up() -> None:
+    model, optimizer = streamed()
+    model(**tiny_models.batch()).loss.backward()
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_without_matrices_it_is_rejected() -> None:
+    model = horizon_lm.stream(tiny_models.build("llama"))
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name)
+    with pytest.raises(ConfigError, match=r"trains the matrices of blocks, and this model trains none.*AdamW"):
+        horizon_lm.Muon(model)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::horizon_lm.errors.ForeignWriteWarning"
+)  # of weights before the state with their low halves
+@pytest.mark.parametrize(
+    ("precision", "moments"), [("float32", "bfloat16"), ("fp32_master", "float32"), ("bf16", "8bit")]
+)
+def test_resume_is_exact(precision: str, moments: str, tmp_path: Path) -> None:
+    pytest.importorskip("xxhash", reason="needs the whole installation")
+    model, optimizer = streamed(precision, moments=moments)
+    train(model, optimizer, range(3))
+    horizon_lm.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict()), {k: v.clone() for k, v in model.state_dict().items()}
+    train(model, optimizer, range(3, 5))
+    other, other_optimizer = streamed(precision, moments=moments)
+    horizon_lm.load_checkpoint(tmp_path / "checkpoint", other, other_optimizer)
+    train(other, other_optimizer, range(3, 5))
+    assert same(model, other)
+    other.load_state_dict(saved[1])
+    other_optimizer.load_state_dict(saved[0])
+    train(other, other_optimizer, range(3, 5))
+    assert same(model, other)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_matrices_have_one_moment(moments: str) -> None:
+    model, optimizer = streamed(moments=moments)
+    names, matrices = dict(model.named_parameters()), matrices_of(model)
+    states = {name: {key for key in optimizer.state[param] if "scale" not in key} for name, param in names.items()}
+    assert all(states[name] == {"step", "momentum_buffer"} for name in matrices)
+    assert all(states[name] == {"step", "exp_avg", "exp_avg_sq"} for name in names.keys() - matrices)
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+def test_reduced_precision_moments_train_like_fp32(moments: str) -> None:
+    def losses(kind: str) -> list[float]:
+        model, optimizer = streamed("fp32_master", moments=kind, lr=1e-3)
+        found = []
+        for step in range(24):
+            loss = model(**tiny_models.batch(seed=step % 3)).loss
+            found.append(loss.item())
+            loss.backward()
+            optimizer.step()
+        return found
+
+    full, few = losses("float32"), losses(moments)
+    assert full[-1] < full[0] - 0.3
+    assert few[-1] == pytest.approx(full[-1], abs=0.05 * (full[0] - full[-1]))
