@@ -23,6 +23,8 @@ NOT_FOREIGN = (
     "._asdict",
     "._fields",
     "._exit",
+    "._run_exitfuncs",
+    "._shutdown",
     "._horizon",
     "._chunk_tokens",
 )  # the standard library's; what we give foreign objects

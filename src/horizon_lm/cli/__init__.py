@@ -2,8 +2,6 @@
 seconds.
 """
 
-import atexit
-import gc
 import os
 import warnings
 from importlib import import_module
@@ -13,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from horizon_lm.cli.common import exits, print_version, require_texts, require_threads, without_garbage_collection
+from horizon_lm.cli.leaving import leave
 from horizon_lm.errors import EXIT_CODES
 from horizon_lm.signals import interrupt_on_stop_signals
 from horizon_lm.visible import visible
@@ -103,7 +102,12 @@ def main() -> None:
     """Run the installed command."""
     format_warning = warnings.formatwarning
     warnings.formatwarning = lambda *args, **kwargs: visible(format_warning(*args, **kwargs))
-    # On exit the interpreter would collect the garbage of all libraries, which takes a second and frees nothing useful.
-    atexit.register(gc.freeze)
     interrupt_on_stop_signals()
-    app()
+    code = 0
+    try:
+        app()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        code = end.code
+    leave(code)
