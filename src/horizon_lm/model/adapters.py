@@ -1,6 +1,8 @@
 """The adapters of a run: PEFT's own, on a model with or without weights."""
 
 import copy
+import logging
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -228,18 +230,33 @@ def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _peft() -> Any:
+    # PEFT imports bitsandbytes, which logs an error if it has no library for this version of CUDA; nothing here needs it.
+    logger = logging.getLogger("bitsandbytes.cextension")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         import peft
     except ImportError as error:
         raise ConfigError("adapters need PEFT: pip install 'horizon-lm[peft]'") from error
+    finally:
+        logger.setLevel(level)
     return peft
+
+
+@contextmanager
+def without_peft_warnings() -> Iterator[None]:
+    """Context manager: ignore the warning of transformers that PEFT asks for activation checkpointing by its old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 @contextmanager
 def _rejections() -> Iterator[None]:
     """Context manager: report adapters that PEFT rejects."""
     try:
-        yield
+        with without_peft_warnings():
+            yield
     except HorizonError:
         raise
     except Exception as error:  # PEFT raises anything

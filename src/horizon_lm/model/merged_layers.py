@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
-from horizon_lm.model.adapters import open_adapter_config, read_values, require_weights
+from horizon_lm.model.adapters import open_adapter_config, read_values, require_weights, without_peft_warnings
 
 _FROM_THE_BASE = ("olora", "pissa")  # initialisations that take from the base what can be computed again
 _LOST = ("corda", "loftq", "lora_ga", "pissa_niter")  # these need data, random numbers or a GPU for that
@@ -71,7 +71,11 @@ class MergedLayers:
             config.init_lora_weights = True
         state = read_values(folder)
         self._require_vocabulary(model, state)
-        with self._errors("add these adapters to the model"), torch.random.fork_rng(devices=[]):
+        with (
+            self._errors("add these adapters to the model"),
+            torch.random.fork_rng(devices=[]),
+            without_peft_warnings(),
+        ):
             adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=config.peft_type == "LORA")
         written = self._load(adapted, state)
         self._given = {n: getattr(place[0], place[1]).detach() for n, place in self._places.items() if place in written}

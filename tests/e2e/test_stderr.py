@@ -1,0 +1,56 @@
+"""Commands print nothing to standard error that is not ours, with all packages installed that print there themselves."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from horizon_lm.model import adapters
+from tests.e2e import tiny
+
+pytest.importorskip("triton")
+pytest.importorskip("bitsandbytes")
+
+
+def stderr_of(*arguments: object) -> str:
+    command = [sys.executable, "-m", "horizon_lm", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.stdout or done.returncode, done.stderr
+    return done.stderr
+
+
+def test_a_run_of_adapters(tmp_path: Path, model: Path) -> None:
+    """triton's nanobind, PEFT's use of an old name of transformers, and bitsandbytes."""
+    rows, run_file, run = (
+        tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows()),
+        tmp_path / "r.yaml",
+        tmp_path / "run",
+    )
+    run_file.write_text(
+        f"model_name_or_path: {model}\ndatasets: {rows}\noutput_dir: {run}\ndevice: cpu\nmax_steps: 1\n"
+        "use_peft: true\nlora_target_modules: all-linear\n"
+    )
+    assert stderr_of("train", run_file) == ""
+    assert stderr_of("merge", run / "model", tmp_path / "merged") == ""
+
+
+def test_a_command_that_fails() -> None:
+    assert stderr_of("plan", "nowhere.yaml").splitlines() == [
+        "error: nowhere.yaml: No such file or directory; name the YAML file of a run"
+    ]
+
+
+def test_bitsandbytes_without_a_library_for_this_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = "import logging\nlogging.getLogger('bitsandbytes.cextension').error('bitsandbytes library load error')\n"
+    (tmp_path / "peft.py").write_text(log)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", sys)  # so that what is there now is put back
+    del sys.modules["peft"]
+    adapters._peft()
+    assert caplog.records == []
+    logging.getLogger("bitsandbytes.cextension").error("of the user's own import")
+    assert len(caplog.records) == 1
