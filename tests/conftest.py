@@ -58,6 +58,10 @@ def _freeze() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is left when the interpreter ends is a leak to triton's nanobind
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     if not importlib.util.find_spec("pytest_timeout"):  # unknown to pytest without the plugin
         parser.addini("timeout", "seconds that a test may take, where pytest-timeout is installed")

@@ -74,6 +74,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # many tests collect garbage, and would walk all that was imported each time
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is left when the interpreter ends is a leak to triton's nanobind
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state() -> None:
     RUNS.clear()

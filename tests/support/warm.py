@@ -4,6 +4,7 @@ A forked process has the imports, the compiled kernels and the outlines of its p
 collection of theirs visits, and copies, what they share.
 """
 
+import atexit
 import gc
 import tempfile
 from pathlib import Path
@@ -46,3 +47,4 @@ for each in ("float32", "8bit"):
 _compile("fp32_master", "float32")
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)  # what is left when the interpreter ends is a leak to triton's nanobind
