@@ -102,9 +102,9 @@ def require_dtype(dtype: str | None) -> None:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
 
 
-def print_written(folder: Path) -> None:
-    """Print where a model was written."""
-    print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."')
+def print_written(folder: Path, options: str = "") -> None:
+    """Print where a model was written, and how to try it, with these options."""
+    print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."{options}')
 
 
 def open_model(

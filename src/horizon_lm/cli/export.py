@@ -1,4 +1,4 @@
-"""``horizon-lm export``: turn a checkpoint into a Hugging Face folder."""
+"""``horizon-lm export``: turn a checkpoint into a Hugging Face folder, or such a folder into a GGUF file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,11 +6,15 @@ from typing import Annotated
 import typer
 
 from horizon_lm.cli import common
+from horizon_lm.errors import ConfigError
 
 
 @common.exits
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run: OUTPUT_DIR/checkpoint-STEP.")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint of a run, OUTPUT_DIR/checkpoint-STEP; for GGUF a model, OUTPUT_DIR/model."),
+    ],
     folder: common.Out,
     dtype: Annotated[
         str | None,
@@ -18,10 +22,22 @@ def export(
             help=f"Dtype of the weights: {', '.join(common.DTYPES)}. Default: that of the run's export. float32 is exact."
         ),
     ] = None,
+    format: Annotated[
+        str,
+        typer.Option(help="safetensors; or gguf, one file for llama.cpp (llama, qwen2 and qwen3 models; extra gguf)."),
+    ] = "safetensors",
     max_shard_size: common.ShardSize = "50GB",
     trust_remote_code: common.RemoteCode = False,
 ) -> None:
     common.require_dtype(dtype)
+    if format not in ("safetensors", "gguf"):
+        raise ConfigError(f"--format {format}: choose safetensors or gguf")
+    if format == "gguf":
+        from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
+
+        export_gguf(checkpoint, folder, dtype)
+        common.print_written(folder, f" --gguf-file {FILE}")
+        return
     from horizon_lm.checkpoints.export import export_checkpoint
 
     export_checkpoint(checkpoint, folder, dtype, max_shard_size, trust_remote_code)

@@ -1,0 +1,193 @@
+"""A folder written as GGUF is read back by transformers' own reader as the same model and tokenizer, or rejected by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from horizon_lm.checkpoints import gguf_export, gguf_tokenizer
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.store.checkpoint_reader import Checkpoint
+from tests.e2e import tiny
+from tests.e2e.command import run
+
+pytest.importorskip("gguf")
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+TEXT = "It's 1234567 stars:\n\n  the keeper's ünïcode <|im_start|>user\r\n\t... don't"
+
+
+def save(folder: Path, model_type: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
+    from transformers import AutoConfig
+
+    tokenizer = tiny.build_tokenizer()
+    config = AutoConfig.for_model(model_type, **SIZES | {"vocab_size": len(tokenizer) + 3} | settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    for param in model.parameters():
+        param.data.normal_()  # also norms and biases, which begin as ones and zeros
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, wide heads, a tied head": ("llama", {"head_dim": 16, "tie_word_embeddings": True, "rope_theta": 5e5}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_read_back(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    model_type, settings = CASES[case]
+    source = save(tmp_path / "model", model_type, dtype, **settings)
+    result = run("export", source, tmp_path / "out", "--format", "gguf")
+    assert result.exit_code == 0, result.output
+    assert f'horizon-lm generate {tmp_path / "out"} "..." --gguf-file model.gguf' in result.stdout
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.gguf"]
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
+    expected, found = model.state_dict(), read.state_dict()
+    assert type(read) is type(model)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    ids = torch.arange(24).view(2, 12)
+    assert torch.equal(model(ids).logits, read(ids).logits)
+
+    one, other = (
+        AutoTokenizer.from_pretrained(source),
+        AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf"),
+    )
+    assert one(TEXT).input_ids == other(TEXT).input_ids
+    assert (one.eos_token_id, one.bos_token_id, one.chat_template) == (
+        other.eos_token_id,
+        other.bos_token_id,
+        other.chat_template,
+    )
+
+
+def test_other_dtypes(tmp_path: Path) -> None:
+    source = save(tmp_path / "model", "llama")
+    assert run("export", source, tmp_path / "out", "--format", "gguf", "--dtype", "bfloat16").exit_code == 0
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
+    ).state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(source).state_dict().items():
+        assert torch.equal(read[name], value if value.dim() == 1 else value.bfloat16().float()), name
+
+
+def test_queries_that_are_not_permuted_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a file in the wrong layout differs when it is read."""
+    source = save(tmp_path / "model", "llama")
+    monkeypatch.setattr(gguf_export, "_rotary_layouts", lambda config: {})
+    gguf_export.export_gguf(source, tmp_path / "out")
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
+    ).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    different = {name.split(".")[-2] for name in expected if not torch.equal(read[name], expected[name])}
+    assert different == {"q_proj", "k_proj"}
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, calls, read = save(tmp_path / "model", "qwen2"), [], Checkpoint.read
+
+    def watched(checkpoint: Checkpoint, names: list[str], rows: slice | None = None) -> Any:
+        calls.append(names)
+        return read(checkpoint, names, rows)
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    gguf_export.export_gguf(source, tmp_path / "out")
+    assert sorted(calls) == sorted([name] for name in Checkpoint(source).names)
+
+
+@pytest.mark.parametrize("split", [gguf_tokenizer._QWEN2, gguf_tokenizer._LLAMA3])
+def test_splits(tmp_path: Path, split: str) -> None:
+    source = save(tmp_path / "model", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    parts = [
+        pre_tokenizers.Split(Regex(split), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.save_pretrained(source)
+    gguf_export.export_gguf(source, tmp_path / "out")
+    read = AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    assert read.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT) == (
+        tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [
+        (
+            "gemma2",
+            {"head_dim": 8},
+            "models of type gemma2 are not written as GGUF; those of type llama, qwen2, qwen3 are",
+        ),
+        (
+            "llama",
+            {"attention_bias": True},
+            "attention_bias: True cannot be written as GGUF; it would be read as False",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_parameters: .* cannot",
+        ),
+        ("qwen3", {"head_dim": 16}, "head_dim: 16 cannot be written as GGUF; it would be read as 128"),
+    ],
+)
+def test_models_that_would_be_read_differently(
+    tmp_path: Path, model_type: str, settings: dict[str, Any], message: str
+) -> None:
+    source = save(tmp_path / "model", model_type, **settings)
+    with pytest.raises(ModelNotSupportedError, match=message):
+        gguf_export.export_gguf(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokenizers_without_a_name(tmp_path: Path) -> None:
+    source = save(tmp_path / "model", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    for pre_tokenizer, message in (
+        (pre_tokenizers.Metaspace(), "only tokenizers of byte-level BPE are written as GGUF"),
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), "llama.cpp has no known name for the way"),
+    ):
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+        tokenizer.backend_tokenizer.save(str(source / "tokenizer.json"))
+        with pytest.raises(ModelNotSupportedError, match=message):
+            gguf_export.export_gguf(source, tmp_path / "out")
+    (source / "tokenizer.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        gguf_export.export_gguf(source, tmp_path / "out")
+
+
+def test_float16_that_overflows(tmp_path: Path) -> None:
+    source = save(tmp_path / "model", "llama", pad_token_id=None)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e5
+    model.save_pretrained(source)
+    with pytest.raises(ConfigError, match="up_proj"):
+        gguf_export.export_gguf(source, tmp_path / "out", "float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    rejected = run("export", tmp_path / "adapters", tmp_path / "out", "--format", "gguf")
+    assert rejected.exit_code == 2
+    assert f"merge them first: horizon-lm merge {tmp_path / 'adapters'} OUT" in rejected.stderr
+    assert "choose safetensors or gguf" in run("export", tmp_path, tmp_path / "out", "--format", "onnx").stderr
