@@ -361,3 +361,13 @@ def test_help_needs_no_torch() -> None:
 def test_help_of_plan_lists_the_profiles() -> None:
     words = set(" ".join(run("plan", "--help").output.split()).replace(",", " ").replace(".", " ").split())
     assert published().keys() <= words
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("horizon-lm re", ["report"]), ("horizon-lm export --fo", ["--format"])]
+)
+def test_shell_completion(monkeypatch: pytest.MonkeyPatch, words: str, expected: list[str]) -> None:
+    monkeypatch.setenv("_HORIZON_LM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert run().stdout.split() == expected

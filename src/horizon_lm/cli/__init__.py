@@ -26,7 +26,7 @@ _COMMANDS = {
     "generate": "Answer a prompt with a model that may be larger than the device's memory.",
     "eval": "Run lm-eval tasks on a model that may be larger than the device's memory.",
     "checkpoints": "List the checkpoints of a run, and verify their files.",
-    "export": "Turn a checkpoint into a Hugging Face folder.",
+    "export": "Turn a checkpoint into a Hugging Face folder, or a model into a GGUF file.",
     "merge": "Merge adapters into their base, one unit of the model at a time.",
     "report": "Write an HTML page about a run: loss, speed, memory compared with the plan, timeline of a step.",
     "doctor": "Benchmark this machine (about a minute), and print what a bug report needs.",
@@ -78,7 +78,6 @@ app = typer.Typer(
     help="Train large language models from host RAM.",
     epilog=f"Exit codes: {_CODES}.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
