@@ -136,7 +136,7 @@ def train(arguments: argparse.Namespace) -> str:
     adapted = loading._add_adapters(ADAPTERS, parts, store, settings).train()
     inside = adapted.base_model.model
     engine = inside._horizon.engine
-    engine.expect(ExpectedBatch(rows * length, rows * length))
+    engine.expect_batch(ExpectedBatch(rows * length, rows * length))
     optimizer = horizon_lm.AdamW(adapted, lr=1e-4, max_grad_norm=1.0)
     loaded = time.perf_counter() - begin
     seconds: list[float] = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.engine.passes.lockstep import apart, meet, run_together
+from horizon_lm.engine.passes.lockstep import compute_alone, compute_jointly, run_together
 
 VARIABLE = contextvars.ContextVar("variable", default="outside")
 
@@ -28,7 +28,7 @@ def test_meetings_compute_all_parts_at_once() -> None:
     def function(number: int) -> int:
         for step in (1, 2):
             log.append((number, step))
-            assert meet(step, number, compute) == 2 * number
+            assert compute_jointly(step, number, compute) == 2 * number
         return number * number
 
     assert run_together([lambda number=number: function(number) for number in (1, 2, 3)]) == [1, 4, 9]
@@ -38,8 +38,8 @@ def test_meetings_compute_all_parts_at_once() -> None:
 
 
 def test_meeting_outside_of_a_lock_step_has_one_part() -> None:
-    assert meet("here", 3, double) == 6
-    assert run_together([lambda: meet("here", 3, double)]) == [6]
+    assert compute_jointly("here", 3, double) == 6
+    assert run_together([lambda: compute_jointly("here", 3, double)]) == [6]
 
 
 def test_functions_at_different_points_are_computed_apart() -> None:
@@ -51,8 +51,8 @@ def test_functions_at_different_points_are_computed_apart() -> None:
 
     def function(number: int) -> None:
         if number == 2:
-            meet("extra", number, compute)
-        meet("last", number, compute)
+            compute_jointly("extra", number, compute)
+        compute_jointly("last", number, compute)
 
     run_together([lambda number=number: function(number) for number in (1, 2, 3)])
     assert together == [[1, 3], [2], [2]]
@@ -60,18 +60,18 @@ def test_functions_at_different_points_are_computed_apart() -> None:
 
 def test_lock_step_inside_a_meeting() -> None:
     def inner(values: list[int]) -> list[int]:
-        return run_together([lambda value=value: meet("inner", value, double) for value in values])
+        return run_together([lambda value=value: compute_jointly("inner", value, double) for value in values])
 
-    assert run_together([lambda value=value: meet("outer", value, inner) for value in (1, 2)]) == [2, 4]
+    assert run_together([lambda value=value: compute_jointly("outer", value, inner) for value in (1, 2)]) == [2, 4]
 
 
 def test_what_runs_apart_waits_for_nobody() -> None:
     log: list[int] = []
 
     def function(number: int) -> None:
-        apart(lambda: meet("apart", number, lambda values: [log.append(value) for value in values]))
+        compute_alone(lambda: compute_jointly("apart", number, lambda values: [log.append(value) for value in values]))
         log.append(10 * number)
-        meet("together", number, double)
+        compute_jointly("together", number, double)
 
     run_together([lambda number=number: function(number) for number in (1, 2)])
     assert log == [1, 10, 2, 20]
@@ -89,7 +89,7 @@ def test_settings_of_the_thread_are_those_outside() -> None:
     def function() -> list[Any]:
         found = [settings()]
         with torch.enable_grad():
-            found.append(meet("here", None, lambda values: [settings()] * len(values)))
+            found.append(compute_jointly("here", None, lambda values: [settings()] * len(values)))
         return found
 
     VARIABLE.set("inside")
@@ -114,10 +114,10 @@ def test_an_error_ends_all(where: str) -> None:
         try:
             if where == "before" and number == 2:
                 raise FoundError
-            meet("here", number, compute)
+            compute_jointly("here", number, compute)
             if where == "after" and number == 1:
                 raise FoundError
-            meet("there", number, compute)
+            compute_jointly("there", number, compute)
         finally:
             ended.append(number)
 
@@ -134,7 +134,7 @@ def test_code_of_the_first_function_may_explain_an_error() -> None:
 
     def function() -> None:
         try:
-            meet("here", 1, fail)
+            compute_jointly("here", 1, fail)
         except ValueError as error:
             raise RuntimeError("increase max_length") from error
 
@@ -151,7 +151,7 @@ def test_interrupt_while_a_function_runs() -> None:
 
         signal.pthread_kill(main.ident, signal.SIGINT)
         interrupted.wait(0.2)
-        meet("here", 1, double)
+        compute_jointly("here", 1, double)
 
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
@@ -162,7 +162,9 @@ def test_interrupt_while_a_function_runs() -> None:
 def test_nothing_is_kept() -> None:
     tensors = [torch.zeros(3), torch.ones(3)]
     refs = [weakref.ref(tensor) for tensor in tensors]
-    run_together([lambda tensor=tensor: meet("here", tensor, lambda values: values).sum() for tensor in tensors])
+    run_together(
+        [lambda tensor=tensor: compute_jointly("here", tensor, lambda values: values).sum() for tensor in tensors]
+    )
     del tensors
     gc.collect()
     assert [ref() for ref in refs] == [None, None]

@@ -90,7 +90,7 @@ def test_page_locked_memory_is_bounded_by_the_longest_batch(gpu: EmulatedGpu, ex
             tiny_models.build("llama"), CudaDevice(), "float32", activation_checkpoints="host", compile=False
         )
         if expected:
-            model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
+            model._horizon.engine.expect_batch(ExpectedBatch(ROWS * LONGEST))
         optimizer = horizon_lm.AdamW(model, update_in_backward=True)
         before, seen = gpu.registered_bytes(), []
         for length in lengths:
@@ -125,7 +125,7 @@ def test_batches_up_to_the_expected_one_do_not_synchronize(in_backward: bool) ->
     model = horizon_lm.stream(
         tiny_models.build("llama"), device := Counting(), "float32", activation_checkpoints="host"
     )
-    model._horizon.engine.expect(ExpectedBatch(ROWS * LONGEST))
+    model._horizon.engine.expect_batch(ExpectedBatch(ROWS * LONGEST))
     optimizer = horizon_lm.AdamW(model, update_in_backward=in_backward)
     step(model, optimizer, LENGTHS[0], distinct=2)
     before, stats = device.num_synchronizations, horizon_lm.stats(model)
@@ -143,7 +143,7 @@ def test_a_batch_with_more_distinct_ids_than_expected() -> None:
     for expected in (None, ExpectedBatch(ROWS * 8, distinct_tokens=3)):
         model = horizon_lm.stream(tiny_models.build("llama"), "simulated", "float32", activation_checkpoints="host")
         if expected is not None:
-            model._horizon.engine.expect(expected)
+            model._horizon.engine.expect_batch(expected)
         optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=True)
         losses.append([step(model, optimizer, length, distinct=40) for length in (8, 8, 40, 16)])
     assert losses[0] == losses[1]

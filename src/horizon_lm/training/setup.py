@@ -167,10 +167,11 @@ def has_dropout(model: Any) -> bool:
 
 def reserve_buffers(model: Any, plan: Plan) -> None:
     """Announce the largest batch of a run, so that no buffer has to be replaced by a larger one later."""
-    engine_of(model).expect(ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens))
+    engine_of(model).expect_batch(ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens))
 
 
 def _open(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any) -> Any:
+    """Open the model of a run, with its adapters."""
     from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
     from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.quantization import requested_quantization
@@ -346,6 +347,7 @@ def _dpo_objectives(
     custom_loss: Callable[..., Any] | None,
     saved: Mapping[str, torch.Tensor] | None,
 ) -> Objectives:
+    """Return the objectives of DPO, with the log-probabilities of the reference for their rows, computed or saved."""
     from horizon_lm.objective.dpo import Dpo
     from horizon_lm.objective.reference import ReferenceCache, lookup
 

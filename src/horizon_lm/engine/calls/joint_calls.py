@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.engine.calls.calls import Call
-from horizon_lm.engine.passes.lockstep import apart, meet, place, watch
+from horizon_lm.engine.passes.lockstep import compute_alone, compute_jointly, member_id, watch_locksteps
 from horizon_lm.errors import HorizonError, StreamingError
 from horizon_lm.model.active_adapters import ActiveAdapters
 
@@ -29,9 +29,9 @@ class JointCalls:
         self.switches_per_call = False
         self._adapters_at_begin: Any = None  # their state when the running lock-step began
         # Held weakly by the lock-step, so a model that is dropped takes its watcher along.
-        watch(self)
+        watch_locksteps(self)
 
-    def meet(self, kind: Hashable, call: Call, compute: Callable[[list[Call]], list[Any]]) -> Any:
+    def compute(self, kind: Hashable, call: Call, compute: Callable[[list[Call]], list[Any]]) -> Any:
         """Compute a call, together with the calls of the same kind that are in lock-step with it.
 
         Raises:
@@ -40,11 +40,11 @@ class JointCalls:
         # Calls meet if one pass can compute them: with the same model, with or without gradients, and of one kind.
         point = (id(self), torch.is_grad_enabled(), kind)
         # Outside of a lock-step a call is alone, and nobody else sees its switches; without adapters there are none.
-        if place() == 0 or not self._has_adapters:
-            return meet(point, call, compute)
+        if member_id() == 0 or not self._has_adapters:
+            return compute_jointly(point, call, compute)
         if not self.switches_per_call and not torch.is_grad_enabled():
             # The code around this call may have switched adapters for it, and switches them back afterwards.
-            return apart(lambda: compute([call])[0])
+            return compute_alone(lambda: compute([call])[0])
         adapters = ActiveAdapters(self._model())
         state = adapters.read()
         if not self.switches_per_call and state != self._adapters_at_begin:
@@ -57,7 +57,7 @@ class JointCalls:
             with adapters.set_to(state):
                 return compute(calls)
 
-        return meet((*point, state), call, compute_with_adapters)
+        return compute_jointly((*point, state), call, compute_with_adapters)
 
     @contextmanager
     def in_lockstep(self) -> Iterator[None]:

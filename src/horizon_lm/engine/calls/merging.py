@@ -34,6 +34,7 @@ def _watch_new_layers() -> None:
 
 
 def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None) -> None:
+    """Replace the methods of a layer of PEFT that gets a streamed base; called for each child of any module."""
     if base is None or not is_adapter_layer(layer):
         return
     # The new layer does not know the model; the streamed weights inside it do.
@@ -79,11 +80,13 @@ class MergingLayers:
 
 
 def _runs_unmerged(layer: Any) -> bool:
+    """Return whether a layer computes without its adapters, although they may be merged into its base."""
     replaces_tokens = hasattr(layer, "trainable_tokens_delta")
     return bool(layer.disable_adapters or (replaces_tokens and not layer.active_adapters))
 
 
 def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Callable[..., Any]:
+    """Return a method of a layer in the place of PEFT's own, which runs it with plain parameters."""
     ref = weakref.ref(layer)
 
     def merge(*args: Any, **kwargs: Any) -> Any:

@@ -131,6 +131,7 @@ class ModelForward:
         return forwards
 
     def _head_forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Return the logits of hidden states. In a chunked pass the chunks take the hidden states, and compute logits themselves."""
         if options:  # PEFT's names of the adapters of each row
             raise StreamingError(
                 f"{', '.join(options)}: adapters for each row are not supported by the head of a streamed model; compute the rows "
@@ -170,13 +171,14 @@ class ModelForward:
             return self._forward(arguments_of(self._signature, args, kwargs))
 
     def _forward(self, call: Call) -> Any:
+        """Compute a call, together with others in lock-step; its loss in chunks if that is possible."""
         has_labels = call.get("labels") is not None or call.get("shift_labels") is not None
         if self.expects_mean_loss and has_labels and torch.is_grad_enabled():
             self._check_loss_scale(call)
         chunked = self._chunked_for(call) if has_labels else None
         run = partial(self._whole, has_labels) if chunked is None else partial(self._chunked_losses, chunked)
         # Chunked and whole losses need different passes, so calls of the two kinds do not meet.
-        return self.joint.meet(("loss", chunked is not None), call, run)
+        return self.joint.compute(("loss", chunked is not None), call, run)
 
     def _check_loss_scale(self, call: Call) -> None:
         """Warn once of a loss that is the mean over the targets of this rank alone."""
@@ -222,7 +224,7 @@ class ModelForward:
         chunked = self._chunked_for(call)
         kind = ("logprobs", chunked is not None, wanted.temperature, *wanted.names)
         with outside_inference_mode():
-            found: TokenLogprobs = self.joint.meet(kind, call, partial(self._logprobs, chunked, wanted))
+            found: TokenLogprobs = self.joint.compute(kind, call, partial(self._logprobs, chunked, wanted))
         return found
 
     def _logprobs(

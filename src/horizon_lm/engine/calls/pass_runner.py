@@ -15,7 +15,7 @@ from horizon_lm.engine.calls.row_probe import RowProbe
 from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import ForwardRequest
-from horizon_lm.engine.passes.lockstep import run_on_in_backward, run_together
+from horizon_lm.engine.passes.lockstep import keep_graph_together, run_together
 from horizon_lm.engine.passes.micro_batches import ProbeDoneError, split_batches
 from horizon_lm.engine.passes.residency_planner import ResidencyPlanner
 from horizon_lm.engine.units.blocks import Blocks
@@ -101,7 +101,7 @@ class PassRunner:
             # batch by it.
             outputs = run_together([partial(self._call_model, **call) for call in calls])
         if len(calls) > 1:
-            run_on_in_backward(outputs)
+            keep_graph_together(outputs)
         return outputs
 
     def _announce(self, batches: list[Batch]) -> bool:
@@ -110,7 +110,7 @@ class PassRunner:
         for table in self._tables:
             # The lookup needs ids on the host; those of the caller save a copy from the device that would stop the
             # host.
-            table.expect([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
+            table.expect_ids([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
         # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
         self._blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
         self._blocks.signatures = [tuple(sorted((k, rank(v)) for k, v in call.items())) for call in calls]

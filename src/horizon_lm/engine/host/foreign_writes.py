@@ -47,6 +47,7 @@ class ForeignWrites:
             self._warn(masters)
 
     def _warn(self, written: list[str]) -> None:
+        """Warn once of lost low halves."""
         if self._warned:
             return
         self._warned = True

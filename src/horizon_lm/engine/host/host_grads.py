@@ -73,6 +73,7 @@ class LandingSlots:
         self._landed_rows: torch.Tensor | None = None  # (R,)
 
     def _length(self, unit: Unit) -> int:
+        """Return the elements of the gradients of slabs that this rank owns; 0 for slabs that the model lacks."""
         if unit not in self._store.units:
             return 0
         own = self._store.units[unit].own_grads
@@ -138,12 +139,13 @@ class LandingSlots:
             self._device.free_host(old)
 
     def table_grads(self) -> TableGrads:
-        """Return the landed gradients of the embedding."""
+        """Return the landed gradients of the embedding: of the whole table if it is tied, else of the landed rows."""
         width = self._width
         if self._tied:
-            return TableGrads(self._store.grad(*self._store.units[EMBED].layout), None)
+            (table,) = self._store.units[EMBED].layout
+            return TableGrads(self._store.grad(table), None)
         assert self._landed_rows is not None
-        count = self._landed_rows.numel() + 1
+        count = self._landed_rows.numel() + 1  # with the row of zeros that `rows` has added
         return TableGrads(self._rows[: count * width].view(count, width), self._landed_rows)
 
 

@@ -131,15 +131,14 @@ class StreamedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         # The old gradient must have landed before another one takes its place. Of several ranks, each has a part:
-        # other code may drop a gradient, but set none, which `hand_out_weight` rejects as it rejects other uses of
-        # parts.
+        # other code may drop a gradient, but set none.
         owner = self.owner()
         if owner is None or not owner.has_parts:
             self._hand_out_grad()
         elif value is None:
             owner.before_grad_is_emptied(self)
         else:
-            owner.hand_out_weight()  # raises an error
+            owner.hand_out_weight()  # raises the error of all uses of parts
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
 
@@ -208,6 +207,7 @@ def _hand_out_weights(values: Iterable[Any]) -> None:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same view of the same memory."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.dtype == other.dtype

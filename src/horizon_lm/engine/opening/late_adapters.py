@@ -110,6 +110,7 @@ def attach_again(
 
 
 def _require_between_steps(engine: Engine) -> None:
+    """Raise StreamingError if an optimizer or gradients belong to the adapters that the model had."""
     if engine.updates.optimizer_in_backward is not None:
         raise StreamingError(
             "adapters were added, removed or switched after an optimizer with update_in_backward was created; change the "

@@ -64,18 +64,19 @@ def open_model(request: OpenRequest) -> Any:
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
         config = hub.load_config(folder, request.trust_remote_code, model_class=request.model_class)
-    # Each step takes its options out, so the last one can reject what is left by name.
-    asked = read_quantization(options)
+    # Each step takes its options out, so the last one can reject what is left by name: how weights are quantized, changes of
+    # the config, and how the model is streamed.
+    quantization = read_quantization(options)
     changes = config_arguments(options, config)
-    settings = StreamArguments(precision=precision, **options)
+    arguments = StreamArguments(precision=precision, **options)
     if request.gguf_file is not None:
-        return _open_gguf(request, folder, settings, asked)
+        return _open_gguf(request, folder, arguments, quantization)
     source = request.source or ModelSource(
         _changed(config, changes), str(folder), folder, model_class=request.model_class,
-        trust_remote_code=request.trust_remote_code, attn_implementation=settings.attn_implementation,
+        trust_remote_code=request.trust_remote_code, attn_implementation=arguments.attn_implementation,
         dtype=opened_dtype(precision),
     )  # fmt: skip
-    return _open_checkpoint(request, source, folder, settings, asked)
+    return _open_checkpoint(request, source, folder, arguments, quantization)
 
 
 def _find(request: OpenRequest, options: dict[str, Any]) -> tuple[OpenRequest, Path]:
@@ -99,10 +100,12 @@ def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
     return config
 
 
-def _open_gguf(request: OpenRequest, folder: Path, settings: StreamArguments, asked: Mapping[str, Any] | None) -> Any:
+def _open_gguf(
+    request: OpenRequest, folder: Path, arguments: StreamArguments, quantization: Mapping[str, Any] | None
+) -> Any:
     """Open a GGUF file, which is decoded as a whole."""
     assert request.gguf_file is not None
-    if asked is not None:
+    if quantization is not None:
         raise ConfigError(
             f"gguf_file={request.gguf_file!r} is decoded and not quantized again; leave load_in_4bit or quantization_config out, or "
             "convert it first"
@@ -111,16 +114,20 @@ def _open_gguf(request: OpenRequest, folder: Path, settings: StreamArguments, as
         raise ConfigError(
             f"gguf_file={request.gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
         )
-    model = hub.load_gguf(folder.absolute(), request.gguf_file, opened_dtype(settings.precision))
-    return stream_loaded(model if request.adapters is None else request.adapters.add_to(model, draw=True), settings)
+    model = hub.load_gguf(folder.absolute(), request.gguf_file, opened_dtype(arguments.precision))
+    return stream_loaded(model if request.adapters is None else request.adapters.add_to(model, draw=True), arguments)
 
 
 def _open_checkpoint(
-    request: OpenRequest, source: ModelSource, folder: Path, settings: StreamArguments, asked: Mapping[str, Any] | None
+    request: OpenRequest,
+    source: ModelSource,
+    folder: Path,
+    arguments: StreamArguments,
+    quantization: Mapping[str, Any] | None,
 ) -> Any:
     """Read the weights of a folder straight into the store, one by one, and attach the model."""
-    model, adapters, mesh = source.take_skeleton(), request.adapters, settings.device_mesh
-    checkpoint, find_codecs = open_weights(folder, source.quantization, asked, opened_dtype(settings.precision))
+    model, adapters, mesh = source.take_skeleton(), request.adapters, arguments.device_mesh
+    checkpoint, find_codecs = open_weights(folder, source.quantization, quantization, opened_dtype(arguments.precision))
     # Codes cannot be updated, so a model with quantized weights is trained by adapters alone; decoded weights are
     # plain ones.
     frozen = adapters is not None or (find_codecs is not None and not isinstance(checkpoint, DecodedCheckpoint))
@@ -131,7 +138,7 @@ def _open_checkpoint(
         model.config.name_or_path = model.name_or_path = lasting_name(str(request.name))
     # Before anything is read, because it hashes the bytes as they are read.
     same = SameWeights(mesh, checkpoint, model.config)
-    examined, store = with_store(model, settings, frozen, find_codecs)
+    examined, store = with_store(model, arguments, frozen, find_codecs)
     if request.reads_weights:
         with fail_together(mesh, "the loading of weights"):
             new = load_weights(examined.parts, store, checkpoint)
@@ -139,9 +146,9 @@ def _open_checkpoint(
         # ranks anyway.
         same.require()
         # Weights that the folder lacks are drawn in the dtype of those that it has.
-        drawn_in = torch.float32 if settings.precision == "float32" else next(iter(store.source_dtypes.values()))
+        drawn_in = torch.float32 if arguments.precision == "float32" else next(iter(store.source_dtypes.values()))
         with drawing_alike(mesh, torch.device("cpu")):
             draw(examined.parts.model, new, store, torch.device("cpu"), drawn_in)
     if adapters is not None:
-        return add_adapters(adapters, examined.parts, store, settings)
-    return settings.attach(examined, store)
+        return add_adapters(adapters, examined.parts, store, arguments)
+    return arguments.attach(examined, store)

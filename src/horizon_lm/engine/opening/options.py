@@ -163,9 +163,12 @@ class StreamArguments(StreamingOptions):
             attach_again(horizon, again.examine, again.get_precision, partial(again.attach, before=engine.store))
 
     def _residency(self, num_blocks: int, device: Device) -> dict[str, Any]:
-        """Return the options of the residency that the arguments fix; none if it must be planned."""
-        chosen = self.resident_blocks is not None or self.resident_graphs is not None
-        if self.activation_checkpoints == "auto" and not chosen and device.spare_bytes() is not None:
+        """Return the options of the residency that the arguments fix; none if the engine plans it for each batch size.
+
+        It plans what nobody has chosen, on a device whose memory is limited: elsewhere all checkpoints can stay on the device.
+        """
+        is_chosen = self.resident_blocks is not None or self.resident_graphs is not None
+        if self.activation_checkpoints == "auto" and not is_chosen and device.spare_bytes() is not None:
             return {}
         return Residency(*self.requested_residency(num_blocks, auto_on_device=True)).options()
 

@@ -108,13 +108,12 @@ class Engine(Machinery):
 
     @contextmanager
     def backward_of(self, state: ForwardState) -> Iterator[None]:
-        """Context manager: run one node of a backward pass. The first node of a forward pass begins the
-        backward pass.
-        """
+        """Context manager: run a node of the backward pass of a forward pass. The first of them begins the backward pass."""
         self.check_alive()
         running = self.running
         if running.backward is None:
-            require_possible(self, state)  # outside of the try block: an error raised here is no fault of the pass
+            # Outside of the try block: nothing has begun that an error raised here could leave half done.
+            require_possible(self, state)
         try:
             # Nodes of several forward passes may be in one graph: a node of another forward pass ends the running
             # backward pass.
@@ -129,6 +128,7 @@ class Engine(Machinery):
             raise
 
     def _begin_backward(self, state: ForwardState) -> None:
+        """Begin the backward pass of a forward pass, which ends with the graph."""
         if self.cursor.active:
             raise StreamingError("backward was called inside the forward pass of the same model")
         self.grads.clear_error_if_no_grads()
@@ -142,6 +142,7 @@ class Engine(Machinery):
         Variable._execution_engine.queue_callback(self._end_of_graph)
 
     def _end_backward(self) -> None:
+        """End the running backward pass, if there is one."""
         running = self.running.backward
         if running is None:
             return
@@ -206,13 +207,13 @@ class Engine(Machinery):
 
     # Between passes
 
-    def expect(self, batch: ExpectedBatch) -> None:
+    def expect_batch(self, batch: ExpectedBatch) -> None:
         """Announce the largest expected batch, so that buffers that grow with the batch are allocated once, with that
         size.
         """
         self.expected = batch
 
-    def reside(self, residency: Residency) -> None:
+    def change_residency(self, residency: Residency) -> None:
         """Change which weights and graphs stay on the device between passes."""
         if residency != self.residency:
             self.drain()
@@ -229,6 +230,7 @@ class Engine(Machinery):
         self._set_residency(options.residency or Residency(0))
 
     def _set_residency(self, residency: Residency) -> None:
+        """Keep the weights of the last blocks on the device from the next pass on, which streams them in."""
         self.residency = residency
         self.memory.set_resident(range(self.parts.num_blocks - residency.weights, self.parts.num_blocks))
         self.between.forget_weights()

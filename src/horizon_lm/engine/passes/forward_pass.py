@@ -138,12 +138,12 @@ def require_forward(engine: Machinery, name: str) -> None:
         raise StreamingError(
             f"{name} of a streamed model cannot be called on its own: its weights are on the device only while "
             "the whole model runs. Call model(...); with output_hidden_states=True it also returns the hidden states."
-            f"{advice(engine)}"
+            f"{advice_on_replaced_forward(engine)}"
         )
 
 
-def advice(engine: Machinery) -> str:
-    """Return advice for a model whose forward method was replaced, as TRL's trainers do; empty for others."""
+def advice_on_replaced_forward(engine: Machinery) -> str:
+    """Return advice, as the end of a message, for a model whose forward method other code has replaced; empty for others."""
     forward = vars(engine.parts.model).get("forward")
     if forward is None or forward.__module__.startswith("horizon_lm."):
         return ""

@@ -32,7 +32,7 @@ class Watcher(Protocol):
 _watchers: "weakref.WeakSet[Watcher]" = weakref.WeakSet()
 
 
-def watch(watcher: Watcher) -> None:
+def watch_locksteps(watcher: Watcher) -> None:
     """Tell an object about each lock-step, for as long as it lives."""
     _watchers.add(watcher)
 
@@ -153,6 +153,7 @@ class _Member:
         self.error = None
 
     def _run(self) -> None:
+        """Run the function, in its thread, once it may."""
         self._may_run.acquire()
         try:
             if self.failure is None:
@@ -197,6 +198,7 @@ def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
 
 
 def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]]) -> list[T]:
+    """Run the functions from meeting to meeting until all have returned."""
     state = ThreadState()
     members: list[_Member] = []
     try:
@@ -238,7 +240,7 @@ def _hold(waiting: list[_Member]) -> None:
         member.resume()
 
 
-def run_on_in_backward(outputs: Any) -> None:
+def keep_graph_together(outputs: Any) -> None:
     """Let autograd run the graph of these outputs without a break, once it has begun with it.
 
     Of the nodes that are ready, autograd takes the one that was made last, by a number that each thread counts for itself. So
@@ -260,7 +262,7 @@ def run_on_in_backward(outputs: Any) -> None:
         nodes += inner
 
 
-def meet(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
+def compute_jointly(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
     """Compute a value together with the other functions of the lock-step that this thread belongs to, if any.
 
     Args:
@@ -277,7 +279,7 @@ def meet(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[An
     return member.wait(_Meeting(point, value, compute, ThreadState()))
 
 
-def apart(function: Callable[[], T]) -> T:
+def compute_alone(function: Callable[[], T]) -> T:
     """Call a function at once and alone: its meetings do not wait for the other members of the lock-step."""
     member = getattr(_current, "member", None)
     _current.member = None
@@ -287,7 +289,7 @@ def apart(function: Callable[[], T]) -> T:
         _current.member = member
 
 
-def place() -> int:
+def member_id() -> int:
     """Return a number that only the function that runs here has among those in lock-step; 0 outside of a lock-step."""
     member = getattr(_current, "member", None)
     return 0 if member is None else id(member)

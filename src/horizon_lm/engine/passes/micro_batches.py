@@ -171,6 +171,7 @@ _IMMUTABLE = (torch.Tensor, bool, int, float, str, tuple, type(None))
 
 
 def _contents(value: Any) -> Any:
+    """Return the names and identities of what a container holds."""
     # Items are compared by identity: comparing tensors by value would cost time, and wait for an accelerator.
     if isinstance(value, Mapping):
         return [(key, id(item)) for key, item in value.items()]
@@ -236,6 +237,7 @@ class RowOutputs:
         output.drop_tensors()
 
     def _put(self, start: int, stop: int, tensors: list[torch.Tensor]) -> None:
+        """Copy the output of the rows [start, stop) into the whole."""
         for whole, part in zip(self.tensors, tensors, strict=True):
             per_row = part.shape[0] // (stop - start)
             # Copied part by part, not concatenated at the end, when all parts and the whole would exist at once.

@@ -149,7 +149,7 @@ class ResidencyPlanner:
         engine = self._engine
         engine.check_alive()
         plans: list[DevicePlan] = []
-        engine.reside(engine.options.residency or Residency(0))
+        engine.change_residency(engine.options.residency or Residency(0))
         try:
             yield plans
             if plans:
@@ -159,7 +159,7 @@ class ResidencyPlanner:
         finally:
             engine.device.trim()  # the allocator has cached memory in sizes that only the rehearsal needs
             if self.plan is not None:
-                engine.reside(self.plan.residency)
+                engine.change_residency(self.plan.residency)
 
     def _agree(self, plan: DevicePlan) -> DevicePlan:
         """Return a plan that keeps as little resident as the rank with the least memory, since all ranks gather the same units."""

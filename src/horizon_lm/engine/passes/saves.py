@@ -44,6 +44,7 @@ class Saves:
         return self._tasks
 
     def _issue(self, schedule: Pass, moves_of: MovesOf) -> None:
+        """Issue a pass of save operations, and keep its tasks for `wait`."""
         # What was begun before an interrupt must be waited for, too: other code may write the weights after `wait`.
         try:
             self._cursor.start(schedule, moves_of)

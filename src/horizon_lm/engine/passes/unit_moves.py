@@ -94,7 +94,7 @@ class UnitMoves:
         return [Copy(self._engine.memory.ring.get(host.numel(), torch.uint8, index % 2), host, host.numel())]
 
     def _reduce(self, op: Op) -> list[Move]:
-        """Return the sum of a unit's gradients over the ranks."""
+        """Return the moves that sum a unit's gradients over the ranks."""
         engine = self._engine
         assert engine.mesh is not None
         reduce = engine.mesh.reduce

@@ -190,6 +190,7 @@ class BlockComputation:
         return dims
 
     def _dims_of(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
+        """Return the row dimension of each input of one batch, probed once for all calls of its signature."""
         signature = self.signatures[batch]
         # Without the block's number: one probe finds the dimensions for all blocks whose inputs have the same names
         # and ranks.
@@ -204,6 +205,7 @@ class BlockComputation:
 
 
 def _chunk_mlps(module: nn.Module, tokens: int) -> None:
+    """Let the feed-forward layers of a block compute chunks of tokens; raise ModelNotSupportedError if it has none."""
     if not chunk_mlps(module, tokens):
         raise ModelNotSupportedError(
             f"{type(module).__name__} has no feed-forward layer that can be cut into chunks of tokens; leave "

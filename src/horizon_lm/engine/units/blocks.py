@@ -11,7 +11,7 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
-from horizon_lm.engine.passes.lockstep import meet
+from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, ProbeDoneError, RowOutputs, spans_of
 from horizon_lm.engine.passes.residency_planner import Rehearsal
 from horizon_lm.engine.units.block_autograd import BlockAutograd, BlockFunction
@@ -49,7 +49,7 @@ class Blocks(BlockComputation):
         # Read, and published below, in the thread of this call: its context has the collector of its own call of the
         # model.
         keys = capture.requested_keys()
-        output, captured = meet(index, (call, keys), lambda calls: self._forward_all(index, calls))
+        output, captured = compute_jointly(index, (call, keys), lambda calls: self._forward_all(index, calls))
         capture.publish(captured)
         return output
 

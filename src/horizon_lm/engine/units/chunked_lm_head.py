@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.passes.lockstep import place
+from horizon_lm.engine.passes.lockstep import member_id
 from horizon_lm.engine.units.chunk_linear import ChunkLinear
 from horizon_lm.engine.units.lm_head import LmHead
 from horizon_lm.errors import StreamingError
@@ -38,7 +38,7 @@ class ChunkedLmHead:
         self.head, self.engine, self.path, self.call_model = head, head.engine, path, call_model
         self._active = False  # the forward pass over the whole batch is running, without the head
         self._skips_norm = False  # the final norm is also skipped and left to the chunks
-        self._norm_input: dict[int, torch.Tensor] = {}  # by place in the lock-step, (B, T, H)
+        self._norm_input: dict[int, torch.Tensor] = {}  # by `member_id`, (B, T, H)
         self._hidden: dict[int, torch.Tensor] = {}  # output of the trunk, (B, T, H)
         self._chunk: Chunk | None = None  # the chunk that the model is computing
         self._vocabulary = self.engine.parts.sizes().vocabulary
@@ -77,8 +77,8 @@ class ChunkedLmHead:
 
     def take_hidden(self) -> torch.Tensor:
         """Return the hidden states (B, T, H) of the batch that this thread has run through the trunk."""
-        self._norm_input.pop(place(), None)
-        return self._hidden.pop(place())
+        self._norm_input.pop(member_id(), None)
+        return self._hidden.pop(member_id())
 
     def outer_names(self) -> list[str]:
         """Return the full names of the outer parameters used by chunks: those of the norm, and the bias of a
@@ -97,8 +97,8 @@ class ChunkedLmHead:
             return Decoded(self._chunk.normalise())
         output = forward(*args, **kwargs)
         if self._active:
-            hidden, norm_input = hidden_of(output), self._norm_input.get(place())
-            self._hidden[place()] = hidden
+            hidden, norm_input = hidden_of(output), self._norm_input.get(member_id())
+            self._hidden[member_id()] = hidden
             # A norm that was skipped must have been the last operation, or chunks would apply it in the wrong place.
             if self._skips_norm and (norm_input is None or not is_same(hidden, norm_input)):
                 raise StreamingError(
@@ -113,7 +113,7 @@ class ChunkedLmHead:
         """
         if not (self._active and self._skips_norm):
             return forward(hidden)
-        self._norm_input[place()] = hidden
+        self._norm_input[member_id()] = hidden
         return hidden
 
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:

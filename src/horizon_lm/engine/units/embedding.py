@@ -17,9 +17,9 @@ from horizon_lm.device.base import send
 from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import advice
+from horizon_lm.engine.passes.forward_pass import advice_on_replaced_forward
 from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.lockstep import meet
+from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.errors import StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
 from horizon_lm.schedule.ops import Kind
@@ -56,7 +56,7 @@ class StreamedEmbedding:
             return torch.zeros(  # (B + 1, T, H)
                 (*ids.shape, self.width), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
-        hidden: torch.Tensor = meet("embedding", ids, self._forward_all)
+        hidden: torch.Tensor = compute_jointly("embedding", ids, self._forward_all)
         return hidden
 
     def _forward_all(self, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -125,7 +125,7 @@ class StreamedEmbedding:
             raise StreamingError(
                 "the input embedding of a streamed model has no gradient when it is called outside of the model: give "
                 "input_ids to the model, or call the embedding under torch.no_grad(), or freeze it."
-                f"{advice(engine)}"
+                f"{advice_on_replaced_forward(engine)}"
             )
         engine.access.hand_out_weight()
         with torch.no_grad():
@@ -146,7 +146,7 @@ class StreamedEmbedding:
             rows.requires_grad_().register_hook(_reject_gradient)
         return rows
 
-    def expect(self, batches: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
+    def expect_ids(self, batches: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
         """Remember that the ids of the next forward pass are already on the host, so that the host need not wait for a
         copy.
 
@@ -215,6 +215,7 @@ def _reject_gradient(grad: torch.Tensor) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int:
+    """Return the number of writes to a tensor, as far as torch counts them."""
     # Tensors of inference mode do not count writes.
     return 0 if tensor.is_inference() else tensor._version
 

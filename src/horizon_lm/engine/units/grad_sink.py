@@ -57,9 +57,9 @@ class GradSink:
             self._adapter_slot.buffer = memory.grads_of(OUTER)
 
     def close(self) -> list[str]:
-        """Return the parameters that received a gradient, and zero the rest of the slot (unused
-        parameters, padding). Gradients of adapters are reported to the engine, because they are landed with those of the
-        outer parameters.
+        """Zero what no gradient was written to (unused parameters, padding), and return the parameters that have one.
+
+        Adapters are not among them: they are noted in the backward pass, which lands them with the outer parameters.
         """
         for part in self._landed():
             self._slots[part].zero_the_rest()
@@ -96,6 +96,7 @@ def _reject_gradient(_: Any) -> Any:
 
 
 def _fresh_leaves(views: Mapping[str, torch.Tensor], prefix: str, slots: Iterable["_Slot"]) -> dict[str, torch.Tensor]:
+    """Return a leaf for each weight, whose gradient goes to the slot that takes it; frozen weights are in none."""
     leaves = {}
     for name, view in views.items():
         # A leaf of this graph alone, whose hook goes with the graph.

@@ -12,7 +12,7 @@ from torch import nn
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.lockstep import meet
+from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import Kind
@@ -84,7 +84,7 @@ class LmHead:
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
         require_forward(self.engine, "the head")
-        logits: torch.Tensor = meet("head", hidden, self._project_all)
+        logits: torch.Tensor = compute_jointly("head", hidden, self._project_all)
         return logits
 
     def _project_all(self, hidden: list[torch.Tensor]) -> Sequence[torch.Tensor]:
