@@ -119,6 +119,7 @@ def _rendered_content(text: str, message: Message, trims: bool) -> str:
 
 
 def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:
+    """Return the start of each anchor, the index of a message, placed as early as possible; raise RowError if one has no place."""
     starts, position = {}, 0
     for index in anchors:
         starts[index] = text.find(contents[index], position)
@@ -132,6 +133,7 @@ def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict
 
 
 def _latest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:
+    """Return the start of each anchor, placed as late as possible. `_earliest_starts` has shown that all have a place."""
     starts, limit = {}, len(text)
     for index in reversed(anchors):
         limit = starts[index] = text.rfind(contents[index], 0, limit)

@@ -190,6 +190,8 @@ class ChatRenderer:
         return self._styles[key]
 
     def _probe_template_style(self, template_options: Mapping[str, Any]) -> TemplateStyle:
+        """Find out what a template puts before answers, and whether it trims them, by rendering short conversations."""
+
         def render(*contents: str, **options: Any) -> str:
             turns = zip(("user", "assistant") * 2, contents, strict=False)
             messages = [{"role": role, "content": content} for role, content in turns]

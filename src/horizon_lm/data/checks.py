@@ -39,7 +39,7 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
     doubled, thinking, copies = ExampleCounts(), ExampleCounts(), ExampleCounts()
     patterns = _empty_thinking(tokenizer)
     for part in report.rows.parts:
-        for indices, ends, ids, trained in part.batches():
+        for indices, ends, ids, trained in part.chunks():
             starts = np.concatenate([[0], ends[:-1]])
             doubled.add(indices[_begins_twice(ids, starts, ends, tokenizer.bos_token_id)], part.place)
             thinking.add(indices[_has_trained(ids, trained, ends, patterns)], part.place)
@@ -101,6 +101,7 @@ def reject_errors(findings: Sequence[Finding]) -> None:
 
 
 def _begins_twice(ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, bos: int | None) -> np.ndarray:
+    """Return which rows (n,) begin with two begin-of-sequence tokens."""
     if bos is None or not len(ids):
         return np.zeros(len(starts), dtype=bool)
     second = np.minimum(starts + 1, len(ids) - 1)

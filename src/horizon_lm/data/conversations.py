@@ -89,6 +89,7 @@ def read_messages(row: Mapping[str, Any], name: str) -> list[Message]:
 
 
 def _message(entry: Any, where: str) -> Message:
+    """Return a message of a row in the form of chat templates; raise RowError, naming ``where``, if it is none."""
     if not isinstance(entry, Mapping):
         raise RowError(f"{where} must be {{role, content}}, but is {describe_type(entry)}")
     entry = {key: value for key, value in entry.items() if value is not None}
@@ -110,6 +111,7 @@ def _message(entry: Any, where: str) -> Message:
 
 
 def _content(entry: Mapping[str, Any], where: str) -> str:
+    """Return the text of a message: its content, or the texts in a list of parts joined."""
     content = entry.get("content")
     if content is None and entry.get("tool_calls"):
         return ""
@@ -126,6 +128,7 @@ def _content(entry: Mapping[str, Any], where: str) -> str:
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:
+    """Return the calls of a message in OpenAI's form, with arguments that are JSON text parsed."""
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise RowError(f"{where}.tool_calls must be a list of calls, but is {describe_type(value)}")
     calls = []

@@ -22,6 +22,8 @@ def report_panics() -> None:
 
 
 def _reporting(encode: Any) -> Any:
+    """Return a method that encodes, and raises ConfigError if the Rust code of the tokenizer panics."""
+
     @wraps(encode, assigned=())
     def reporting(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -142,6 +142,7 @@ def _declared_features(reader: str, file: Path) -> Any:
 
 
 def _read_schema(reader: str, file: Path) -> Any:
+    """Return the schema of a file of rows without reading them."""
     import pyarrow
     from pyarrow import parquet
 

@@ -56,6 +56,12 @@ def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[st
     return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
 
 
+def require_fields(row: Any) -> None:
+    """Raise RowError if a row is no object with fields."""
+    if not isinstance(row, Mapping):
+        raise RowError(f"a row must be an object with fields, but this is {describe_type(row)}")
+
+
 def find_format(row: Any, wanted: str | None, objective: str, columns: Collection[str] = ()) -> RowFormat:
     """Return the format of a row.
 
@@ -68,8 +74,7 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
     Raises:
         RowError: the row has no known format, or one that the objective does not use.
     """
-    if not isinstance(row, Mapping):
-        raise RowError(f"a row must be an object with fields, but this is {describe_type(row)}")
+    require_fields(row)
     usable = [fmt for fmt in FORMATS if fmt.name in FORMATS_OF_OBJECTIVE[objective]]
     if wanted is not None:
         fmt = next(fmt for fmt in FORMATS if fmt.name == wanted)
@@ -95,6 +100,7 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
 
 
 def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
+    """Return a field that must be text; an optional one that is missing is empty."""
     value = row.get(name)
     if optional and value is None:
         return ""
@@ -227,6 +233,10 @@ def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Comp
 
 
 def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: int | None = None) -> Conversation:
+    """Return messages as a conversation, with the system prompt, tools and template options of the row.
+
+    ``num_prompt``: number of messages that are the prompt; None if the row does not say.
+    """
     if num_prompt is not None and not any(message["role"] == "assistant" for message in messages[num_prompt:]):
         raise RowError("no message of the assistant after the prompt, so nothing to train on")
     options = row.get("chat_template_kwargs") or {}
@@ -252,6 +262,7 @@ def _reserved_options() -> frozenset[str]:
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools of a row, which may be JSON text; None without any."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

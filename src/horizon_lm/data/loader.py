@@ -52,6 +52,7 @@ def _longest(rows: Sequence[Row]) -> int:
 
 
 def _mask(sequences: Sequence[Tokens], shape: tuple[int, int]) -> torch.Tensor:
+    """Return a mask of the shape (B, T): 1 for the tokens of each sequence, 0 for the padding."""
     mask = torch.zeros(shape, dtype=torch.int64)
     for index, each in enumerate(sequences):
         mask[index, : len(each.ids)] = 1

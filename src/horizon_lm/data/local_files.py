@@ -63,6 +63,7 @@ def find_files(config: DatasetConfig) -> dict[str, list[Path]] | None:
 
 
 def _files_of_folder(config: DatasetConfig, folder: Path) -> dict[str, list[Path]]:
+    """Return the files of rows in a folder, by split. Without a wanted split all of them are ``train``."""
     if config.data_files:
         return {"train": _matching(config, folder)}
     if (saved := _saved_splits(config, folder)) is not None:

@@ -88,6 +88,7 @@ def _truncate(columns: dict[str, list[Any]], length: int) -> dict[str, list[Any]
 
 
 def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[int]]:
+    """Return the number of targets of each row. The first token of a document has none before it that could predict it."""
     counts = []
     for index, trained in enumerate(columns["trained"]):
         mask = np.asarray(trained, dtype=bool)

@@ -11,7 +11,7 @@ import numpy as np
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data import trl_compat
 from horizon_lm.data.conversations import RowError
-from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields
+from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields, require_fields
 from horizon_lm.data.packing import pack, truncate
 from horizon_lm.data.row_fields import reject_other_rows, reject_placeholders, unused_fields
 from horizon_lm.data.sources import Source, cannot_be_cached, digest, open_source, progress_bars
@@ -291,13 +291,15 @@ def _tokenize_rows(
     tokenizer: ExampleTokenizer,
     objective: str,
 ) -> dict[str, list[Any]]:
-    """Tokenize a batch of rows. Errors go into the column ``problem``, so that they are all reported together."""
+    """Tokenize a batch of rows, and return the columns of the table.
+
+    Errors go into the column ``problem``, so that they are all reported together; a row with one has no tokens.
+    """
     num_sequences = 1 + (objective == "dpo")
     tokenized: list[tuple[list[Tokens], str | None]] = []
     for row in source.rows(columns):
         try:
-            if not isinstance(row, dict):
-                find_format(row, None, "sft")  # raises RowError
+            require_fields(row)
             _reject_huge(row)
             renamed = _renamed(row, source)
             reject_other_rows(renamed, objective, (source.config.columns or {}).values())
@@ -330,6 +332,7 @@ def _reject_huge(row: Any) -> None:
 
 
 def _num_chars(value: Any) -> int:
+    """Return the number of characters in all texts of a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -49,11 +49,14 @@ def reject_other_rows(row: Mapping[str, Any], objective: str, columns: Collectio
 
 
 def reject_placeholders(example: Example) -> None:
-    """Raise RowError if a prompt has a placeholder of a picture, a film or a sound, or a text begins with one."""
+    """Raise RowError if a prompt has a placeholder of a picture, a film or a sound, or a text begins with one.
+
+    A name with an end tag is a tag of HTML, which rows may talk about.
+    """
     pattern = _TEXT_PLACEHOLDER if isinstance(example, Text) else _PLACEHOLDER
     for text in _prompts(example):
         found = pattern.search(text)
-        name = found and next(filter(None, found.groups()))
+        name = found and found[found.lastindex or 0]
         if name and f"</{name}>" not in text:
             raise RowError(
                 f"the {'text' if isinstance(example, Text) else 'prompt'} has the placeholder <{name}>, and only text is supported; drop the "

@@ -39,6 +39,7 @@ def read_rows(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _first_character(stream: TextIO) -> str:
+    """Return the first character of a file that is not whitespace, which tells a list from lines; empty without any."""
     while chunk := stream.read(_CHUNK_CHARS):
         if text := chunk.strip():
             return text[0]
@@ -57,6 +58,7 @@ def _find_invalid_utf8(path: str) -> str:
 
 
 def _read_lines(path: str, lines: TextIO) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a JSONL file, with their places."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -145,6 +147,7 @@ class _JsonListReader:
         )
 
     def _place(self, position: int) -> tuple[int, int]:
+        """Return line and column of a position in the text that is held, of which earlier chunks are gone."""
         before = self._text[:position]
         newlines = before.count("\n")
         column = len(before) - before.rfind("\n") if newlines else self._column + len(before)
@@ -315,6 +318,10 @@ def _file_states(files: Sequence[Path]) -> list[Any]:
 
 
 def _dataset_from_json(names: list[str], fingerprint: str) -> Any:
+    """Return the rows of JSON files as a table of JSON texts and places, from the cache if they are there.
+
+    Texts, because the columns of a table have one type each, and rows may differ.
+    """
     import datasets
 
     if next(_generate_json_rows(names), None) is None:
@@ -357,6 +364,7 @@ def _cache_folder(key: str) -> Path:
 
 
 def _generate_json_rows(files: list[str]) -> Iterator[dict[str, str]]:
+    """Yield the rows of files as JSON text, with their places. Arrow holds no unpaired surrogates."""
     for file in files:
         for place, row in read_rows(file):
             text = json.dumps(row, ensure_ascii=False)

@@ -70,6 +70,7 @@ def argument_variants(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _check_coverage(conversation: Conversation, text: str, marked: str) -> RenderedConversation:
+    """Return a conversation with its text, given with markers, too; raise RowError if an answer or a call is missing."""
     folded = marked.casefold()
     missing = [place for place in _parts(conversation) if _marker(*place) not in folded]
     for index, message in enumerate(conversation.messages):
@@ -149,6 +150,7 @@ def _render_with_markers(conversation: Conversation, render: Render) -> str:
 
 
 def _add_markers(conversation: Conversation) -> Conversation:
+    """Return a copy of a conversation with a marker at the end of each text, tool call and tool."""
     messages = []
     for index, message in enumerate(conversation.messages):
         changed = dict(message)

@@ -75,6 +75,7 @@ class _Server:
             self._stop()
 
     def _start(self) -> None:
+        """Start the process that renders. One of a parent of this process is kept, but not used: two would read its answers."""
         self._inherited.append(self._process)
         self._process, self._owner = None, os.getpid()
         file = Path(__file__).with_name("template_server.py")
@@ -135,6 +136,7 @@ class _LimitedTemplate:
         yield str(answer["text"])
 
     def _ask(self, variables: Mapping[str, Any], marked: bool) -> Any:
+        """Let the process render, and return its answer; raise the template's error as it would be raised here."""
         answer = _SERVER.ask(
             {"template": self._source, "variables": variables, "marked": marked, "seconds": MAX_SECONDS}
         )

@@ -178,8 +178,8 @@ class Part:
         segments = values("seq_lengths").tolist() if "seq_lengths" in entry.column_names else None
         return Row(sequences, segments, self._place(index))
 
-    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield chunks of the rows in use: their indices (n,), ends (n,), tokens (t,) and target masks (t,).
+    def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield the rows in use, a chunk of the table at a time: their indices (n,), ends (n,), tokens (t,) and target masks (t,).
 
         The rows' tokens are concatenated, and row i ends before ``ends[i]``. Preferences contribute their chosen answers
         only.

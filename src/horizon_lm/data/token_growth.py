@@ -31,6 +31,7 @@ def require_little_growth(tokenizer: Any, place: object) -> None:
 
 
 def _require_little_growth(normalizer: Any, place: object) -> None:
+    """Raise ConfigError if a normalizer could make a text much longer."""
     if (growth := _growth(normalizer)) > _MAX_GROWTH:
         shown = f"{growth:,.0f}" if growth < 1e15 else f"{growth:.0e}"
         raise ConfigError(

@@ -103,6 +103,7 @@ class ExampleTokenizer:
         return Tokens(ids, np.ones(len(ids), dtype=bool), _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None))
 
     def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
+        """Return the tokens of a prompt and its answer. The default of ``train_on`` follows from the example."""
         if isinstance(example, Completion):
             return self._tokenize_completion(example, train_on)
         rendered = self.renderer.render(example)
@@ -130,6 +131,7 @@ class ExampleTokenizer:
         return self._renderer
 
     def _tokenize_completion(self, example: Completion, train_on: str | None) -> Tokens:
+        """Return the tokens of a prompt and a completion that are plain text, which no template renders."""
         if train_on == "assistant":
             raise RowError("a prompt and completion in text have no assistant tokens; use train_on: completion")
         text = self._with_eos(example.prompt + example.completion)
