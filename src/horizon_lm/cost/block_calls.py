@@ -104,6 +104,7 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool)
 
 
 def _shapes() -> list[tuple[int, int]]:
+    """Return the rows and tokens of the batches that are compared: one, one with more rows, and one with more tokens."""
     return [(_ROWS[0], _LENGTH[0]), (_ROWS[1], _LENGTH[0]), (_ROWS[0], _LENGTH[1])]
 
 
@@ -115,6 +116,7 @@ def _in_float32(parts: ModelParts, index: int) -> frozenset[str]:
 
 
 def _compare(block: nn.Module, calls: list[Call], indices: tuple[int, ...], in_float32: frozenset[str]) -> BlockCalls:
+    """Return the arguments for batches of any shape, from the calls of a block in the batches of `_shapes`."""
     flat = [pytree.tree_flatten(call, is_leaf=_is_leaf) for call in calls]
     leaves, spec = flat[0]
     more_rows, more_tokens = flat[1][0], flat[2][0]
@@ -133,6 +135,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
+    """Return what a size depends on, from its values in the batches of `_shapes`."""
     by_rows = more_rows * _ROWS[0] == number * _ROWS[1]
     by_length = more_tokens * _LENGTH[0] == number * _LENGTH[1]
     if (not by_rows and more_rows != number) or (not by_length and more_tokens != number):
@@ -156,6 +159,7 @@ def call_of_each_block(parts: ModelParts, dtype: torch.dtype, inputs: Mapping[st
 
 
 def _batch(rows: int, tokens: int, masked: bool) -> dict[str, torch.Tensor]:
+    """Return inputs of the model. A padded token lets transformers make a mask, which it leaves out if nothing is masked."""
     ids = torch.zeros((rows, tokens), dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[0, -1] = 0 if masked else 1
@@ -178,6 +182,8 @@ def _record(
     outputs: dict[nn.Module, Any] = {}
 
     def stand_in(index: int) -> Any:
+        """Return a forward method that records the arguments of a block, and returns zeros like the output of its kind."""
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls[index] = args, kwargs
             if index == parts.num_blocks - 1:

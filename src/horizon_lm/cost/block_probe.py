@@ -174,6 +174,7 @@ def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, fr
 
 
 def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """Return the weights that the forward pass of a block writes in place, by name."""
     module, args, kwargs = copy_on_meta(block, args, kwargs, torch.float32)
     module.train()
     watch = _Watch(module)

@@ -62,6 +62,7 @@ class Recorder(TorchDispatchMode):
         self.work += Work(products=operations, product_bytes=_num_bytes(tensors), num_ops=1)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
+        """Count an operation: as a matrix product if torch knows its FLOPs, else as bytes that it moves."""
         num_bytes = _num_bytes(tensors)
         packet = func._overloadpacket
         if packet in flop_registry:
@@ -71,6 +72,7 @@ class Recorder(TorchDispatchMode):
             self.work += Work(moved_bytes=num_bytes, num_ops=1)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of a storage until it is freed."""
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
             self.live += storage.nbytes()
@@ -86,6 +88,7 @@ _MAKES_NOTHING = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
 
 
 def _is_view(func: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
+    """Return whether an operation only returned views of its inputs, which costs nothing."""
     if func._schema.is_mutable:
         return False
     storages = {t.untyped_storage()._cdata for t in inputs}

@@ -79,7 +79,7 @@ def outline_model(
         name=source.place,
         sizes=parts.sizes(),
         trained=parts.sizes(trained_only=True),
-        active=_active(parts),
+        active=_parameters_per_token(parts),
         experts=_num_experts(parts),
         length=length,
         compute_bytes=dtype.itemsize,
@@ -172,6 +172,7 @@ def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
 
 
 def _kind(calls: BlockCalls, length: int, dtype: torch.dtype, accelerated: bool) -> BlockKind:
+    """Measure blocks of one structure, and return their memory and work as functions of the rows."""
     # Memory and work are linear in the rows, so two runs suffice.
     one, two = (calls.run(rows, length, dtype, accelerated) for rows in (1, 2))
     return BlockKind(
@@ -197,7 +198,8 @@ def _num_experts(parts: ModelParts) -> int:
     return next((n for name in _NUM_EXPERTS if (n := getattr(config, name, None))), 0)
 
 
-def _active(parts: ModelParts) -> int:
+def _parameters_per_token(parts: ModelParts) -> int:
+    """Return the number of parameters in blocks and head that compute a token: of experts, only the chosen ones."""
     experts = _num_experts(parts)
     chosen = getattr(parts.model.config.get_text_config(), "num_experts_per_tok", None) or experts
     active = sum(parts.sizes().head)

@@ -55,6 +55,7 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
 
 
 def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor) -> None:
+    """Decode 4-bit codes with a kernel. Without nested scales, three unused arguments get any tensor."""
     table = components["quant_map"]
     names = ("nested_quant_map", "nested_absmax", "nested_offset")
     nested = [components[name] for name in names] if codec.nested else [table] * 3
@@ -66,6 +67,7 @@ def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor) -> N
 
 
 def _decode_mxfp4(components: Components, out: torch.Tensor) -> None:
+    """Decode blocks (I / 32, 16, O) with a kernel, one program for some columns of a row of 16 pairs."""
     kernels, height = _kernels(), out.shape[-1]
     kernels.decode_mxfp4[(components["blocks"].numel() // height, _programs(height))](
         components["blocks"], components["scales"], _target(out), height, size=kernels.BLOCK, enable_fp_fusion=False

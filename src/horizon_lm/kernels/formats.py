@@ -103,6 +103,7 @@ _SECOND = _ONE - 255  # code 255 is 1.0, code 1 about 2**-31
 
 @inlined
 def _encode_first(array: Any, i: int, relative: Any, noise: Any) -> None:
+    """Write a first moment as 8 bits, given relative to the largest of its block."""
     size = abs(relative)
     code = np.int32(U32(bits_of(size) + U32(noise << U32(4))) >> U32(20)) - np.int32(_FIRST)
     smallest = float_of(U32(_FIRST + 1) << U32(20))
@@ -114,6 +115,7 @@ def _encode_first(array: Any, i: int, relative: Any, noise: Any) -> None:
 
 @inlined
 def _decode_first(array: Any, i: int, scale: Any) -> Any:
+    """Return a first moment from its 8 bits and the largest of its block."""
     code = U32(array[i])
     size = code & U32(0x7F)
     value = float_of(U32(size + U32(_FIRST)) << U32(20)) if size > U32(0) else F32(0)
@@ -122,6 +124,7 @@ def _decode_first(array: Any, i: int, scale: Any) -> Any:
 
 @inlined
 def _encode_second(array: Any, i: int, relative: Any, noise: Any) -> None:
+    """Write a second moment, which is not negative, as 8 bits, given relative to the largest of its block."""
     code = np.int32(U32(bits_of(relative) + U32(noise << U32(4))) >> U32(20)) - np.int32(_SECOND)
     smallest = np.int32(1) if relative > F32(0) else np.int32(0)
     array[i] = np.uint8(min(max(code, smallest), np.int32(255)))
@@ -129,6 +132,7 @@ def _encode_second(array: Any, i: int, relative: Any, noise: Any) -> None:
 
 @inlined
 def _decode_second(array: Any, i: int, scale: Any) -> Any:
+    """Return a second moment from its 8 bits and the largest of its block."""
     code = U32(array[i])
     return scale * (float_of(U32(code + U32(_SECOND)) << U32(20)) if code > U32(0) else F32(0))
 

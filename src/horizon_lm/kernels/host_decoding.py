@@ -67,6 +67,7 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().n
 
 @cache
 def _decode_4bit(form: str) -> Any:
+    """Compile a decoder of pairs of codes (N / 2,) with scales (N / blocksize,) and the value of each code (16,) to (N,)."""
     store = _STORE[form]
 
     @kernel
@@ -84,7 +85,10 @@ def _decode_4bit(form: str) -> Any:
 
 @cache
 def _decode_mxfp4(form: str) -> Any:
-    """Compile a decoder of blocks (I / 32, 16, O) and scales (I / 32, O) to (I, O)."""
+    """Compile a decoder of blocks (I / 32, 16, O) and scales (I / 32, O), with the value of each code (16,), to (I, O).
+
+    A scale is the exponent of a power of two, in the bits of a float; 0 is the subnormal 2**-127.
+    """
     store = _STORE[form]
 
     @kernel
@@ -107,15 +111,16 @@ def _decode_mxfp4(form: str) -> Any:
 
 @cache
 def _decode_fp8(form: str) -> Any:
+    """Compile a decoder of codes (O, I) with a scale for each tile and the value of each code (256,) to (O, I)."""
     store = _STORE[form]
 
     @kernel
     def decode(codes: Any, scales: Any, table: Any, tile_rows: int, tile_columns: int, out: Any) -> None:
         for row in range(out.shape[0]):
-            line, target, by_tile = codes[row], out[row], scales[row // tile_rows]
-            for tile in range(len(by_tile)):
-                scale = by_tile[tile]
-                for column in range(tile * tile_columns, min(len(target), (tile + 1) * tile_columns)):
-                    target[column] = store(F32(table[line[column]] * scale))
+            row_codes, row_out, row_scales = codes[row], out[row], scales[row // tile_rows]
+            for tile in range(len(row_scales)):
+                scale = row_scales[tile]
+                for column in range(tile * tile_columns, min(len(row_out), (tile + 1) * tile_columns)):
+                    row_out[column] = store(F32(table[row_codes[column]] * scale))
 
     return decode

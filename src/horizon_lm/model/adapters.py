@@ -86,6 +86,7 @@ class Adapters:
             return peft.get_peft_model(model, config, name, low_cpu_mem_usage=not draw)
 
     def _new(self, peft: Any, model: Any) -> Any:
+        """Return the config of new LoRA adapters. PEFT has lists, and saves a whole `lora_alpha` as an integer."""
         modules = self.target_modules
         if modules is None and self.target_parameters is None:
             modules = _default_layers(peft, model)

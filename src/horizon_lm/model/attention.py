@@ -233,6 +233,7 @@ def _by_flash_attn(
     rows: Offsets | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float,
     scaling: float | None, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
+    """Return attention over the documents in the rows, by a kernel that takes all rows as one sequence with offsets."""
     size, length = query.shape[0], query.shape[2]
     offsets, ends = rows or _whole_rows(size, length, query.device).offsets(0, size)
     longest = int(ends.diff().max())
@@ -284,6 +285,7 @@ def can_varlen(model: Any) -> bool:
 
 
 def _obstacle(model: Any) -> str | None:
+    """Return why attention of this package cannot compute a model; None if it can."""
     if not (getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)):
         return "its attention does not go through transformers' AttentionInterface"
     config = model.config.get_text_config()

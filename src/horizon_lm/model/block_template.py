@@ -130,6 +130,7 @@ class StreamedBlock:
                     _restore_parameters(owner, order)
 
     def _put_buffers(self) -> dict[tuple[nn.Module, str], "_BufferCopy"]:
+        """Put copies of the buffers on the device into the modules, and return them; copy again what has changed since."""
         put = {}
         for module in self._modules:
             for name, host in module._buffers.items():
@@ -171,6 +172,7 @@ class StreamedBlock:
             self._set_mode(before.training, own)
 
     def _set_mode(self, training: Sequence[bool], hooks: Iterable[Iterable[Any]]) -> None:
+        """Set the mode of every module, and the hooks of those inside the block."""
         for module, each in zip(self._modules, training, strict=True):
             module.training = each
         for module, of_module in zip(self._modules[1:], hooks, strict=True):
@@ -271,6 +273,7 @@ class Structure:
             )
 
     def _find_ids(self) -> list[int]:
+        """Return the identities of the parameters and children of all modules."""
         found: list[int] = []
         for module in self._modules:
             found += map(id, module._parameters.values())
@@ -350,6 +353,7 @@ def structure_key(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value, with all that it holds, is compared by value."""
     if isinstance(value, (tuple, list, set, frozenset)):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):

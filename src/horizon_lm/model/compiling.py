@@ -68,6 +68,7 @@ def chunk_mlps(block: nn.Module, tokens: int) -> int:
 
 
 def _treats_tokens_alike(part: nn.Module) -> bool:
+    """Return whether a module computes each token on its own: linear layers and functions, without dropout."""
     for child in part.modules():
         parameters = [p for p in child._parameters.values() if p is not None]
         if parameters and not (isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"):

@@ -36,6 +36,7 @@ def freeze(model: Any, trainable: str | None) -> None:
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
+    """Return the pattern of a name in which ``*`` stands for any text. It matches whole parts between dots."""
     first, *middle = map(re.escape, pattern.split("*"))
     # The first place of each part is final, or a pattern with many stars would take for ever.
     inner = first + "".join(f"(?>.*?{part})" for part in middle[:-1]) + "".join(f".*{part}" for part in middle[-1:])

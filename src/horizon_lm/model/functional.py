@@ -132,6 +132,7 @@ def token_statistics(logits: torch.Tensor, labels: torch.Tensor, compiled: bool 
 
 
 def _statistics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the `STATISTICS` (N,) of tokens, from logits (N, V) and labels (N,)."""
     largest, top = logits.max(-1)  # (N,) each; on a CPU in half the time of argmax
     probs = torch.softmax(logits, -1, dtype=torch.float32)  # (N, V)
     # The largest probability is at least 1 / V, so its logarithm is finite, and gives that of the softmax's denominator.

@@ -70,6 +70,7 @@ def _require_hub_id(name: str) -> None:
 
 
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
+    """Return the error for a name that is no folder and not on the hub, with a known model of a similar name."""
     known = f" as {hub_id}" if hub_id != typed else ""
     close = closest_model(typed, (name for each in known_models() for name in (each.name, *each.aliases)))
     hint = f"; did you mean {close}?" if close and close not in (typed, hub_id) else ""

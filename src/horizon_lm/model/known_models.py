@@ -32,6 +32,7 @@ class KnownModel:
 
 @cache
 def _read() -> tuple[KnownModel, ...]:
+    """Read the known models that come with the package, from the smallest to the largest."""
     files = [file for file in (resources.files(__package__) / "published").iterdir() if file.name.endswith(".json")]
     entries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     models = [

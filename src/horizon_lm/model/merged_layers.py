@@ -132,6 +132,7 @@ class MergedLayers:
         return found
 
     def _set(self, name: str, value: torch.Tensor) -> None:
+        """Put a value into its place in the model, a buffer or a parameter."""
         module, attribute = self._places[name]
         if attribute in module._buffers:
             module._buffers[attribute] = value
@@ -150,6 +151,7 @@ class MergedLayers:
                     param.data = value
 
     def _find_layers(self, model: nn.Module) -> Iterator[_Layer]:
+        """Yield the outermost layers of PEFT, each with the names of the base's tensors inside it."""
         own: dict[int, dict[str, str]] = {}  # by module: attributes with their names
         for name, (module, attribute) in self._places.items():
             own.setdefault(id(module), {})[attribute] = name

@@ -57,11 +57,11 @@ def created_in_float32(model: Any, names: Iterable[str]) -> set[str]:
         built = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
         dtypes = {name: parameter.dtype for name, parameter in built.named_parameters(remove_duplicate=False)}
         found = {name for name in names if dtypes.get(name) == torch.float32}
-        return found if found and _computes(built) else set()
+        return found if found and _accepts_its_dtypes(built) else set()
 
 
-def _computes(model: Any) -> bool:
-    """Return whether a model on the meta device can compute with its weights in their dtypes."""
+def _accepts_its_dtypes(model: Any) -> bool:
+    """Return whether no operation of a model on the meta device rejects the dtypes of its operands; other errors do not count."""
     try:
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.long))

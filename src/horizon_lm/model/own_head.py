@@ -31,6 +31,7 @@ def has_own_head(folder: Path, config: Any, model_class: Any) -> bool:
 
 @lru_cache(maxsize=16)  # several parts of a run read the config
 def _differ(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
+    """Return whether head and table are both in the files, by path and time of writing, with different values."""
     with ExitStack() as stack:
         try:
             opened = [stack.enter_context(safe_open(path, framework="pt")) for path, _ in files]

@@ -13,7 +13,7 @@ def declare_untied(config: Any) -> None:
 
 
 def true_config(model: Any) -> Any:
-    """Return a copy of a model's config, which says that nothing is tied if parameters are not one that should be."""
+    """Return a copy of a model's config, which declares nothing tied if two parameters that it ties are not the same one."""
     config = copy.deepcopy(model.config)
     for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         with suppress(AttributeError):  # inside layers of PEFT

@@ -42,7 +42,7 @@ def find_parts(model: Any) -> ModelParts:
     if table is None or len(units[EMBED]) != 1:
         raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
     _reject_encoder(name, model, blocks)
-    tied = _inside(head)._parameters.get("weight") is table.param
+    tied = _active_projection(head)._parameters.get("weight") is table.param
     if tied and units[HEAD]:
         raise ModelNotSupportedError(
             f"{name}: PEFT trains a copy of the head, or adapters of it, and ties it to the embedding; leave ensure_weight_tying out"
@@ -94,7 +94,7 @@ def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
         return head, False
     # The name is the convention of transformers' decoders; encoders have a `classifier` after a pooling layer.
     score: Any = getattr(model, "score", None)
-    if score is not None and type(_inside(score)) is nn.Linear:
+    if score is not None and type(_active_projection(score)) is nn.Linear:
         return score, True
     raise ModelNotSupportedError(
         f"{name} has neither the output embeddings of a causal language model nor the `score` of a decoder that classifies "
@@ -102,13 +102,17 @@ def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
     )
 
 
-def _inside(head: nn.Module) -> nn.Module:
+def _active_projection(head: nn.Module) -> nn.Module:
     """Return the projection that a head multiplies by, inside PEFT's layers around it."""
     while is_adapter_layer(head):
-        copies: Any = getattr(head, "modules_to_save", None) or {}
+        copies: Any = getattr(head, "modules_to_save", None) or {}  # of a head that is trained as a whole, by adapter
         active = [copies[each] for each in getattr(head, "active_adapters", ()) if each in copies]
-        inside = active[0] if active else getattr(head, "token_adapter", None)
-        head = inside if inside is not None else getattr(head, "base_layer", None) or head.original_module  # type: ignore[assignment]
+        if active:
+            head = active[0]
+        elif (tokens := getattr(head, "token_adapter", None)) is not None:  # a head of which some tokens are trained
+            head = tokens
+        else:  # LoRA, or a copy that is not in use
+            head = getattr(head, "base_layer", None) or head.original_module  # type: ignore[assignment]
     return head
 
 
@@ -142,7 +146,7 @@ def _find_units(
                 )
             ref = refs.setdefault(id(param), ParamRef(f"{module_name}.{attribute}".removeprefix("."), param, []))
             ref.places.append((module, attribute))
-    tied = _inside(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
+    tied = _active_projection(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
     adapters: dict[int, set[str]] = {}
     names = [EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER, *([IDLE] if len(tables) > 1 else [])]
     units: dict[Unit, list[ParamRef]] = {unit: [] for unit in names}
@@ -219,6 +223,7 @@ def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _reject_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.ModuleList) -> None:
+    """Raise ModelNotSupportedError if blocks use the state of other blocks or of an encoder."""
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ModelNotSupportedError(f"{name} has an encoder or cross-attention; only decoders are streamed")

@@ -116,12 +116,14 @@ class Checkpoint:
         ]
 
     def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the names by the file that has them."""
         by_file: dict[str, list[str]] = defaultdict(list)
         for name in names:
             by_file[self._file_of[name]].append(name)
         return by_file
 
     def _path(self, file_name: str) -> Path:
+        """Return the path of a file that the index names; raise ConfigError if it is missing, or outside of the folder."""
         path = self.folder / file_name
         try:
             require_inside(path, self.folder)
@@ -205,6 +207,7 @@ def _require_layout(offsets: Mapping[str, Any], headers: Mapping[str, Header]) -
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    """Context manager: open a safetensors file; raise ConfigError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

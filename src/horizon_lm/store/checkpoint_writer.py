@@ -161,6 +161,7 @@ class _Exporter:
         return as_stored(self._model, tensors)
 
     def _dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype that a weight is written in: the one asked for, else that of its value or of the file it came from."""
         if name in self._in_float32:
             return torch.float32
         given = self._given.get(name)
@@ -172,6 +173,7 @@ class _Exporter:
         return torch.empty(self._store.shape(name), dtype=self._dtype_of(name), device="meta")
 
     def _value(self, name: str) -> torch.Tensor:
+        """Return a tensor to be written: the caller's value, or that of the store with all bits of its master."""
         if name in self._buffers:
             return self._buffers[name].to("cpu")
         if name in self._given:
@@ -236,6 +238,7 @@ def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
 
 
 def _write_index(disk: Disk, folder: Path, files: dict[str, Shard], num_params: int, variant: str | None) -> None:
+    """Write which file has which tensor. One file alone needs no index, and an older one is removed."""
     index = folder / ("model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json")
     if len(files) == 1:
         disk.remove(index)
@@ -252,13 +255,17 @@ def _names(shard: Shard) -> Iterator[str]:
 
 
 def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Let transformers write its files into a folder of their own, from which they get their names once they are durable."""
+    """Let transformers write the config and generation config of a model into a folder.
+
+    transformers replaces a file in place, and a crash would leave half of one. So it writes into a temporary folder, whose files
+    are moved into the real one once they are durable.
+    """
     config = true_config(model)
     for each in (config, *(each for key in config.sub_configs if (each := getattr(config, key, None)) is not None)):
         each.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     part = part_of(folder / "config")
-    for left in folder.glob(f"{part.name}*"):  # of a save that failed
+    for left in folder.glob(f"{part.name}*"):  # by a save that failed
         disk.remove(left)
     disk.make_folder(part)
     try:

@@ -42,9 +42,12 @@ class DecodedCheckpoint(QuantizedCheckpoint):
         return found
 
     def _decode(self, name: str) -> torch.Tensor:
+        """Read and decode one quantized tensor."""
         weight = self.quantized[name]
         packed = torch.empty(weight.codec.num_bytes(weight.shape), dtype=torch.uint8)
-        self.pack(None, Target(name, {name: None}, None), weight.codec, packed, weight.shape)
+        # A parameter that is this tensor alone, without a converter of transformers, so no model is asked.
+        alone = Target(name, {name: None}, None)
+        self.pack(None, alone, weight.codec, packed, weight.shape)
         decoded = weight.codec.decode(packed, torch.empty(weight.shape, dtype=self._dtypes[name]))
         require_finite(name, decoded, self.file_of(name))
         return decoded

@@ -134,6 +134,7 @@ class QuantizedCheckpoint(Checkpoint):
     # Formats
 
     def _find_4bit(self, codec: Codec, headers: Mapping[str, Header]) -> dict[str, QuantizedWeight]:
+        """Return the weights that bitsandbytes has quantized: each has a tensor with its state."""
         found = {}
         for name in headers:
             weight, is_state, kind = name.partition(_STATE)
@@ -165,16 +166,19 @@ class QuantizedCheckpoint(Checkpoint):
         return QuantizedWeight(shape, Bnb4Bit(kind, blocksize, nested), sources, dtype, offset if nested else None)
 
     def _find_mxfp4(self, codec: Codec, headers: Mapping[str, Header]) -> dict[str, QuantizedWeight]:
+        """Return the stacked experts in MXFP4: each has a tensor of blocks (E, O, I / 32, 16) and one of scales."""
         found = {}
         for name, header in headers.items():
             weight, is_blocks, rest = name.rpartition("_blocks")
             if is_blocks and not rest:
+                # Missing dimensions count as 0, and `_require_components` rejects what has no elements.
                 experts, height, blocks, _ = (*header.shape, 0, 0, 0, 0)[:4]
                 sources = {"blocks": name, "scales": f"{weight}_scales"}
                 found[weight] = QuantizedWeight(torch.Size((experts, blocks * 32, height)), codec, sources)
         return found
 
     def _find_fp8(self, codec: Codec, headers: Mapping[str, Header]) -> dict[str, QuantizedWeight]:
+        """Return the matrices in FP8: each has a tensor of scales, whose name ends in one of two ways."""
         found = {}
         for name, header in headers.items():
             if header.dtype != "F8_E4M3":
