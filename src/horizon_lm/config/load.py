@@ -176,6 +176,7 @@ def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:
 
 
 def _validate(settings: dict[str, Any], places: SettingPlaces, without_rows: bool) -> RunConfig:
+    """Return the settings as a `RunConfig`; raise ConfigError with all that is wrong, in the order of the file."""
     schema = _schema(settings)
     try:
         return schema.model_validate(settings, context=WITHOUT_ROWS if without_rows else None)
@@ -216,7 +217,11 @@ def _message(details: Any, places: SettingPlaces, schema: type[RunConfig]) -> st
 
 
 def _suggest(key: str, known: list[str], of_run: bool) -> str:
-    """Suggest a replacement for an unknown setting; ``of_run`` is False in an entry of ``datasets``."""
+    """Suggest a replacement for an unknown setting, the surest first; ``of_run`` is False in an entry of ``datasets``.
+
+    It may belong to another objective, be an earlier name of ours, be one that other trainers have and this one does not, be
+    their name for a setting of ours, or be misspelt.
+    """
     others = [objective for objective, schema in SCHEMAS.items() if of_run and key in schema.model_fields]
     if others:
         return f" of this objective, only of objective: {' or '.join(others)}; remove it, or change the objective"

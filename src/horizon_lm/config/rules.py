@@ -51,6 +51,7 @@ class Needs:
         raise UnusedError(f"is not used without {names}; set {'it' if len(defaults) == 1 else 'one'}, or remove this")
 
     def _are_met(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+        """Return whether any of the other settings has a wanted value. `...` stands for any value but the default."""
         return any(
             values[name] != defaults[name] if wanted == (...,) else any(each in wanted for each in _parts(values[name]))
             for name, wanted in self.others.items()

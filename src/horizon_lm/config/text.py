@@ -151,6 +151,7 @@ def _default(field: FieldInfo, name: str) -> str:
 
 
 def _entry(name: str, value: Any) -> str:
+    """Return a setting as YAML; entries of datasets without the settings that have their defaults."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.width = False, 1000
     yaml.indent(mapping=2, sequence=4, offset=2)

@@ -19,6 +19,7 @@ _AXOLOTL_ROLES = {"system": {"system"}, "user": {"user", "human"}, "assistant": 
 def from_axolotl(
     theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
 ) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a run that datasets in a file of Axolotl become, as names and values."""
     for key, ours in (
         ("datasets", "datasets"),
         ("test_datasets", "eval_datasets"),
@@ -49,6 +50,7 @@ def _is_text(theirs: Mapping[str, Any]) -> bool:
 
 
 def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut) -> dict[str, Any]:
+    """Return an entry of ``datasets`` for one of Axolotl's."""
     entry = {key: theirs[key] for key in _AXOLOTL_LOCATION if theirs.get(key)}
     if theirs.get("train_on_split"):
         entry.setdefault("split", theirs["train_on_split"])

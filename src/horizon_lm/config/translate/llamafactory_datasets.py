@@ -13,6 +13,7 @@ from horizon_lm.paths import exists, require_regular
 def from_llamafactory(
     theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
 ) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a run that datasets in a file of LLaMA-Factory become, as names and values."""
     data_dir = str(theirs.get("dataset_dir", "data"))
     data_folder, info = _read_dataset_info(folder, data_dir)
     limit = {"max_samples": theirs["max_samples"]} if theirs.get("max_samples") else {}
@@ -104,6 +105,7 @@ _V1_FORMATS = {"alpaca": "alpaca", "pair": "preference"}
 
 
 def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str) -> Iterator[tuple[str, Any]]:
+    """Yield the same for a file of LLaMA-Factory v1, which names a YAML file of datasets."""
     for key, ours in (("train_dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         if not theirs.get(key):
             continue
@@ -121,6 +123,7 @@ def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objectiv
 
 
 def _v1_entry(where: str, theirs: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """Return an entry of ``datasets`` for one of such a file."""
     row_format = _V1_FORMATS.get(str(theirs.get("converter")))
     if row_format is None:
         left_out.add(

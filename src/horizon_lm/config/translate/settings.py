@@ -136,6 +136,10 @@ def _effective(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Tran
 def _translate_setting(
     key: str, value: Any, table: Mapping[str, Any], theirs: Mapping[str, Any], result: Translation
 ) -> None:
+    """Add what a setting becomes to the translation: settings of ours, or an entry of what is left out.
+
+    An outcome for its value comes before its name: a text gives effect and reason, a mapping the settings that it stands for.
+    """
     rename, alias = table["rename"], table.get("same_values", {}).get(key, key)
     outcomes = {**common()["values"].get(alias, {}), **table.get("values", {}).get(key, {})}
     schema = SCHEMAS[result.objective].model_fields
@@ -165,6 +169,7 @@ def _translate_setting(
 
 
 def _translate_interval(key: str, value: Any, theirs: Mapping[str, Any], result: Translation) -> None:
+    """Translate a number of times per epoch (`evals_per_epoch`) to a strategy and an interval, a share of the run."""
     strategy, interval = _PER_EPOCH[key]
     times = float(value) * float(theirs.get("num_epochs", 1))
     if not times:

@@ -9,6 +9,7 @@ from horizon_lm.config.translate.tables import LeftOut
 
 
 def from_trl(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a run that datasets in a file of TRL become, as names and values."""
     field = theirs.get("dataset_text_field", "text")
     mixture = theirs.get("dataset_mixture") or {}
     entries: list[dict[str, Any]] = []
@@ -55,18 +56,19 @@ _TRL_LOCATION = {
     "data_files": "data_files",
     "split": "split",
 }
-_TRL_FORMATS = {
-    "messages": "messages",
-    "conversations": "sharegpt",
-    "prompt": "prompt_completion",
+_TRL_FORMATS = {  # by column; rows of preferences may have prompts, and others the messages they were made from
     "chosen": "preference",
+    "prompt": "prompt_completion",
+    "conversations": "sharegpt",
+    "messages": "messages",
 }
 
 
 def _trl_entry(theirs: Mapping[str, Any], text_field: str, left_out: LeftOut) -> dict[str, Any]:
+    """Return an entry of ``datasets`` for one of TRL's, whose texts are in ``text_field``."""
     entry = {ours: theirs[key] for key, ours in _TRL_LOCATION.items() if theirs.get(key)}
     kept = theirs.get("columns") or []  # the columns that TRL keeps decide the format of the rows
-    row_format = next((name for column, name in reversed(_TRL_FORMATS.items()) if column in kept), None)
+    row_format = next((name for column, name in _TRL_FORMATS.items() if column in kept), None)
     if row_format is not None or text_field in kept:
         entry["format"] = row_format or "text"
     if text_field != "text" and row_format is None:
