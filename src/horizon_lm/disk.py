@@ -115,6 +115,7 @@ class _File:
             view = view[self._write(view) :]
 
     def _write(self, view: memoryview) -> int:
+        """Write the first bytes of a view, and return their number. Without direct I/O from where the disk rejects it."""
         try:
             return os.write(self._descriptor, view)
         except OSError as error:
@@ -254,6 +255,7 @@ def restore_folder(disk: Disk, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths exchange their names in one operation. Return whether the file system can do that."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):  # not Linux, or an old C library

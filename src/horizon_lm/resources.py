@@ -44,6 +44,7 @@ def control_groups(controller: str, cgroups: Path, membership: Path) -> Iterator
 
 
 def _mount(controller: str, controllers: str, cgroups: Path) -> Path:
+    """Return the folder of a controller under ``cgroups``; of version 2, which has no controllers here, its own."""
     if controllers:  # a hierarchy with several controllers usually has a link for each of them, but not on all systems
         return cgroups / (controller if os.path.isdir(cgroups / controller) else controllers)
     hybrid = os.path.isdir(cgroups / "unified") and not os.path.exists(cgroups / "cgroup.controllers")
@@ -164,6 +165,7 @@ def _group(group: Group, resident: int) -> list[MemoryLimit]:
 
 
 def _machine(proc: Path, resident: int) -> list[MemoryLimit]:
+    """Return the memory that the machine has for this process, which uses ``resident`` bytes of it already."""
     memory = _sizes(proc / "meminfo")
     if "MemAvailable" in memory:
         return [MemoryLimit("MemAvailable", memory["MemAvailable"] + resident, is_estimate=True)]
@@ -266,6 +268,7 @@ def limit_cores(share: int | None) -> None:
 
 
 def _quota(group: Group) -> list[float]:
+    """Return the cores that a control group may use, if it is limited."""
     names = ["cpu.max"] if group.version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
     try:
         quota, period = " ".join((group.folder / name).read_text() for name in names).split()

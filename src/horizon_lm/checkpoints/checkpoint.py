@@ -93,6 +93,7 @@ def save_checkpoint(
 
 
 def _require_between_steps(engine: Engine, optimizer: SlabOptimizer | None) -> None:
+    """Raise StreamingError if weights and moments are not those of the end of a step."""
     if optimizer is not None:
         _require_own(optimizer, engine)
     engine.check_alive()
@@ -279,6 +280,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: SlabOptimizer | None) -> None:
+    """Raise ConfigError if a checkpoint is of another model, or in another format than this model and optimizer."""
     store = engine.store
     if manifest.precision != store.precision.name:
         raise ConfigError(
@@ -317,6 +319,7 @@ def _require_moments(folder: Path, manifest: Manifest, store: Store, optimizer: 
 
 
 def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: Engine) -> None:
+    """Raise ConfigError unless a checkpoint and the model have the same buffers, in the same shapes."""
     groups = (buffers, persistent_buffers(engine.parts, engine.store))
     saved, own = ({name: each.shape for name, each in group.items()} for group in groups)
     for name in sorted(saved.keys() | own.keys()):
@@ -327,6 +330,7 @@ def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: 
 
 
 def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], None] | None, disk: Disk) -> None:
+    """Write the configs that make the checkpoint a model of transformers or PEFT, and the files of the caller."""
     write_configs(disk, engine.parts.model, part, main_dtype(engine.store))
     write_adapter_configs(engine.parts.model, part)
     if add_files is not None:
@@ -334,6 +338,7 @@ def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], No
 
 
 def _require_own(optimizer: Any, engine: Engine) -> None:
+    """Raise an error for an optimizer whose state a checkpoint of this model cannot hold."""
     if not isinstance(optimizer, SlabOptimizer):
         raise ConfigError(
             f"checkpoints hold the state of an optimizer of horizon_lm, such as AdamW, not of {type(optimizer).__name__}; save that "

@@ -40,6 +40,7 @@ def _hash_units(store: Store, units: Sequence[Unit]) -> Mapping[str, str]:
 
 
 def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mapping[str, str]:
+    """Return the hashes of units, on all ranks: the first rank computes them, and the others lend it their parts."""
     found: dict[str, str] = {}
     mesh.exchange("the hashing of a base", None)
     if is_lender(mesh):
@@ -54,6 +55,7 @@ def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mappi
 
 
 def _hash(store: Store, unit: Unit) -> str:
+    """Return the hash of the values of a unit: plain weights, then codes and scales."""
     digest, slabs = xxhash.xxh3_128(), store.units[unit]
     for name in slabs.plain:  # without the padding between tensors
         digest.update(as_array(slabs.plain.view(slabs.weights, name).reshape(-1)).data)

@@ -183,6 +183,7 @@ def _require_types(manifest: Manifest) -> None:
 
 
 def _require_files(folder: Path, manifest: Manifest) -> None:
+    """Raise ConfigError unless all files of a checkpoint are there, inside of it, and of the right size."""
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):

@@ -200,6 +200,11 @@ class _MergedFolder:
         return untied
 
     def _find_units(self, targets: Sequence[Target]) -> list[_Unit]:
+        """Return the tensors that are written together, in the order of the checkpoint.
+
+        Groups of adapters whose weights are one tensor in the checkpoint, as stacked experts are, share a unit. Units that only
+        add tensors come last.
+        """
         by_target: dict[int, _Unit] = {}
         merged: list[_Unit] = []
         for index, names in enumerate(self._groups):
@@ -220,6 +225,7 @@ class _MergedFolder:
         return [*self._in_order(unit_of), *(unit for unit in merged if not unit.targets and unit.added)]
 
     def _is_added(self, name: str) -> bool:
+        """Return whether a tensor of the model is written though the checkpoint has none of its name."""
         return name in self.untied or self._source[name] is None
 
     def _in_order(self, unit_of: Mapping[str, _Unit]) -> Iterator[_Unit]:
@@ -288,6 +294,7 @@ class _MergedFolder:
         return dtype_of(self._headers[next(iter(target.sources))])
 
     def _describe(self, target: Target) -> dict[str, torch.Tensor]:
+        """Return meta tensors of the model that a target gives, by name."""
         dtype = self._stored_dtype(target)
         shapes = {name: self._headers[name].shape for name in target.sources}
         return target.convert(

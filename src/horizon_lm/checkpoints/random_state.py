@@ -42,6 +42,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _set_host(state: Any, python: Any, numpy: Any, generator: torch.Generator) -> None:
+    """Set the generators of Python, numpy and torch to the states that a checkpoint has."""
     version, words, position = state["python"]
     python.setstate((version, tuple(map(int, _decode(words, np.uint32))), position))
     name, keys, *rest = state["numpy"]

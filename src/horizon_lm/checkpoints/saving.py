@@ -169,12 +169,13 @@ class CheckpointWriter:
     ) -> None:
         self._rank, self._num_ranks = rank, num_ranks
         self.saving = Saving(folder, sum(file.num_bytes for file in files.values()))
-        self._part = part_of(folder)
+        self._part = part_of(folder)  # the folder under its temporary name
         self._files, self._describe, self._fill, self._published = files, describe, fill, published
         self._disk, self._rate_limit = disk, rate_limit
         self._entries: dict[str, FileEntry] = {}
         self._tensors: dict[str, list[TensorEntry]] = {}
-        self._changed, self._left, self._num_writing = threading.Condition(), len(files), 0
+        self._num_left, self._num_writing = len(files), 0  # files to be written, and threads that write one
+        self._changed = threading.Condition()  # held to change either
         self._began = time.perf_counter()
 
     def prepare(self, add_files: Callable[[Path], None]) -> None:
@@ -246,12 +247,13 @@ class CheckpointWriter:
         except Exception as error:
             self.abandon(error)
         with self._changed:
-            self._left -= 1
-            last = self._left == 0
+            self._num_left -= 1
+            last = self._num_left == 0
         if last:
             self._finish()
 
     def _write_file(self, unit: Unit, file: UnitFile) -> Iterator[None]:
+        """Write and hash a unit's file, and note its entries for the manifest; stop early once the checkpoint has failed."""
         name, digest = file_name(unit, self._rank, self._num_ranks), xxhash.xxh3_128()
         with self._disk.create(self._part / name, direct=True) as output:
             for chunk in file.chunks():
@@ -265,6 +267,7 @@ class CheckpointWriter:
         self._tensors[unit] = list(_tensor_entries(name, file))
 
     def _finish(self) -> None:
+        """Publish the checkpoint, or remove it if anything has failed. Either ends it."""
         saving = self.saving
         try:
             if saving.error is None:
@@ -319,6 +322,7 @@ class CheckpointWriter:
         return tensors
 
     def _remove(self) -> None:
+        """Remove the files of a failed checkpoint; a later rank tells the first one, which waits for its part."""
         if self._rank:  # the first rank removes the folder
             with suppress(OSError):
                 content = json.dumps({"error": first_line(self.saving.error) if self.saving.error else "stopped"})
@@ -366,6 +370,7 @@ def _is_replaceable(old: Path) -> bool:
 
 
 def _tensor_entries(name: str, file: UnitFile) -> Iterable[TensorEntry]:
+    """Yield the manifest's entries for the tensors of a file. A part of a tensor has its place in the whole."""
     hashes, parts = file.hashes(), file.parts()
     for tensor, entry in file.entries.items():
         part, length = parts[tensor], math.prod(entry.shape)

@@ -79,7 +79,7 @@ class Section:
     def num_bytes(self) -> int:
         """The bytes in a file: whole pages."""
         if self.used is not None and self.used.start >= self.used.stop:
-            return 0
+            return 0  # this rank owns nothing; the page of the first byte belongs to another rank
         stop = self.slab.numel() if self.used is None else self.used.stop
         return page_aligned(stop * self.slab.element_size()) - self.first_byte
 
@@ -155,6 +155,7 @@ class UnitFile:
         return {name: xxhash.xxh3_64_hexdigest(memory) for name, memory in self.memory_of_tensors().items()}
 
     def _place(self, position: int) -> Iterator[tuple[str, Entry]]:
+        """Yield the tensors of all sections with their bytes from a position of the file on, and padding for the gaps."""
         for number, section in enumerate(self.sections):
             size, end = section.slab.element_size(), position + section.num_bytes
             first = position
@@ -171,6 +172,7 @@ class UnitFile:
 
 
 def _header(entries: Mapping[str, Entry]) -> bytes:
+    """Return the header of a safetensors file: the length of its JSON, and the JSON, padded with spaces to whole pages."""
     content: dict[str, Any] = {
         name: {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": [e.start, e.start + e.num_bytes]}
         for name, e in entries.items()

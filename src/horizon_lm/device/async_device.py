@@ -185,6 +185,7 @@ class StreamDevice(ABC):
         complete_updates(updates, self._pool(Stream.HOST), [self._pool(Stream.DISK)])
 
     def _drain_streams(self) -> None:
+        """Wait until nothing runs on any stream, and record the times of what has run."""
         for issuer in self._issuers.values():
             issuer.wait_until_idle()
         self._synchronize_streams()
@@ -338,6 +339,7 @@ class _Issuer:
             self._finished.wait_for(lambda: self._unfinished == 0)
 
     def _run(self, device_ref: "weakref.ref[StreamDevice]", stream: Any, link: Link, enter: Callable[[], None]) -> None:
+        """Enqueue tasks, and waits for events, in the order of the queue, until its end or that of the device."""
         enter()
         while (item := self._queue.get()) is not None:
             device = device_ref()

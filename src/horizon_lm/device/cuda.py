@@ -127,6 +127,7 @@ class CudaDevice(StreamDevice):
     # Streams
 
     def _open_stream(self, name: Stream) -> tuple[Any, Link]:
+        """Return a stream of this name and its link."""
         # Copy streams launch small kernels; with high priority they run before the rest of a large matrix product.
         stream = torch.cuda.Stream(self.torch_device, priority=-1)
         # Collectives copy nothing between host and device.

@@ -62,6 +62,7 @@ class HostTransport:
         return buffer[: numel * dtype.itemsize].view(dtype), event
 
     def _copy_staged(self, destination: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
+        """Copy through the staging buffers, of which one is filled while the copy before uses the other."""
         for d, s in _split_alike(destination, source, _STAGING_BYTES // source.element_size()):
             staging, event = self.stage(s.numel(), s.dtype)
             if to_device:
@@ -135,6 +136,7 @@ class CudaLink:
             self._is_decoding = False
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
+        # Gathered on the host into a staging buffer, which is page-locked, so `copy` takes no other one for it.
         for d, r in zip(*_split_rows(destination, rows), strict=True):
             staging, event = self._transport.stage(r.numel() * table.shape[1], table.dtype)
             torch.index_select(table, 0, r, out=staging.view(r.numel(), table.shape[1]))  # (V, H) -> (R, H)

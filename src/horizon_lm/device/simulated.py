@@ -108,6 +108,7 @@ class SimulatedDevice(CpuDevice):
         return task.moves is not None and all(other.done for other in task.waits)
 
     def _run_piece(self, queue: deque[_QueuedTask]) -> None:
+        """Run the next piece of the first task of a queue; remove the task after its last piece."""
         entry = queue[0]
         task = entry.task
         if entry.pieces is None:

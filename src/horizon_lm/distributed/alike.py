@@ -68,6 +68,7 @@ def drawing_alike(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
 
 
 def _random_state(device: torch.device) -> list[str]:
+    """Return the states of the generators as text, which ranks can exchange."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -87,6 +87,7 @@ class Monitor:
         return is_reported
 
     def _first_fails_alike(self, failure: str) -> bool:
+        """Return whether the first rank fails for the same reason within a moment."""
         limit = time.monotonic() + _SAME_FAILURE_SECONDS
         while self._mesh.rank and time.monotonic() < limit:
             if self._store.check([f"{_FAILED}/0"]):
@@ -107,6 +108,7 @@ class Monitor:
         return False
 
     def _run(self) -> None:
+        """Send beats and look at the others, until a rank ends; then end this process if the training does not end by itself."""
         beats = 0
         while not self._stopped.wait(_BEAT_SECONDS):
             beats += 1
@@ -143,6 +145,7 @@ class Monitor:
         return self._find_hanging(progress, now)
 
     def _find_hanging(self, progress: dict[int, tuple[int, str]], now: float) -> str:
+        """Return a message about a rank that has been behind the others for too long; empty without one."""
         if not self.watches_progress or self._hang_seconds is None or len(progress) < self._mesh.size:
             return ""
         most = max(count for count, _ in progress.values())

@@ -82,6 +82,7 @@ def wait_for_others() -> None:
 
 
 def _wait(store: dist.TCPStore) -> None:
+    """Wait until all processes of the run have started; raise ConfigError if one has failed, or some are missing."""
     world, limit = int(os.environ["WORLD_SIZE"]), time.monotonic() + _SECONDS
     store.add("joining", 1)
     while True:

@@ -23,6 +23,7 @@ def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
     """
 
     def fill(unit: Unit) -> None:
+        """Receive the ranges of a unit that the other ranks own into its slabs."""
         mesh.tell(unit)
         for slab, cuts in store.units[unit].slabs():
             for rank in range(1, store.shard.count):

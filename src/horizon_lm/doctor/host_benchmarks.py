@@ -139,6 +139,7 @@ def disk_rates(folder: Path, rounds: Rounds) -> tuple[float, float]:
 
 
 def _measure(file: BinaryIO, chunks: int, rounds: Rounds) -> tuple[float, float]:
+    """Return the bytes per second of writing to the disk, and of reading past the page cache; 0 where it cannot be emptied."""
     content = os.urandom(_CHUNK)  # incompressible, for file systems that compress
     buffer = bytearray(_CHUNK)
 

@@ -101,6 +101,7 @@ def section(title: str, facts: Iterable[Line]) -> str:
 
 
 def _amount(field: str, value: float) -> str:
+    """Return a figure of a profile as text with its unit."""
     if field in ("matmul", "attention"):
         return f"{value / 1e12:.1f} TFLOP/s" if value >= 1e13 else f"{value / 1e9:.0f} GFLOP/s"
     if field in ("device_memory", "host_memory"):
@@ -172,6 +173,7 @@ def _measure_disk(notes: _Figures, folder: Path, rounds: Rounds) -> None:
 
 
 def _measure_device(notes: _Figures, open_device: Callable[[], Device], where: torch.device, rounds: Rounds) -> None:
+    """Measure the device and its link, and note the figures with their sources."""
     on_gpu = where.type == "cuda"
     notes.add(
         "device_memory", torch.cuda.get_device_properties(where).total_memory if on_gpu else 0, "reported by CUDA"
@@ -194,6 +196,7 @@ def _measure_device(notes: _Figures, open_device: Callable[[], Device], where: t
 
 
 def _measure_host(notes: _Figures, open_device: Callable[[], Device], rounds: Rounds) -> None:
+    """Measure the memory and the updates of the host, and note the figures with their sources."""
     cores = usable_cores()
     notes.add("host_memory", host_memory(), "reported by the system, before any limit")
     notes.add("cores", cores, "affinity and quotas of this process")

@@ -50,6 +50,7 @@ class Rounds:
 
 
 def _seconds(work: Work, device: torch.device | None, prepare: Work | None) -> float:
+    """Return the time of one run, which begins and ends with an idle device."""
     if prepare is not None:
         prepare()
     _synchronize(device)

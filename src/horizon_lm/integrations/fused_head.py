@@ -73,6 +73,7 @@ def _fused_output(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], labels: dict[str, torch.Tensor], num_items: Any,
     temperature: float, statistics: Collection[str],
 ) -> Any:  # fmt: skip
+    """Return what TRL's fused head returns: the loss, and the log-probabilities of the next tokens with their mask."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     config = model.config.get_text_config()

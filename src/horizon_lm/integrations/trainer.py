@@ -147,6 +147,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
             print(line)
 
     def _own_optimizer(self, model: Any, name: str, moments: str) -> SlabOptimizer:
+        """Return an optimizer of this library, with the weight decay and learning rate of the trainer."""
         trainer: Any = self
         args = trainer.args
         params = decay_groups(model, set(trainer.get_decay_parameter_names(model)), args.weight_decay)
@@ -188,6 +189,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         )
 
     def _clip_grad_norm(self, model: Any) -> Any:
+        """Return the norm of the gradients. The step clips them, unless other code may look at them between."""
         optimizer = self.streamed_optimizer
         if optimizer is None:
             return super()._clip_grad_norm(model)  # type: ignore[misc]

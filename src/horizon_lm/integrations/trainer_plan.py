@@ -105,6 +105,7 @@ class TrainerPlan:
         )
 
     def _planned(self, run: RunConfig) -> Plan:
+        """Return the plan of a run on this machine, alike on all ranks."""
         mesh = mesh_of(self._model)
         return plan_run(
             run, self._source, agree_on_machine(mesh, self._machine()), rows=self._rows, num_steps=self._num_steps,
@@ -112,6 +113,7 @@ class TrainerPlan:
         )  # fmt: skip
 
     def _machine(self) -> Machine:
+        """Return this machine without the memory of the model that is already loaded, which the plan counts itself."""
         machine, store = this_machine(self._run), engine_of(self._model).store
         # The plan counts them by purpose, except for low halves that a base had before its adapters were added.
         frozen = [store.units[unit] for unit in store.frozen]
@@ -120,6 +122,7 @@ class TrainerPlan:
         return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
 
     def _saves(self) -> Saves:
+        """Return how often the trainer saves, and what it keeps."""
         args, num_steps = self._args, self._num_steps
         strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
         if strategy == "steps" and num_steps is not None:

@@ -34,6 +34,7 @@ def length_limit(args: Any) -> int | None:
 
 
 def _longest_ids(dataset: Any) -> int | None:
+    """Return the length of the longest row, a prompt with its longest answer; None for rows that are not tokenized."""
     columns = _lengths_of_arrow(dataset) if hasattr(dataset, "features") else _lengths_of_rows(dataset)
     if columns is None or not any(name.endswith("ids") for name in columns):
         return None
@@ -66,6 +67,7 @@ def _lengths_of_arrow(dataset: Any) -> dict[str, Sequence[int]] | None:
 
 
 def _lengths_of_rows(dataset: Any) -> dict[str, Sequence[int]] | None:
+    """Return the lengths of all token columns of a list of rows; None for other data."""
     if not isinstance(dataset, list | tuple) or not all(isinstance(row, Mapping) for row in dataset):
         return None  # reading a row of another dataset may have effects
     names = {name for row in dataset for name in row if _is_ids(name)}
@@ -87,6 +89,7 @@ def _longest_prompt(dataset: Any, tokenizer: Any) -> int | None:
 
 
 def _tokenized(prompts: Sequence[Any], tokenizer: Any) -> Iterable[Any]:
+    """Yield the token ids of prompts, texts or conversations."""
     for prompt in prompts:
         if isinstance(prompt, str):
             yield tokenizer(prompt)["input_ids"]

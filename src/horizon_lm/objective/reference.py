@@ -44,12 +44,13 @@ class PairFile:
     """
 
     def __init__(self, file: Path | None, count: int, key: str) -> None:
-        self._file, self._key = file, np.frombuffer(bytes.fromhex(key)[:8], np.uint64)[0]
+        self._file, self._key = file, np.frombuffer(bytes.fromhex(key)[:8], np.uint64)[0]  # 8 bytes, as a pair has
         self.values, self.known, self.num_altered = np.zeros((count, 2), np.float32), np.zeros(count, bool), 0
-        with suppress(OSError):
+        with suppress(OSError):  # no file yet, or none that can be read: all pairs are computed
             self._read(b"" if file is None else file.read_bytes())
 
     def _read(self, content: bytes) -> None:
+        """Take the pairs whose checksums are right, and count the altered ones. Records after the end count as not written."""
         count = len(self.known)
         body = content[len(_MAGIC) :].ljust(count * _RECORD.itemsize, b"\0")
         records = np.frombuffer(body, _RECORD, count)

@@ -59,6 +59,7 @@ def step_views(run: Run) -> list[StepView]:
 
 
 def _view(name: str, colour: str, trace: Trace | None) -> StepView | None:
+    """Return the median step of a trace as it is drawn; None without a step."""
     step = None if trace is None else median_step(trace)
     if trace is None or step is None:
         return None

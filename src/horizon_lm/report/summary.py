@@ -54,6 +54,7 @@ def median_step(trace: Trace) -> tuple[int, float, float] | None:
 
 
 def _losses(run: Run) -> list[Statistic]:
+    """Return the last losses, of training and evaluation."""
     statistics = []
     metrics = run.metrics
     if metrics is not None and metrics.losses:
@@ -74,6 +75,7 @@ def _losses(run: Run) -> list[Statistic]:
 
 
 def _speeds(run: Run) -> list[Statistic]:
+    """Return speed and time of a step beside those that were planned."""
     planned = None if run.plan is None else run.plan.step
     lines = [] if run.metrics is None else run.metrics.training
     speed = median(line.tokens_per_second for line in lines) if lines else None
@@ -93,6 +95,7 @@ def _speeds(run: Run) -> list[Statistic]:
 
 
 def _energy(run: Run) -> list[Statistic]:
+    """Return the energy for a token, as far as counters have measured it."""
     lines = [] if run.metrics is None else run.metrics.training
     known = {
         "processors": [line.host_joules_per_token for line in lines if line.host_joules_per_token is not None],
@@ -106,6 +109,7 @@ def _energy(run: Run) -> list[Statistic]:
 
 
 def _memory(run: Run) -> list[Statistic]:
+    """Return the peaks of memory beside those that were planned."""
     statistics = []
     lines = [] if run.metrics is None else run.metrics.training
     host, device = (None, None) if run.plan is None else (run.plan.host, run.plan.device_peak)

@@ -150,6 +150,7 @@ def _forward(
         ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
 
     def load(u: int) -> list[Op]:
+        """Return the copies of a block's weights; none if it is resident and up to date."""
         stays = layout.is_resident(u) and not blocks_changed
         return [] if stays else _stream_in(block(u), layout.weights(u), layout)
 
@@ -207,6 +208,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             ops.extend(_stream_out(HEAD, grads, layout))
 
     def load(u: int) -> list[Op]:
+        """Return the copies that a block needs: its weights, and its input if that was offloaded."""
         fetch = Op(
             Kind.FETCH, block(u), Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
         )  # fmt: skip
@@ -304,6 +306,7 @@ def save(layout: Layout, units: Iterable[Unit]) -> Pass:
 
 @lru_cache(_CACHED)
 def _save_pass(layout: Layout, units: frozenset[Unit]) -> Pass:
+    """Build the pass of these units, in the order in which the next updates change them."""
     blocks = [block(u) for u in range(layout.num_blocks)]
     # Rows of the table are updated by the forward pass that follows the next updates.
     order = [HEAD, *reversed(blocks), OUTER, EMBED] if layout.update_in_backward else [OUTER, *blocks, HEAD, EMBED]

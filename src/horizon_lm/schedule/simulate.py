@@ -154,6 +154,7 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     for_updates = (rates.host - wanted * share) * (rates.update_share if computes else 1.0)
 
     def speed(op: Op) -> float:
+        """Return the units of cost that an operation gets done in a second."""
         if op.stream == Stream.COMPUTE:
             return rates.compute_share if num_updates else 1.0
         if op.stream == Stream.DISK:

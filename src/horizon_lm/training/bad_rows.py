@@ -67,6 +67,7 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
     model.zero_grad()
 
     def is_bad(rows: Sequence[int]) -> bool:
+        """Return whether loss or gradient of some rows of the batch is not finite."""
         part = select_rows(batch, rows)
         if not part.num_trained:  # a mean over nothing
             return False
@@ -128,6 +129,7 @@ def _loss_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
 
 
 def _gradient_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
+    """Return whether the gradients of some rows are finite, as their landing has summed them."""
     engine = engine_of(model)
     objective(model, batch).value.backward()
     engine.access.wait_for_grads()
@@ -140,6 +142,7 @@ def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> Unit:
     found: list[Unit] = []
 
     def check(unit: Unit, hidden: Any) -> None:
+        """Note a unit whose output has values that are not finite."""
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # (B, T, H)
         finite = torch.isfinite(hidden).all(-1).cpu()
         if mask is not None and mask.shape == finite.shape:

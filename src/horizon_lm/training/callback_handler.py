@@ -53,6 +53,7 @@ class Handler(CallbackHandler):  # type: ignore[misc]
         return control
 
     def _keep(self, error: BaseException, callback: Any) -> None:
+        """Report a failed callback. The run goes on without a tracker; the error of any other stops it after the step."""
         name = type(callback).__name__
         if any(callback is tracker for tracker in self._trackers):
             self._report(f"warning: report_to: {name} failed and gets no more metrics ({first_line(error)})")

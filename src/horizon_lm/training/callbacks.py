@@ -174,6 +174,7 @@ class Callbacks:
 
 
 def _report_to_callbacks(report_to: str | Sequence[str]) -> list[Any]:
+    """Return the trackers of transformers that ``report_to`` names; raise ConfigError if one is not installed."""
     if report_to in ("none", ["none"]):
         return []
     from transformers.integrations import get_reporting_integration_callbacks

@@ -35,9 +35,11 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}  # the handlers that were there before
         self._process = os.getpid()
-        self._finishes_steps = self._leaves = self._raised = self._repeats = False
+        self._finishes_steps = False  # signals wait for the next `check`
+        self._leaves = False  # the context ends, so signals are ignored
+        self._raised = self._repeats = False  # KeyboardInterrupt was raised, and may be raised again
         self._orders: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # may be used by a signal handler
         self._left, self._lock = threading.Event(), threading.Lock()
         self._kept: Callable[[], str] = lambda: "Nothing was trained yet."
@@ -90,6 +92,7 @@ class Interrupts:
         return self._kept()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: let the step end, or raise KeyboardInterrupt where no step is, or on a second signal."""
         if os.getpid() != self._process:  # a forked child: the signal does what it does without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

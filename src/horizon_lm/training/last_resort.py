@@ -96,6 +96,7 @@ class LastResort:
         return None
 
     def _export_elsewhere(self, model: Any, tokenizer: Any) -> bool:
+        """Export the model into the second place. Return whether that was possible."""
         own = self._second.path("model")
         place = self._ranks.of_first("the second place", None if own is None else str(own))
         if place is None:

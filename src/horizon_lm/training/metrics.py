@@ -403,6 +403,7 @@ class Reporter:
 
 
 def _progress_bar(console: Any) -> Any:
+    """Return a progress bar of rich with the last loss."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(

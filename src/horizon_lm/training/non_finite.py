@@ -85,6 +85,7 @@ class NonFinite:
             return None
 
     def _message(self, problem: str, cause: str, step: int, batch: Batch) -> str:
+        """Return what has failed, what is kept, and the remedy."""
         weights = f"those after step {step - 1}" if step > 1 else "those that were loaded"
         remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
         return (

@@ -67,7 +67,7 @@ class Ranks:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1 or "RANK" not in os.environ:
             return cls()
-        owns_group = not dist.is_initialized()
+        owns_group = not dist.is_initialized()  # otherwise the caller's, to be left as it is
         try:
             if owns_group:
                 wait_for_others()
@@ -123,7 +123,9 @@ class Ranks:
         return config.model_copy(update=changes)
 
     def find_resume_point(self, config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
-        """Find the checkpoint to go on from (`resume.find_resume_point`). The first rank searches, and each copy is verified.
+        """Return the checkpoint to go on from, and lines to print (`resume.find_resume_point`).
+
+        The first rank searches, and verifies its copy on the way. Each other copy of the files is verified by one rank that sees it.
 
         Raises:
             ConfigError: as there, on all ranks.
@@ -150,16 +152,16 @@ class Ranks:
         """Context manager: run this on the first rank of each machine, then on the others, which find its files."""
         is_late = self.mesh is not None and not is_first_of_machine()
         if is_late:
-            self.meet("the files of the first rank of this machine")
+            self.wait_for_all("the files of the first rank of this machine")
         yield
         if not is_late:
-            self.meet("the files of the first rank of this machine")
+            self.wait_for_all("the files of the first rank of this machine")
 
     def exchange(self, place: str, value: Any) -> list[Any]:
         """Return the values of all ranks, which are plain data, at the same place of the program."""
         return [value] if self.mesh is None else self.mesh.exchange(place, value)
 
-    def meet(self, place: str) -> None:
+    def wait_for_all(self, place: str) -> None:
         """Wait until all ranks are at the same place of the program."""
         self.exchange(place, None)
 

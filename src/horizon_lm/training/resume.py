@@ -198,6 +198,7 @@ def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], conf
 
 
 def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig) -> list[str]:
+    """Raise ConfigError for changes that a resumed run may not have; return them as a warning if they are accepted."""
     if not changes:
         return []
     if not config.resume_with_changes:

@@ -118,6 +118,7 @@ def load_data(
 
 
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
+    """Return the rows that are held out, drawn by ``seed``, and the others. A size below 1 is a share of all."""
     number = int(size) if size >= 1 else math.ceil(size * len(rows))
     if number >= len(rows):
         raise ConfigError(

@@ -213,6 +213,7 @@ class RunCheckpoints:
             self._delete(self._replaced.pop())
 
     def _delete(self, folder: Path) -> None:
+        """Delete a checkpoint, so that a crash leaves a whole one or none."""
         part = part_of(folder)
         with suppress(OSError):  # what is left is removed when the run is resumed
             self._disk.remove(part)

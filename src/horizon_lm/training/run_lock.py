@@ -64,6 +64,7 @@ class RunLock:
             self._descriptor = None
 
     def _lock(self, descriptor: int) -> None:
+        """Lock the file for this process; raise ConfigError if another one has it. File systems without locks are accepted."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -33,6 +33,7 @@ class Spikes:
         return [text for text in found if text]
 
     def _add(self, name: str, value: float | None) -> str:
+        """Add a value, and return a message if it is far above those before; empty while a spike lasts."""
         if value is None or not 0 < value < math.inf:
             return ""
         window, was_inside = self._windows[name], self._inside[name]

@@ -49,6 +49,7 @@ class Tracing:
             self._write()
 
     def _end_step(self, step: int) -> None:
+        """Note the times of a step that is traced."""
         assert self._trace is not None
         now = time.perf_counter()
         if step >= self._first:
@@ -59,6 +60,7 @@ class Tracing:
         return {"device bytes": self._device.used_bytes(), "host bytes": resident_bytes()}
 
     def _write(self) -> None:
+        """End the trace, and write it without what ran before its first step."""
         import horizon_lm
 
         trace, self._trace = self._trace, None  # written once, also if this fails

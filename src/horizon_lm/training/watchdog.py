@@ -33,6 +33,7 @@ def watching(name: str, seconds: float | None, pending_operations: Callable[[], 
 
 
 def _report(name: str, seconds: float, pending_operations: Callable[[], Sequence[str]]) -> None:
+    """Print what has not ended in time: operations, threads and their stacks."""
     try:
         pending = pending_operations() or ["none"]
     except Exception as error:  # a device that has failed
