@@ -99,7 +99,7 @@ def fill(store: Store) -> float:
     for slabs in store.units.values():
         jobs += [(part, values) for part in slabs.weights.split(_CHUNK) if part.numel()]
         for name, entry in slabs.packed.entries.items():
-            for component, view in entry.codec.views(slabs.packed.packed(name), entry.shape).items():
+            for component, view in entry.codec.views(slabs.packed.bytes_of(name), entry.shape).items():
                 jobs += [(part, scales if component == "scales" else codes) for part in view.view(-1).split(_CHUNK)]
     with ThreadPoolExecutor(usable_cores()) as threads:
         list(threads.map(lambda job: repeat(*job), jobs))

@@ -136,10 +136,10 @@ class UnitCuts:
         Args:
             held: elements of each of ``tensors`` if the slab holds it, else 0.
         """
-        return [_place(self.tensors, held, cut) for cut in self.weights]
+        return [_held_before(self.tensors, held, cut) for cut in self.weights]
 
 
-def _place(tensors: Sequence[int], held: Sequence[int], offset: int) -> int:
+def _held_before(tensors: Sequence[int], held: Sequence[int], offset: int) -> int:
     """Return the number of elements of a slab of the held tensors that lie before an offset in the slab of all tensors."""
     start = place = 0
     for numel, kept in zip(tensors, held, strict=True):

@@ -123,6 +123,7 @@ def _copied_state(
     }
 
     def fill(part: Path) -> None:
+        """Write the copies into the folder of the checkpoint."""
         write_json(disk, part / STATE, copied)
         for name, each in tensors.items():
             if each:
@@ -217,6 +218,7 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimiz
     content, buffers = read_state(folder), read_tensors(folder / BUFFERS)
     require_random_state(content["random"])
     files = _unit_files(engine, optimizer)
+    # Read piece by piece if ranks have parts of the tensors, now or when they were saved; otherwise into the slabs at once.
     is_cut = not store.shard.is_whole or any(_name(unit) not in manifest.files for unit in files)
     reader = PartReader(folder, manifest)
     for unit, file in files.items():

@@ -32,7 +32,7 @@ _OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.ya
 
 
 class _Unit:
-    """The tensors of a unit."""
+    """The tensors of a unit, as far as exporting asks for its slabs."""
 
     def __init__(self, shapes: dict[str, torch.Size]) -> None:
         self.layout = SlabLayout(shapes)
@@ -122,6 +122,7 @@ def export_checkpoint(
     chosen = dtype or read_state(checkpoint)["state"].get("settled", {}).get("export_dtype")
 
     def fill(part: Path) -> None:
+        """Write the model, and the files that it came with, such as those of the tokenizer."""
         as_dtype = getattr(torch, chosen) if chosen else None
         if manifest.base:
             _save_adapters(model, checkpoint, store, part, as_dtype)

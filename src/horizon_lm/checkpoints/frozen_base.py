@@ -60,7 +60,7 @@ def _hash(store: Store, unit: Unit) -> str:
     for name in slabs.plain:  # without the padding between tensors
         digest.update(as_array(slabs.plain.view(slabs.weights, name).reshape(-1)).data)
     for name in slabs.packed:
-        digest.update(slabs.packed.packed(name).numpy().data)
+        digest.update(slabs.packed.bytes_of(name).numpy().data)
     return digest.hexdigest()
 
 

@@ -143,12 +143,14 @@ class _MergedFolder:
         if isinstance(checkpoint, DecodedCheckpoint):
             require_untransposed(checkpoint, conversion, find_parts(plain))
         check_headers(plain, checkpoint, conversion)
+        # `_first` has the first name of each parameter, by all of its names: tied ones have several.
         self._headers, self._first = checkpoint.headers(), parameter_names(plain)
         self._shapes = {name: tensor.shape for name, tensor in plain.state_dict().items()}
         self._target: dict[str, Target] = {}  # by the name of each tensor that it gives
         for target in conversion.targets:
             self._target |= dict.fromkeys(self._describe(target), target)
         stored = {self._first.get(name, name): target for name, target in self._target.items()}
+        # The target of each tensor of the model, also if it is stored under another of its names; None if it is not stored.
         self._source = {n: self._target.get(n) or stored.get(self._first.get(n, n)) for n in self._shapes}
         dtypes = {name: self._stored_dtype(target) for name, target in self._source.items() if target is not None}
         # With another dtype: weights but for those that transformers would keep in float32, and no buffers.

@@ -113,7 +113,7 @@ class UnitFile:
     def __init__(self, sections: list[Section]) -> None:
         self.sections = [section for section in sections if section.num_bytes]
         entries = dict(self._place(0))
-        # The length of the header depends on its number of pages only through the offsets, which are relative to its end.
+        # These offsets count from the end of the header, as safetensors has them, and so do not depend on its length.
         self.header = _header(entries)
         self.entries = {
             name: Entry(e.dtype, e.shape, len(self.header) + e.start, e.num_bytes)

@@ -61,7 +61,7 @@ class PackedSlab:
         """The range of the slab that this rank owns."""
         return self._shard.own(self.cuts)
 
-    def packed(self, name: str, slab: torch.Tensor | None = None) -> torch.Tensor:
+    def bytes_of(self, name: str, slab: torch.Tensor | None = None) -> torch.Tensor:
         """Return the bytes of a tensor, a view of the slab, or of a copy of it on the device."""
         entry = self.entries[name]
         return (self.data if slab is None else slab)[entry.start : entry.start + entry.num_bytes]

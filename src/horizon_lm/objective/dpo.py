@@ -95,6 +95,7 @@ class Dpo:
             "rewards/accuracies": (margins > 0).float(), "logps/chosen": logprobs[0], "logps/rejected": logprobs[1],
         }  # fmt: skip
         by_answer = {name: values.sum(1).view(2, -1) for name, values in statistics.values.items()}
+        # Read from the device together: each reading waits for it.
         names, sums = list(metrics), torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
         mean = torch.stack(terms).sum()
         return Loss(

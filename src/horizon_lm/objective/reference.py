@@ -209,5 +209,5 @@ def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:
                 digest.update(as_array(slab[max(entry.offset, own.start) : min(entry.offset + entry.numel, own.stop)]))
     for tensor in slabs.packed:
         digest.update(tensor.encode())
-        digest.update(as_array(slabs.packed.packed(tensor)[slabs.packed.own_part(tensor)]))
+        digest.update(as_array(slabs.packed.bytes_of(tensor)[slabs.packed.own_part(tensor)]))
     return digest.digest()

@@ -175,6 +175,7 @@ def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None
         parts = target.split(".")
         for place, part in enumerate(parts):
             path = ".".join(parts[:place])
+            # A name without the prefix of the decoder, as a checkpoint of the decoder alone has it.
             path = path if path in lists else f"{model.base_model_prefix}.{path}"
             if part.isdigit() and int(part) >= lists.get(path, int(part) + 1):
                 raise ConfigError(
@@ -204,17 +205,13 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional]):
         warn(sentence, CheckpointWarning)
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
-    written: dict[str, str] = {}
+    written: dict[str, str] = {}  # parameters, each with the name under which it was found
     for target in conversion.targets:
         if isinstance(checkpoint, QuantizedCheckpoint) and (own := parameters.get(target.name)) in store.codecs:
-            if store.owns(own):
-                with store.packing(own) as packed:
-                    checkpoint.pack(model, target, store.codecs[own], packed, store.shape(own))
-            store.source_dtypes[own] = store.decoded_dtypes[own] = checkpoint.quantized[
-                next(iter(target.sources))
-            ].dtype
+            _load_packed(model, store, checkpoint, target, own)
             written[own] = target.name
             continue
+        # Of several ranks, each reads the rows in which its part lies, or all of a tensor that cannot be read in rows.
         rows = _own_rows(store, target, parameters)
         if rows is not None and target.is_stack:
             target = target.of_rows(rows)
@@ -238,6 +235,15 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
                     )
                 written[own] = name
     return [ref for ref in optional if ref.name not in written]
+
+
+def _load_packed(model: Any, store: Store, checkpoint: QuantizedCheckpoint, target: Target, name: str) -> None:
+    """Load the codes and scales of a parameter into the store, and note the dtype of the weight that was quantized."""
+    if store.owns(name):
+        with store.packing(name) as packed:
+            checkpoint.pack(model, target, store.codecs[name], packed, store.shape(name))
+    dtype = checkpoint.quantized[next(iter(target.sources))].dtype
+    store.source_dtypes[name] = store.decoded_dtypes[name] = dtype
 
 
 def _own_rows(store: Store, target: Target, parameters: Mapping[str, str]) -> slice | None:

@@ -126,7 +126,7 @@ class _Exporter:
         self._dtype = dtype or store.written_dtype
         kept = kept_in_float32(parts.model, store.unit_of, dtype) | parts.in_float32 if dtype is not None else ()
         self._in_float32 = frozenset(kept)
-        self._given = {
+        self._given = {  # values of the caller that are not the store's own, and that can be written
             name: value
             for name, value in values.items()
             if name in store.unit_of and name not in store.codecs and value.data_ptr() != store.weight(name).data_ptr()

@@ -184,6 +184,7 @@ class QuantizedCheckpoint(Checkpoint):
             if header.dtype != "F8_E4M3":
                 continue
             stem = name.removesuffix("weight")
+            # If there is neither, `_require_components` reports the first as missing.
             scale = next((stem + each for each in _SCALES if stem + each in headers), stem + _SCALES[0])
             assert isinstance(codec, Fp8)
             dtype = _SCALE_DTYPES.get(headers[scale].dtype, torch.float32) if scale in headers else torch.float32

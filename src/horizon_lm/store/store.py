@@ -64,8 +64,8 @@ class Store:
         self._parts = {unit: self._find_parts(unit) for unit in self.units if not unit.is_float32}
         self.frozen = frozenset(unit for unit in self.units if unit.home in frozen)
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
-        self.source_dtypes: dict[str, torch.dtype] = {}
-        self.source_buffers: dict[str, torch.Tensor] = {}
+        self.source_dtypes: dict[str, torch.dtype] = {}  # of the files that weights were read from
+        self.source_buffers: dict[str, torch.Tensor] = {}  # buffers as they were in a file, in another dtype than now
         self.decoded_dtypes: dict[str, torch.dtype] = {}  # of weights that were read quantized
         self.fill: Callable[[Unit], None] | None = None  # fetches the ranges of a unit that other ranks own
         self.version = 0  # version of the weights, incremented by every update
@@ -78,11 +78,7 @@ class Store:
             self._allocate(units)
         self._allocate([OUTER] if OUTER in self.units and OUTER not in kept else [])
         for unit, slabs in kept.items():
-            own = self.units[unit]
-            own.arena, own.start, own.weights, own.low = slabs.arena, slabs.start, slabs.weights, slabs.low
-            own.low_arena, own.low_start = slabs.low_arena, slabs.low_start
-            own.packed.data = slabs.packed.data
-            own.packed_arena, own.packed_start = slabs.packed_arena, slabs.packed_start
+            self.units[unit].take_over(slabs)
         with_low = [slabs.own for slabs in self.units.values() if slabs.low is not None]
         self.num_bytes = {
             "weights": sum(used_bytes([slabs.own], slabs.weights.element_size()) for slabs in self.units.values()),
@@ -104,10 +100,12 @@ class Store:
         return self._parts[unit]
 
     def _find_parts(self, unit: Unit) -> list[Unit]:
+        """Return what `parts_of` returns; a unit without tensors has its empty slabs."""
         found = [each for each in (unit, unit.float32) if each in self.units and self.units[each].layout.numel]
         return found or [unit]
 
     def _by_precision(self, units: Iterable[Unit]) -> Iterator[list[Unit]]:
+        """Yield the units of the store's precision, and those in float32."""
         found = list(units)
         yield [unit for unit in found if not unit.is_float32]
         yield [unit for unit in found if unit.is_float32]
@@ -184,7 +182,7 @@ class Store:
                     "unfreeze its weights before stream(), or stream with precision='bf16'"
                 )
         for slabs in self.units.values():
-            slabs.train(trainable)
+            slabs.lay_out_grads(trainable)
         for unit, slabs in self.units.items():
             slabs.grads = torch.empty(0, dtype=self.precision_of(unit).grad_dtype)
         for kept in self._by_precision(unit for unit in self.units if unit in units):
@@ -253,7 +251,7 @@ class Store:
 
     def packed(self, name: str) -> torch.Tensor:
         """Return the bytes of a quantized parameter, a view of its slab."""
-        return self.units[self.unit_of[name]].packed.packed(name)
+        return self.units[self.unit_of[name]].packed.bytes_of(name)
 
     def owns(self, name: str) -> bool:
         """Return whether this rank owns any part of a parameter."""
@@ -263,15 +261,15 @@ class Store:
 
     @contextmanager
     def packing(self, name: str) -> Iterator[torch.Tensor]:
-        """Context manager: yield memory for the bytes of a quantized parameter, of which this rank's part is stored."""
+        """Context manager: yield memory for the bytes of a quantized parameter. Of several ranks, each keeps its part."""
         slabs = self.units[self.unit_of[name]]
         if self.shard.is_whole:
-            yield slabs.packed.packed(name)
+            yield slabs.packed.bytes_of(name)
             return
         # Zeros, because the bytes between components are hashed, too.
-        packed, part = torch.zeros_like(slabs.packed.packed(name)), slabs.packed.own_part(name)
+        packed, part = torch.zeros_like(slabs.packed.bytes_of(name)), slabs.packed.own_part(name)
         yield packed
-        slabs.packed.packed(name)[part] = packed[part]
+        slabs.packed.bytes_of(name)[part] = packed[part]
 
     def weight(self, name: str) -> torch.Tensor:
         """Return the streamed half of a parameter: its part of the slab, as a tensor with a separate storage.
@@ -343,7 +341,7 @@ class Store:
         return slice(first, max(first + 1, -(-own.stop // width)))
 
     def _own_part(self, slabs: UnitSlabs, name: str, first_row: int = 0) -> tuple[slice, slice]:
-        """Return the part of a parameter that this rank owns, as a range of its slab and of the elements from a row on."""
+        """Return the part of a parameter that this rank owns, as a range of the slab, and of the parameter from a row on."""
         entry, own = slabs.layout.entries[name], slabs.own
         start = max(entry.offset, own.start)
         stop = max(start, min(entry.offset + entry.numel, own.stop))

@@ -112,10 +112,17 @@ class UnitSlabs:
         self.low: torch.Tensor | None = None
         self.low_arena, self.low_start = self.arena, 0
         self.grads = torch.empty(0)
-        self.train(())
+        self.lay_out_grads(())
 
-    def train(self, names: Iterable[str]) -> None:
-        """Lay out the gradients of these tensors."""
+    def take_over(self, other: "UnitSlabs") -> None:
+        """Use the memory of other slabs with the same layout."""
+        self.arena, self.start, self.weights = other.arena, other.start, other.weights
+        self.low_arena, self.low_start, self.low = other.low_arena, other.low_start, other.low
+        self.packed_arena, self.packed_start = other.packed_arena, other.packed_start
+        self.packed.data = other.packed.data
+
+    def lay_out_grads(self, names: Iterable[str]) -> None:
+        """Lay out the gradients of these tensors, which are trained."""
         self.grad_layout = self.layout.restrict(names)
         self.grad_cuts = self._cuts_of(self.grad_layout)
 

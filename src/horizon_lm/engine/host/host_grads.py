@@ -100,11 +100,11 @@ class LandingSlots:
         self._store.num_bytes["landing"] = self._store.num_bytes.get("landing", 0) + num_bytes
         return self._device.host_buffer(num_bytes).view(dtype) if numel else torch.empty(0, dtype=dtype)
 
-    def keeps(self, unit: Unit) -> bool:
+    def keeps_slab(self, unit: Unit) -> bool:
         """Return whether a unit keeps its gradient slab in the store nevertheless."""
         return self._tied and unit == EMBED
 
-    def of(self, unit: Unit) -> torch.Tensor:
+    def slot_of(self, unit: Unit) -> torch.Tensor:
         """Return the slot of slabs other than the embedding's, with the length of the part of their gradients that this
         rank owns.
         """
@@ -114,7 +114,7 @@ class LandingSlots:
         place = block(unit.block_index % 2) if unit.is_block else unit.home
         return slots[place][: self._length(unit)]
 
-    def rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
+    def slot_of_rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
         """Return the slot (R, H) for the row gradients of an untied embedding. No update may still be reading it.
 
         Args:
@@ -145,7 +145,7 @@ class LandingSlots:
             (table,) = self._store.units[EMBED].layout
             return TableGrads(self._store.grad(table), None)
         assert self._landed_rows is not None
-        count = self._landed_rows.numel() + 1  # with the row of zeros that `rows` has added
+        count = self._landed_rows.numel() + 1  # with the row of zeros that `slot_of_rows` has added
         return TableGrads(self._rows[: count * width].view(count, width), self._landed_rows)
 
 
@@ -201,8 +201,8 @@ class HostGrads:
         slabs = self._store.units[unit]
         report = self.squared_norms.landing(unit, whole=True)
         own = slabs.own_grads  # with several ranks, only this part of the source has their sum
-        if self.slots is not None and not self.slots.keeps(unit):
-            return [Land(self.slots.of(unit), source[own], report, add=False)]
+        if self.slots is not None and not self.slots.keeps_slab(unit):
+            return [Land(self.slots.slot_of(unit), source[own], report, add=False)]
         # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
         empty = {name: self.is_empty(name) for name in slabs.grad_layout}
         if len(set(empty.values())) == 1:

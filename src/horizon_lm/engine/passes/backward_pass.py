@@ -71,7 +71,7 @@ class BackwardPass:
             slots, units = engine.grads.slots, engine.store.unit_of
             assert slots is not None
             moves = [
-                optimizer.moves(part, [name for name in names if units[name] == part], slots.of(part))
+                optimizer.moves(part, [name for name in names if units[name] == part], slots.slot_of(part))
                 for part in engine.store.parts_of(unit)
             ]
             engine.cursor.bind(Kind.UPDATE, unit, joined(moves))

@@ -102,15 +102,15 @@ class MicroBatchRandomness:
         self, device: Device, num_micro_batches: int, draws: bool = True, before: int = 0, everywhere: int | None = None
     ) -> None:
         self._device = device
-        self._own: list[Any] | None = None  # the state of each micro-batch's stream
+        self._own: list[Any] | None = None  # the state of each micro-batch's stream; None to use the global generators
         self._draws = draws
         self._outside: Any = None  # the state of the global generators, while they are replaced
         self._num_drawn = num_micro_batches if everywhere is None else everywhere
         if self._num_drawn > 1:
-            self._before = torch.get_rng_state()
+            self._before = torch.get_rng_state()  # with `_after`, the state around the draw of the seeds
             seeds = micro_batch_seeds(self._num_drawn)[before : before + num_micro_batches]
             self._own = [device.seeded_rng_state(seed) for seed in seeds]
-            self._seeded, self._after = list(self._own), torch.get_rng_state()
+            self._seeded, self._after = list(self._own), torch.get_rng_state()  # `_own` as it was, to see what is used
             # The draw is taken back: `finish` repeats it if a micro-batch has used its numbers.
             torch.set_rng_state(self._before)
             # Seeded by this rank's first micro-batch, so that each rank draws other numbers outside of blocks.

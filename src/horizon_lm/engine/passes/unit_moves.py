@@ -78,7 +78,7 @@ class UnitMoves:
         return [
             move(
                 slabs.layout.view(slot, name),
-                slabs.packed.packed(name, packed),
+                slabs.packed.bytes_of(name, packed),
                 entry.codec,
                 self._engine.store.decoded_dtype(name),
             )

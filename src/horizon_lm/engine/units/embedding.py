@@ -195,10 +195,10 @@ class StreamedEmbedding:
             room: maximum number of rows in the host buffer.
         """
         engine = self.engine
-        if engine.grads.slots is not None and not engine.grads.slots.keeps(EMBED):
+        if engine.grads.slots is not None and not engine.grads.slots.keeps_slab(EMBED):
             report = engine.grads.squared_norms.landing(EMBED, whole=True)
             engine.updates.finish()  # the last update of the table reads the slot that is written now
-            return Land(engine.grads.slots.rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
+            return Land(engine.grads.slots.slot_of_rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
         # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
         report = engine.grads.squared_norms.landing(EMBED, whole=empty)

@@ -132,6 +132,7 @@ class GradientCheck:
                 before = engine.device.rng_state()
                 segments = node.segments[part.batch]
                 output = run_block(node.module, args, kwargs, node.keys, segments, part.rows, uncompiled=True)
+                # Whole batches would draw other numbers than the micro-batches did.
                 if len(parts) < len(node.micro_batches) and not _same(before, engine.device.rng_state()):
                     raise _DrawsNumbersError
             pairs = [
