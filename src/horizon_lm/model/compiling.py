@@ -63,7 +63,8 @@ def chunk_mlps(block: nn.Module, tokens: int) -> int:
     layers = [part for part in block.modules() if type(part).__name__.endswith("MLP") and _treats_tokens_alike(part)]
     for part in layers:
         part._chunk_tokens = tokens  # type: ignore[assignment]
-        part.forward = MethodType(_forward, part)  # a bound method, so that a copy of the block chunks its own layers
+        # A bound method, so that a copy of the block chunks its own layers.
+        part.forward = MethodType(_forward_in_chunks, part)
     return len(layers)
 
 
@@ -90,7 +91,7 @@ def compiling_chunks() -> Iterator[None]:
 
 
 @torch.compiler.disable  # otherwise each number of chunks would get a graph that contains all of them
-def _forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _forward_in_chunks(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Run the layer in chunks of tokens. ``hidden``: (B, T, H)."""
     function = type(self).forward
     if getattr(_current, "compiling", False):

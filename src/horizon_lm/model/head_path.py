@@ -71,7 +71,7 @@ def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) 
     vocabulary = parts.sizes().vocabulary
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((_ROWS, _LENGTH, parts.head_width), generator=generator).requires_grad_()  # (B, T, H)
-    columns = min(8, parts.head_width)
+    columns = min(8, parts.head_width)  # a head that reads a few columns shows the same, and is small
     weight = torch.randn((vocabulary, columns), generator=generator)
     ids = torch.randint(min(vocabulary, 1000), (_ROWS, _LENGTH), generator=generator)
     labels = ids.clone()
@@ -98,6 +98,7 @@ def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) 
     if float(empty.loss.detach()) != 0:
         return "its loss is not only that of labels"
 
+    # All tokens at once, as the model computes them; then in chunks, each as a batch of one row.
     whole = run(hidden, project, input_ids=ids, labels=labels)
     used = torch.autograd.grad(whole.loss, outer, allow_unused=True, retain_graph=True) if outer else ()
     if any(grad is not None for grad in used):

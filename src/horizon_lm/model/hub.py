@@ -365,7 +365,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
-        elif func in _FACTORIES:
+        elif func in _FACTORIES:  # of `torch.full`, the first argument alone is a size
             require_small_buffer([*args[: 1 if func is torch.full else None], kwargs.get("size", ())])
         return func(*args, **kwargs)
 

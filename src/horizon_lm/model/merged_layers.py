@@ -100,11 +100,12 @@ class MergedLayers:
         Raises:
             ConfigError: PEFT cannot merge the layer.
         """
-        given = self._given
+        given = self._given  # tensors that come whole with the adapters, instead of those of the base
         values = {n: given[n].to(each.dtype, copy=True) if n in given else each for n, each in base.items()}
         if group >= len(self._layers):
             return values
         layer = self._layers[group]
+        # PEFT merges what is in the model: the tensors are put there, and taken out again.
         for name, value in values.items():
             self._set(name, value.contiguous())
         with self._errors("merge these adapters"), torch.no_grad():

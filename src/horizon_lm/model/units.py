@@ -1,7 +1,7 @@
 """Find the units of a Hugging Face decoder, and reject models that cannot be streamed exactly."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -133,6 +133,23 @@ def _find_units(
     # PEFT's adapters of the embedding are small, and a head may share them.
     owner |= {id(module): OUTER if is_adapter_layer(embed) else EMBED for module in embed.modules()}
     owner |= {id(tables[0]): EMBED} | {id(module): IDLE for module in tables[1:]}
+    tied = _active_projection(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
+    adapters: dict[int, set[str]] = {}
+    names = [EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER, *([IDLE] if len(tables) > 1 else [])]
+    units: dict[Unit, list[ParamRef]] = {unit: [] for unit in names}
+    for ref in _find_params(name, model):
+        found = {owner.get(id(module), OUTER) for module, _ in ref.places}
+        if id(ref.param) in adapted and len(found) == 1 and (user := next(iter(found))).is_block:
+            units[OUTER].append(ref)
+            adapters.setdefault(user.block_index, set()).add(ref.name)
+            continue
+        is_head_weight = any(module is head and attribute == "weight" for module, attribute in ref.places)
+        units[_unit_of(name, ref, found, tied, is_head_weight)].append(ref)
+    return units, {index: frozenset(names) for index, names in adapters.items()}
+
+
+def _find_params(name: str, model: Any) -> Iterable[ParamRef]:
+    """Return the parameters of a model, each with all of its places; raise ModelNotSupportedError for one that is not plain."""
     refs: dict[int, ParamRef] = {}
     for module_name, module in model.named_modules():
         for attribute, param in module._parameters.items():
@@ -146,31 +163,34 @@ def _find_units(
                 )
             ref = refs.setdefault(id(param), ParamRef(f"{module_name}.{attribute}".removeprefix("."), param, []))
             ref.places.append((module, attribute))
-    tied = _active_projection(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
-    adapters: dict[int, set[str]] = {}
-    names = [EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER, *([IDLE] if len(tables) > 1 else [])]
-    units: dict[Unit, list[ParamRef]] = {unit: [] for unit in names}
-    for ref in refs.values():
-        found = {owner.get(id(module), OUTER) for module, _ in ref.places}
-        if id(ref.param) in adapted and len(found) == 1 and (user := next(iter(found))).is_block:
-            units[OUTER].append(ref)
-            adapters.setdefault(user.block_index, set()).add(ref.name)
-            continue
-        is_head_weight = any(module is head and attribute == "weight" for module, attribute in ref.places)
-        if found <= {EMBED, HEAD} and EMBED in found:
-            units[EMBED].append(ref)
-        elif (found == {HEAD} and tied) or (found == {OUTER, HEAD} and not is_head_weight):
-            units[OUTER].append(ref)  # a bias of a tied head, or a parameter of a module around the head
-        elif found == {IDLE, HEAD}:
-            units[HEAD].append(ref)  # the original table of a tied head, of which PEFT trains a copy
-        elif len(found) == 1 and (len(ref.places) == 1 or found == {OUTER}):
-            units[found.pop()].append(ref)
-        else:
-            raise ModelNotSupportedError(
-                f"{name}: {ref.name} is one parameter in {len(ref.places)} places; only the head may be tied to the embedding, "
-                "and parameters outside of blocks to each other"
-            )
-    return units, {index: frozenset(names) for index, names in adapters.items()}
+    return refs.values()
+
+
+def _unit_of(name: str, ref: ParamRef, owners: set[Unit], tied: bool, is_head_weight: bool) -> Unit:
+    """Return the unit that keeps a parameter, which may have places in several.
+
+    Args:
+        name: the model's class, for the message.
+        ref: the parameter.
+        owners: the units of the modules that have it.
+        tied: the head uses the embedding table.
+        is_head_weight: it is the weight of the head's own module.
+
+    Raises:
+        ModelNotSupportedError: modules share it that would be computed at different times.
+    """
+    if EMBED in owners and owners <= {EMBED, HEAD}:
+        return EMBED
+    if (owners == {HEAD} and tied) or (owners == {OUTER, HEAD} and not is_head_weight):
+        return OUTER  # a bias of a tied head, or a parameter of a module around the head
+    if owners == {IDLE, HEAD}:
+        return HEAD  # the original table of a tied head, of which PEFT trains a copy
+    if len(owners) == 1 and (len(ref.places) == 1 or owners == {OUTER}):
+        return next(iter(owners))
+    raise ModelNotSupportedError(
+        f"{name}: {ref.name} is one parameter in {len(ref.places)} places; only the head may be tied to the embedding, "
+        "and parameters outside of blocks to each other"
+    )
 
 
 def _find_in_float32(model: Any, units: Mapping[Unit, list[ParamRef]], adapted: set[int]) -> frozenset[str]:
@@ -214,6 +234,7 @@ def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
     as_deep = [(n, m) for n, m in within if len(m) == depth]
     inner = {id(part) for _, m in within for entry in m for part in entry.modules()}
     outermost = [(n, m) for n, m in within if id(m) not in inner]
+    # From the surest to the least sure; the first of these that is unambiguous is taken.
     for candidates in ([each for each in named if each in as_deep], named, as_deep, outermost):
         if len(candidates) == 1:
             return candidates[0]
