@@ -90,11 +90,11 @@ def test_fewer_threads_run_while_the_device_computes() -> None:
         with lock:
             running -= 1
 
-    pool.computing(True)
+    pool.share_cores(True)
     pool.submit(task(*[piece] * 20))
     pool.wait()
     assert peak == 1
-    pool.computing(False)
+    pool.share_cores(False)
     pool.submit(task(*[piece] * 40))
     pool.wait()
     assert peak > 1

@@ -182,12 +182,12 @@ class CpuDevice:
 
     def begin(self, task: Task) -> None:
         self.wait(task.waits)
-        self._computing(True)
+        self._share_cores(True)
         self._began = time.perf_counter()
 
     def end(self, task: Task) -> None:
         task.done = True
-        self._computing(False)
+        self._share_cores(False)
         self._record(task, self._began, self._computed or None)
         self._computed = time.perf_counter()
 
@@ -197,7 +197,7 @@ class CpuDevice:
             pool.wait(pending)
 
     def synchronize(self) -> None:
-        self._computing(False)
+        self._share_cores(False)
         for pool in self._pools.values():
             pool.wait()
 
@@ -219,9 +219,9 @@ class CpuDevice:
             self._pools[stream] = HostPool(*sizes, self.link)
         return self._pools[stream]
 
-    def _computing(self, computing: bool) -> None:
+    def _share_cores(self, computing: bool) -> None:
         if Stream.HOST in self._pools:
-            self._pools[Stream.HOST].computing(computing)
+            self._pools[Stream.HOST].share_cores(computing)
 
     def _record(self, task: Task, start: float, reached: float | None = None) -> None:
         if self.trace is not None:

@@ -142,7 +142,7 @@ class HostPool:
             state.unfinished[id(task)] = job
             state.changed.notify_all()
 
-    def computing(self, computing: bool) -> None:
+    def share_cores(self, computing: bool) -> None:
         """Share the cores with the device's computation, or use all of them again."""
         state = self._state
         state.limit = self.num_while_computing if computing else self.num_threads
@@ -213,6 +213,7 @@ def _run_jobs(state: _State, enter: Callable[[], None]) -> None:
             if state.closed:
                 return
             job = state.queue[0]
+            # The first thread waits until the job may run, and takes no move; the others wait for it (`has_work`).
             prepare, job.wait_until_ready = job.wait_until_ready, None
             job.preparing = prepare is not None
             move = None if job.preparing else job.take()

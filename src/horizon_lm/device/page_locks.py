@@ -92,9 +92,10 @@ class PageLocks:
         first = tensor.data_ptr()
         last = first + tensor.numel() * size
         locked = self._locked
-        at = max(0, bisect_left(locked, (first, first)) - 1)
+        # Ranges are disjoint, so of those that begin earlier only the last may reach into the tensor.
+        before = max(0, bisect_left(locked, (first, first)) - 1)
         found = []
-        for start, stop in locked[at:]:
+        for start, stop in locked[before:]:
             if start >= last:
                 break
             if stop > first:
@@ -102,10 +103,10 @@ class PageLocks:
         if not found:  # not registered here, but torch may have page-locked it
             yield 0, tensor.numel(), tensor.is_pinned()
             return
-        done = first
+        end = first  # of what was yielded
         for start, stop in [*found, (last, last)]:
-            if done < start:
-                yield (done - first) // size, (start - first) // size, False
+            if end < start:
+                yield (end - first) // size, (start - first) // size, False
             if start < stop:
                 yield (start - first) // size, (stop - first) // size, True
-            done = stop
+            end = stop
