@@ -76,6 +76,7 @@ def _random_state(device: torch.device) -> list[str]:
 
 
 def _set_random_state(device: torch.device, states: list[str]) -> None:
+    """Set the generators to the states that `_random_state` has returned."""
     tensors = [torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states]
     torch.set_rng_state(tensors[0])
     if device.type == "cuda":

@@ -76,6 +76,7 @@ class Group:
             with noticing_lost_ranks():
                 _gather_equal(buffer, buffer[self._own(cuts)], group=self._group)
             return
+        # A collective needs ranges of equal length: others are sent one by one.
         own = buffer[self._own(cuts)]
         self._exchange(
             {rank: [own] for rank in range(self.size)},

@@ -113,15 +113,15 @@ class Mesh:
         copy = self.exchange(place, list(values))[first : first + self.shard.count]
         return [sum(column) for column in zip(*copy, strict=True)]
 
-    def tell(self, text: str) -> None:
-        """Send a text from the first rank to all others, which call `hear`."""
+    def broadcast_text(self, text: str) -> None:
+        """Send a text from the first rank to all others, which call `receive_text`."""
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         with noticing_lost_ranks():
             dist.broadcast(torch.tensor([data.numel()]), 0, group=self.control)
             dist.broadcast(data, 0, group=self.control)
 
-    def hear(self) -> str:
-        """Return the text that the first rank tells."""
+    def receive_text(self) -> str:
+        """Return the text that the first rank broadcasts."""
         size = torch.zeros(1, dtype=torch.int64)
         with noticing_lost_ranks():
             dist.broadcast(size, 0, group=self.control)
@@ -147,6 +147,7 @@ class Mesh:
         return [each[start : start + count] for each, (start, count) in zip(everyone, sizes.tolist(), strict=True)]
 
     def _require_equal(self, places: Sequence[str]) -> None:
+        """Raise DisagreementError if the places of the ranks are not one."""
         other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
         if other is not None:
             raise DisagreementError(

@@ -114,7 +114,7 @@ class Monitor:
             beats += 1
             try:
                 self._store.set(f"beat/{self._mesh.rank}", json.dumps([beats, self._mesh.progress, self._mesh.place]))
-                message = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else self._look()
+                message = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else self._find_lost()
             except Exception:  # the store is gone, and with it the first rank
                 message = "rank 0 has ended, or cannot be reached"
             if message and not self._stopped.is_set():
@@ -127,7 +127,7 @@ class Monitor:
                     self._end(InterruptedRunError.exit_code)
                 return
 
-    def _look(self) -> str:
+    def _find_lost(self) -> str:
         """Return a message about a rank that is dead or hangs; empty if all are well."""
         now, progress = time.monotonic(), {}
         for rank in range(self._mesh.size):

@@ -24,7 +24,7 @@ def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
 
     def fill(unit: Unit) -> None:
         """Receive the ranges of a unit that the other ranks own into its slabs."""
-        mesh.tell(unit)
+        mesh.broadcast_text(unit)
         for slab, cuts in store.units[unit].slabs():
             for rank in range(1, store.shard.count):
                 part = slab[cuts[rank] : cuts[rank + 1]]
@@ -41,8 +41,8 @@ def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
         raise
     finally:
         store.fill = None
-        mesh.tell(_DONE)
-        mesh.tell(error)
+        mesh.broadcast_text(_DONE)
+        mesh.broadcast_text(error)
 
 
 def lend(mesh: Mesh, store: Store) -> None:
@@ -51,7 +51,7 @@ def lend(mesh: Mesh, store: Store) -> None:
     Raises:
         StreamingError: the first rank has failed.
     """
-    while unit := Unit(mesh.hear()):
+    while unit := Unit(mesh.receive_text()):
         if mesh.rank >= store.shard.count:  # of another copy of the model
             continue
         for slab, cuts in store.units[unit].slabs():
@@ -59,7 +59,7 @@ def lend(mesh: Mesh, store: Store) -> None:
             if part.numel():
                 with noticing_lost_ranks():
                     dist.send(part, 0, group=mesh.control)
-    error = mesh.hear()
+    error = mesh.receive_text()
     if error:
         raise StreamingError(f"rank 0 has failed ({error})")
 
