@@ -32,7 +32,7 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         if _computing.get() or return_outputs or not self.model.training or not torch.is_grad_enabled():
             return compute_loss(self, model, inputs, return_outputs=return_outputs, **kwargs)
         state = self.accelerator.gradient_state
-        synchronizes = state.sync_gradients
+        synchronizes = state.sync_gradients  # true for the last micro-batch of a step
         compute = partial(_compute, compute_loss, self, model, inputs, **kwargs)
         # A loss may depend on whether its micro-batch is the last one.
         held = self._held = [*(self._held or ()), (compute, partial(state._set_sync_gradients, synchronizes))]
@@ -49,7 +49,7 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_held(model: Any, held: list[tuple[Any, Any]]) -> list[Any]:
     """Compute losses in lock-step. Each may switch the model's adapters for itself, as for a reference."""
-    functions, prepare = map(list, zip(*held, strict=True))
+    functions, prepare = map(list, zip(*held, strict=True))  # `prepare` sets what accelerate had set for each
     horizon = getattr(model, "_horizon", None)
     if horizon is None or not horizon.adapter_params:
         return run_together(functions, prepare)

@@ -75,6 +75,7 @@ class TrainerCheckpoints:
 
 
 def _scheduler_state(trainer: Any) -> Any:
+    """Return the state of the scheduler as data for JSON; raise ConfigError if it cannot be that."""
     scheduler = trainer.lr_scheduler
     return to_plain(scheduler.state_dict(), type(getattr(scheduler, "scheduler", scheduler)).__name__)
 

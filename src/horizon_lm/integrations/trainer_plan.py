@@ -137,7 +137,7 @@ class TrainerPlan:
 
 
 class _StreamedCodecs:
-    """The quantized weights of a streamed model, by their names without adapters."""
+    """The quantized weights of a streamed model, by their names without adapters. Stands in for `Quantized` in a `Source`."""
 
     def __init__(self, codecs: Mapping[str, Codec]) -> None:
         self._codecs = {name.replace(".base_layer.", "."): codec for name, codec in codecs.items()}
@@ -217,4 +217,5 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
 
 
 def _sequences(args: Any) -> int:
+    """Return the number of sequences in a row: two for trainers of pairs."""
     return 2 if any(each.__name__ in _TWO_SEQUENCES for each in type(args).__mro__) else 1

@@ -52,7 +52,7 @@ class FirstStep:
         if self.is_over:
             train_step()
             return plan
-        shortage = self._run(train_step)
+        shortage = self._try(train_step)
         self.is_over = True
         if shortage is None:
             return plan
@@ -70,14 +70,14 @@ class FirstStep:
         self.optimizer.zero_grad()
         forward = forward_of(self.model)
         forward.reconfigure(forward.engine.options.with_choices(smaller.step.settings))
-        shortage = self._run(train_step)
+        shortage = self._try(train_step)
         if shortage is not None:
             raise self.admission.out_of_memory(
                 smaller, f"step {step} needed more device memory than there is, with a smaller plan, too ({shortage})"
             )
         return smaller
 
-    def _run(self, train_step: Callable[[], None]) -> str | None:
+    def _try(self, train_step: Callable[[], None]) -> str | None:
         """Run a step. If the device has too little memory for it, return the first line of the error."""
         done = self.optimizer.num_steps, self.optimizer.num_skipped
         try:

@@ -57,8 +57,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leaves = True
-        self._orders.put(None)
-        with self._lock:
+        self._orders.put(None)  # ends the thread that insists
+        with self._lock:  # so that it is sending no signal when the handlers change
             self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -110,6 +110,7 @@ class LastResort:
         return True
 
     def _report_failure(self, failure: Exception) -> None:
+        """Print why the model is not written yet, and what to do."""
         self._reported = time.monotonic()
         second = self._second.folder
         place = "" if second is None else f" After {format_seconds(_PATIENCE_SECONDS)} it goes to {second}."
@@ -131,6 +132,7 @@ class LastResort:
         return DoesNotFitError(text) if kind == DoesNotFitError.__name__ else ConfigError(text)
 
     def _sleep(self) -> None:
+        """Wait for the next attempt, or until a signal arrives."""
         until = time.monotonic() + _RETRY_SECONDS
         while not self._requested() and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _POLL_SECONDS))

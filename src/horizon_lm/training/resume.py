@@ -19,7 +19,8 @@ from horizon_lm.planning.request import Request
 from horizon_lm.training.run_lock import RunLock
 from horizon_lm.training.run_state import FORMAT, ResumePoint, reading
 
-_OPEN = set(Request.names_of_choices()) - settings_with(OnResume.FREE)  # chosen by the plan, unless they are set
+# Settings that the plan chooses, unless they are set.
+_OPEN_TO_PLAN = set(Request.names_of_choices()) - settings_with(OnResume.FREE)
 _VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
 _REMEDY = "restore them, choose another output_dir, or set resume_with_changes: true to go on with the changes"
 
@@ -117,8 +118,8 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         before, installed = point.manifest.packages, installed_packages()
         fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
         warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
-        settled = point.state["settled"]
-        update = {name: settled[name] for name in _OPEN if given[name] == now[name]}
+        settled = point.state["settled"]  # the settings of that run, with the choices of its plan
+        update = {name: settled[name] for name in _OPEN_TO_PLAN if given[name] == now[name]}
         if rows != _rows_per_step(now) * num_ranks:
             warnings.append(f"resume: {num_ranks} processes instead of {ranks_before}; a step keeps its {rows} rows")
             # So that memory is planned for the rows that this rank gets.
@@ -147,11 +148,13 @@ def choice_warnings(point: ResumePoint, given: RunConfig, config: RunConfig) -> 
         config: the settings with the plan's choices.
     """
     asked, settled, now = settings_of(given), point.state["settled"], settings_of(config)
-    same = [name for name in _OPEN if point.state["config"][name] == asked[name]]
+    # Where the user has changed a setting, another value is no choice of the plan.
+    same = [name for name in _OPEN_TO_PLAN if point.state["config"][name] == asked[name]]
     return rounding_warnings({name: settled[name] for name in same}, {name: now[name] for name in same})
 
 
 def _rows_per_step(settings: Mapping[str, Any]) -> int:
+    """Return the rows of a step of one rank."""
     return int(settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"])
 
 

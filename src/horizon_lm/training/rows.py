@@ -130,6 +130,7 @@ def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenT
 
 
 def _unused_name(name: str, names: Sequence[str]) -> str:
+    """Return a name for an eval set that no other has: the name itself, or with a number."""
     return name if name not in names else next(n for i in range(2, 1000) if (n := f"{name}_{i}") not in names)
 
 

@@ -78,6 +78,7 @@ class RunDir:
         self._lock.release()
 
     def _reject_finished_run(self) -> None:
+        """Raise ConfigError if the folder has a trained model that may not be replaced."""
         if self.model_dir.exists() and not self._overwrites:
             raise ConfigError(
                 f"output_dir: {self.path} holds a finished run; choose another folder, or set "
