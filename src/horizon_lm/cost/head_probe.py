@@ -34,7 +34,7 @@ def head_peak(
     at, at_twice = (_run(parts, trunk, dtype, n * _TOKENS, linear, not chunked, values)[0] for n in (1, 2))
     of_token = (at_twice - at) // _TOKENS
     one = at - (_TOKENS - 1) * of_token
-    return Linear(one, one + of_token)
+    return Linear(one, one + of_token)  # which is given by its values for one token and for two
 
 
 def head_work(parts: ModelParts, trunk: nn.Module, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
@@ -53,7 +53,14 @@ def _run(
     holds_logits: bool,
     values: Sequence[str] = (),
 ) -> tuple[int, Work, Work]:
-    """Return the peak memory, the work of the forward pass, and the work of the forward and backward pass."""
+    """Return the peak memory, the work of the forward pass, and the work of the forward and backward pass.
+
+    Args:
+        parts, trunk, dtype, values: as in `head_peak`.
+        tokens: tokens of the trial.
+        linear: the product of hidden states and the weight of the head.
+        holds_logits: the caller keeps the logits until the backward pass.
+    """
     model, width = parts.model, parts.head_width
     norm = _norm(parts, dtype)
     weight = torch.empty((parts.num_outputs, width), dtype=parts.head_dtype(dtype), device="meta", requires_grad=True)

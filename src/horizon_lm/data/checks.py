@@ -104,7 +104,7 @@ def _begins_twice(ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, bos: in
     """Return which rows (n,) begin with two begin-of-sequence tokens."""
     if bos is None or not len(ids):
         return np.zeros(len(starts), dtype=bool)
-    second = np.minimum(starts + 1, len(ids) - 1)
+    second = np.minimum(starts + 1, len(ids) - 1)  # inside of the array; a row of one token is left out below
     doubled: np.ndarray = (ids[starts] == bos) & (ids[second] == bos) & (ends - starts > 1)
     return doubled
 
@@ -139,6 +139,6 @@ def _rows_of(positions: np.ndarray, length: int, ends: np.ndarray) -> Iterator[i
 def _copies(hashes: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return for each row of each dataset whether an earlier row has the same hash."""
     all_hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *hashes])
-    first = np.zeros(len(all_hashes), dtype=bool)
-    first[np.unique(all_hashes, return_index=True)[1]] = True
-    return np.split(~first, np.cumsum([len(each) for each in hashes])[:-1]) if hashes else []
+    is_first = np.zeros(len(all_hashes), dtype=bool)
+    is_first[np.unique(all_hashes, return_index=True)[1]] = True
+    return np.split(~is_first, np.cumsum([len(each) for each in hashes])[:-1]) if hashes else []

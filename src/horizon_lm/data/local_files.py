@@ -83,7 +83,7 @@ def _files_of_folder(config: DatasetConfig, folder: Path) -> dict[str, list[Path
         splits = {"train": files}
     elif list(splits) == [""]:
         splits = {"train": files}
-    splits.pop("", None)
+    splits.pop("", None)  # files that name no split, beside others that do
     for name in splits:
         _require_one_type(config, splits[name])
     return splits

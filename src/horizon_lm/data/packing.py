@@ -43,6 +43,7 @@ def pack(part: Part, strategy: str, length: int) -> Part:
         with_rows, batched=True, batch_size=batch_size, with_indices=True, remove_columns=table.column_names, features=features,
         new_fingerprint=fingerprint, desc="selecting rows to pack",
     )  # fmt: skip
+    # Rows are packed within a batch of rows; every file on the way is in the cache under a key of its own.
     packed = trl_compat.pack(
         record(rows),
         length,
@@ -82,6 +83,7 @@ def truncate(part: Part, length: int) -> Part:
 
 
 def _truncate(columns: dict[str, list[Any]], length: int) -> dict[str, list[Any]]:
+    """Return the columns of truncated rows. Their first token is no target, because no token is before it."""
     trained = [mask[:length] for mask in columns["trained"]]
     ids = [each[:length] for each in columns["input_ids"]]
     return {"input_ids": ids, "trained": trained, "num_targets": [sum(mask[1:]) for mask in trained]}

@@ -125,8 +125,9 @@ class Part:
 
     def __init__(self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0) -> None:
         self.table, self._place, self.indices, self.weight = table, place, indices, weight
+        # (sequences of a row, rows)
         each = np.stack([_list_lengths(table.data.column(name)) for name in self._id_columns])
-        self.lengths, self.num_tokens = each.max(0), each.sum(0)
+        self.lengths, self.num_tokens = each.max(0), each.sum(0)  # of a row: its longest sequence, and all of them
         self.num_targets = table.data.column("num_targets").to_numpy().astype(np.int64)
 
     def __len__(self) -> int:

@@ -121,7 +121,7 @@ class MetricsFile:
     @property
     def step_seconds(self) -> float | None:
         """The median seconds of a step, without evaluation and exports; None with fewer than two lines."""
-        spans = [
+        spans = [  # from the speed, which leaves out evaluation and exports
             (after.tokens_total - before.tokens_total) / after.tokens_per_second / (after.step - before.step)
             for before, after in pairwise(self.training)
             if after.step > before.step and after.tokens_per_second

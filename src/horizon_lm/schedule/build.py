@@ -60,6 +60,7 @@ class Layout:
 
 
 def _host(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
+    """Return the host buffer of a unit; a tied head has that of the embedding."""
     return Buffer(kind, EMBED if unit == HEAD and layout.tied else unit)
 
 
@@ -93,6 +94,7 @@ def _stream_out(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
 
 
 def _update(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
+    """Return the update of a unit, which reads its gradients where they have landed."""
     weights = _host(Buf.HOST_WEIGHTS, unit, layout)
     return Op(kind, unit, stream, (_landing(unit, layout), weights), (weights,))
 
@@ -136,6 +138,7 @@ def _forward(
     layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, blocks_changed: bool, table_update: bool,
     head: bool, head_grads: bool,
 ) -> Pass:  # fmt: skip
+    """Build a pass from the arguments of `forward`. A copy stands one computation before the one that needs it."""
     ops: list[Op] = []
     if changed:
         ops.extend(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
@@ -195,6 +198,7 @@ def backward(
 
 @lru_cache(_CACHED)
 def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head: bool, head_grads: bool) -> Pass:
+    """Build a pass from the arguments of `backward`: head, blocks from the last to the first, embedding, outer parameters."""
     order = sorted(blocks, reverse=True)
     ops: list[Op] = []
 
@@ -202,6 +206,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         grads = Buffer(Buf.HEAD_GRADS)
         if not head_grads:
             ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
+        # Gradients of the forward pass are only scaled, which needs no weights.
         reads = (grads,) if head_grads else (Buffer(Buf.HEAD),)
         ops.append(_compute(Kind.BACKWARD, HEAD, reads, (grads,) if HEAD in trainable else ()))
         if HEAD in trainable:
@@ -222,6 +227,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         if position + 1 < len(order):
             ops.extend(load(order[position + 1]))  # prefetch, as in the forward pass
         inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
+        # Adapters are outer parameters, whose gradients all blocks write into one buffer.
         adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
         if block(u) not in trainable:
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), adapters))

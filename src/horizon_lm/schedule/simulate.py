@@ -146,6 +146,7 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     if crossing:
         collectives = {kind: min(rate, *links.values()) for kind, rate in collectives.items()}
     wanted = sum(links[op.stream] for op in transfers) + 2 * sum(collectives[op.kind] for op in crossing)
+    # `wanted` is what crosses the link if nothing else limits it.
     both = rates.link_both if num_in and num_out and rates.link_both is not None else wanted
     # Directions may share a link, and a link may be faster than the memory behind it.
     share = min(1.0, both / wanted, rates.host / wanted) if wanted else 1.0

@@ -14,6 +14,7 @@ _TRAINERS = {  # of TRL, by method
 
 
 def reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError for a file that is in our format already."""
     schema = SCHEMAS.get(str(theirs.get("objective", "sft")), RunConfig)
     if {"datasets", "model_name_or_path"} <= theirs.keys() and all(name in schema.model_fields for name in theirs):
         raise ConfigError(f"{path}: this is already a run file of Horizon-LM; use it without translation")
@@ -53,6 +54,7 @@ def find_objective(theirs: Mapping[str, Any], table: Mapping[str, Any], asked: s
             found, place = choices.get(table_key(value)), f"{key}: {value!r}"
             if found is None and key in ("stage", "rl"):
                 raise ConfigError(f"{path}: {place} is not a supported objective; must be one of {', '.join(SCHEMAS)}")
+    # Settings that only files of one method have. They decide if nothing names a method, or if theirs is not supported.
     for method, names in table.get("methods", {}).items():
         name = next((each for each in names if each in theirs and theirs[each] != []), None)
         if name is not None and (found is None or method not in SCHEMAS):
