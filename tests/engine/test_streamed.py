@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
@@ -241,6 +242,19 @@ def test_streaming_twice_is_rejected() -> None:
     model = streamed()
     with pytest.raises(StreamingError, match="already"):
         horizon_lm.stream(model)
+
+
+def test_a_forward_that_writes_a_weight_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed()(**tiny_models.batch())  # what equal blocks of other code write is known, in these tests
+    forward = LlamaMLP.forward
+
+    def limited(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        self.down_proj.weight.data.clamp_(-0.01, 0.01)
+        return forward(self, hidden)
+
+    monkeypatch.setattr(LlamaMLP, "forward", limited)
+    with pytest.raises(ModelNotSupportedError, match=r"its forward writes the weight 'mlp\.down_proj\.weight'"):
+        streamed()(**tiny_models.batch())
 
 
 def test_row_dimensions_are_found_not_guessed() -> None:

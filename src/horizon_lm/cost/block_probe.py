@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from horizon_lm.cost.meta_recorder import recording
+from horizon_lm.cost.meta_recorder import recording, uncounted
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import OuterTrial
@@ -179,7 +179,7 @@ def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     module.train()
     watch = _Watch(module)
     try:
-        with recording(module, args, kwargs, accelerated=False), watch, torch.no_grad():
+        with uncounted(module), watch, torch.no_grad():
             module.forward(*args, **kwargs)
     except Exception:  # a block that cannot run on the meta device is assumed not to write weights
         pass

@@ -113,8 +113,21 @@ def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Rec
         accelerated: assume the kernels of a GPU.
     """
     recorder = Recorder([*module.parameters(), *module.buffers(), given])
-    with _fused_attention(module, recorder), _experts(recorder), _ScaledDotProduct(recorder, accelerated), recorder:
+    with _stand_ins(module, recorder, accelerated), recorder:
         yield recorder
+
+
+@contextmanager
+def uncounted(module: nn.Module) -> Iterator[None]:
+    """Context manager: run a module on the meta device as `recording` does, without the cost of counting."""
+    with _stand_ins(module, Recorder(()), accelerated=False):
+        yield
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, recorder: Recorder, accelerated: bool) -> Iterator[None]:
+    with _fused_attention(module, recorder), _experts(recorder), _ScaledDotProduct(recorder, accelerated):
+        yield
 
 
 # Attention
