@@ -2,8 +2,6 @@
 
 import builtins
 import json
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +37,6 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_index() -> Iterator[None]:
-    """Let the harness read its own tasks, of which there are thousands, once for all of these tests."""
-    from lm_eval import evaluator
-
-    index = cache(evaluator.TaskManager)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluator, "TaskManager", lambda metadata: index())
-        yield
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of tasks whose data paths are relative to it."""
@@ -64,13 +51,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_results_equal_the_plain_model(folder: Path, model: Path, tmp_path: Path) -> None:
+def test_results_equal_the_plain_model(
+    folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are lm-eval's own tasks read, of which there are thousands, where each task is a file."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     from horizon_lm.cli.eval import load_tasks
 
     files = [str(folder / "choices.yaml"), str(folder / "answers.yaml")]
+    managers: list[dict[str, Any]] = []
+    create = TaskManager.__init__
+
+    def observed(self: Any, **options: Any) -> None:
+        managers.append(options)
+        create(self, **options)
+
+    monkeypatch.setattr(TaskManager, "__init__", observed)
     result = run(
         "eval", model, "--tasks", ",".join(files), "--apply-chat-template", "--batch-size", 3, "--precision", "float32",
         "--device", "cpu", "--output", tmp_path / "results.json",
@@ -80,7 +79,11 @@ def test_results_equal_the_plain_model(folder: Path, model: Path, tmp_path: Path
     ours = json.loads((tmp_path / "results.json").read_text())["results"]
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     plain_harness = HFLM(pretrained=plain, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=3)
-    theirs = simple_evaluate(model=plain_harness, tasks=load_tasks(files), apply_chat_template=True)["results"]
+    manager = TaskManager(include_defaults=False)
+    theirs = simple_evaluate(
+        model=plain_harness, tasks=load_tasks(files), apply_chat_template=True, task_manager=manager
+    )["results"]
+    assert {each.get("include_defaults", True) for each in managers} == {False}
     for task, metric in (("keepers", "acc,none"), ("said", "exact_match,none")):
         assert ours[task][metric] == theirs[task][metric]
         assert ours[task]["sample_len"] == 10
