@@ -14,7 +14,7 @@ from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Pass, ScheduleError, Stream, Wait
 from horizon_lm.units import OUTER
 from tests.support.pass_sequences import SETTINGS, Result, same, train
-from tests.support.schedule_proofs import Passes, check, each_wait, passes, sequences, without_wait
+from tests.support.schedule_proofs import Passes, each_wait, is_wrong, passes, without_wait
 from tests.support.thinned_cases import thinned
 
 
@@ -76,7 +76,7 @@ def _needed(made: Passes, schedule: Pass, op_index: int, wait: Wait) -> bool:
         return True
     broken = without_wait(schedule, op_index, wait)
     changed = Passes(*(broken if p == schedule else p for p in made))  # type: ignore[arg-type]
-    return changed != made and any(check(sequence) for sequence in sequences(changed).values())
+    return changed != made and is_wrong(changed, broken)
 
 
 def _invisible(schedule: Pass, op_index: int, wait: Wait) -> str | None:

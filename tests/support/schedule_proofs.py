@@ -111,7 +111,12 @@ class _Unrolled:
 
 
 def check(sequence: Sequence[Pass]) -> list[Problem]:
-    """Return all mistakes in passes that run one after the other; empty if they are correct.
+    """Return all mistakes in passes that run one after the other; empty if they are correct."""
+    return list(mistakes(sequence))
+
+
+def mistakes(sequence: Sequence[Pass]) -> Iterator[Problem]:
+    """Yield the mistakes in passes that run one after the other, pass by pass.
 
     Boundaries of different forward passes are different buffers. A backward pass is assumed to belong to the last
     pending forward pass, which requires more order than an earlier one.
@@ -124,9 +129,15 @@ def check(sequence: Sequence[Pass]) -> list[Problem]:
             scope = index
         else:
             scope = pending.pop() if schedule.name == "backward" and pending else index
+        known = len(unrolled.problems)
         unrolled.add_pass(index, schedule, scope)
         _check_bounded(unrolled, index, schedule)
-    return unrolled.problems
+        yield from unrolled.problems[known:]
+
+
+def is_wrong(passes: "Passes", changed: Pass) -> bool:
+    """Return whether a legal sequence of these passes that has the changed one is wrong."""
+    return any(next(mistakes(each), None) is not None for each in sequences(passes).values() if changed in each)
 
 
 def _scope_boundaries(op: Op, scope: int) -> Op:
@@ -135,6 +146,8 @@ def _scope_boundaries(op: Op, scope: int) -> Op:
             Buffer(b.kind, f"{b.index}@{scope}") if b.kind == Buf.HOST_BOUNDARY else b for b in buffers
         )  # fmt: skip
 
+    if all(buffer.kind != Buf.HOST_BOUNDARY for buffer in op.reads + op.writes):
+        return op
     return replace(op, reads=rename(op.reads), writes=rename(op.writes))
 
 
@@ -242,7 +255,7 @@ def superfluous_waits(passes: Passes) -> list[tuple[str, Op, Wait]]:
                 continue
             broken = without_wait(schedule, op_index, wait)
             changed = Passes(*(broken if p == schedule else p for p in passes))  # type: ignore[arg-type]
-            if not any(check(sequence) for sequence in sequences(changed).values()):
+            if not is_wrong(changed, broken):
                 found.append((name, schedule.ops[op_index], wait))
     return found
 
