@@ -452,6 +452,48 @@ def test_csv_with_surplus_fields_is_rejected(tmp_path: Path) -> None:
         prepared(write(tmp_path, "instruction," + "x" * 200_000, "wide.csv"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize(
+    ("separator", "suffix"), [(",", "csv"), (";", "csv"), ("\t", "csv"), ("\t", "tsv"), (";", "tsv")]
+)
+def test_csv_as_spreadsheets_write_it(tmp_path: Path, separator: str, suffix: str, encoding: str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    lines = (("instruction", "output"), ('"Is 1,5; or 2 the Höhe?"', '"1,5 €"'), ("Wer?", "Ich; du"))
+    text = "".join(separator.join(line) + "\r\n" for line in lines[: 2 if separator == ";" else 3])
+    path.write_bytes(("\ufeff" if encoding == "utf-16-be" else "").encode(encoding) + text.encode(encoding))
+    rows = open_source(DatasetConfig(path=str(path)))
+    assert rows.row(0) == {"instruction": "Is 1,5; or 2 the Höhe?", "output": "1,5 €"}
+    assert len(rows) == 1 or rows.row(1) == {"instruction": "Wer?", "output": "Ich; du"}
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_marked_encodings_of_other_files(tmp_path: Path, name: str, encoding: str) -> None:
+    text = "Höhe" if name == "rows.txt" else json.dumps([{"text": "Höhe"}] if name == "rows.json" else {"text": "Höhe"})
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    assert open_source(DatasetConfig(path=str(tmp_path / name))).row(0) == {"text": "Höhe"}
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.txt", "rows.jsonl"])
+def test_place_of_other_encodings_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes("instruction,output\nWer?,Der Wächter".encode("latin-1"))
+    with pytest.raises(DataError, match=rf"{name}:2:11: not UTF-8 text; save the file as UTF-8"):
+        list(read_rows(str(tmp_path / name))) if name == "rows.jsonl" else open_source(
+            DatasetConfig(path=str(tmp_path / name))
+        )
+
+
+def test_files_of_a_folder_are_read_alike(tmp_path: Path) -> None:
+    write(tmp_path, "instruction,output\na,b\n", "a.csv")
+    write(tmp_path, "\ufeffinstruction,output\nc,d\n", "b.csv")
+    assert len(open_source(DatasetConfig(path=str(tmp_path)))) == 2
+    write(tmp_path, "instruction;output\na;b\n", "c.csv")
+    with pytest.raises(
+        DataError, match=r"c.csv: its separator is ';', but that of .*a.csv is ','; list each by its own path"
+    ):
+        open_source(DatasetConfig(path=str(tmp_path)))
+
+
 def test_check_rows_of_a_dataset_without_rows_in_use(tmp_path: Path) -> None:
     good = write(tmp_path, [messages("Who?", "I.")] * 2, "good.jsonl")
     long = write(tmp_path, [messages("q" * 90, "never seen")] * 3, "long.jsonl")

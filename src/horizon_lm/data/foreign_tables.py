@@ -7,17 +7,19 @@ A card may name the files to read, which are files of its own repository or reje
 
 import csv
 import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data.card_limits import limited_cards
+from horizon_lm.data.text_encoding import encoding_of, not_utf8
 from horizon_lm.errors import DataError, HorizonError, first_line
 
 _READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
 _KEPT_TYPES = ("Value", "Json")  # feature types that are stored as they are read, or are parsed from JSON
+_SEPARATORS = (",", ";", "\t")  # of CSV; spreadsheets write semicolons where the comma divides decimals
 _BATCH_ROWS = 1000  # of Parquet; by default, `datasets` takes the size of the first row group, which may be empty
 
 
@@ -33,7 +35,7 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
         raise DataError(f"{chained}: names with '::' are addresses inside of others to datasets; rename the file")
     names = [glob.escape(str(file)) for file in files]  # of this file alone, not a pattern for others
     options: dict[str, Any] = {"path": reader, "data_files": {"train": names}, "cache_dir": str(cache)}
-    with _readable(config):
+    with _readable(config, files):
         if reader in ("parquet", "arrow"):
             declared = _declared_features(reader, files[0])
             _require_text(config, declared)
@@ -41,9 +43,11 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
         if reader == "parquet":
             options["batch_size"] = _BATCH_ROWS
         if reader == "csv":
-            options |= _csv_options(files[0])
+            options |= _csv_options(files)
         if reader == "text":
             options["sample_by"] = config.sample_by
+        if reader in ("csv", "text") and (encoding := _encoding(files)) != "utf-8":
+            options["encoding"] = encoding
         builder = datasets.load_dataset_builder(**options)
         builder.download_and_prepare()
         if not builder.info.splits["train"].num_examples:
@@ -83,21 +87,24 @@ def read_hub(config: DatasetConfig) -> Any:
 
 
 @contextmanager
-def _readable(config: DatasetConfig) -> Iterator[None]:
+def _readable(config: DatasetConfig, files: Sequence[Path] = ()) -> Iterator[None]:
     """Context manager: raise DataError for any error of a reader or the hub."""
     try:
         yield
     except HorizonError:
         raise
     except Exception as error:  # readers and the hub raise errors of many types
-        raise DataError(f"{config.path}: {_innermost_reason(error)}") from error
+        inner = _innermost(error)
+        invalid = map(not_utf8, files) if isinstance(inner, UnicodeDecodeError) else iter(())
+        reason = f"cannot be read ({type(inner).__name__}: {first_line(inner)})"
+        raise DataError(next(filter(None, invalid), f"{config.path}: {reason}")) from error
 
 
-def _innermost_reason(error: BaseException) -> str:
-    """Describe the innermost cause of an error; the outer errors only say that something failed."""
+def _innermost(error: BaseException) -> BaseException:
+    """Return the innermost cause of an error; the outer errors only say that something failed."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"cannot be read ({type(error).__name__}: {first_line(error)})"
+    return error
 
 
 @contextmanager
@@ -207,12 +214,42 @@ def _decoded_kind(feature: Any) -> str | None:
     return type(feature).__name__ if is_decoded else None
 
 
-def _csv_options(file: Path) -> dict[str, Any]:
+# Encodings and separators
+
+
+def _csv_options(files: Sequence[Path]) -> dict[str, Any]:
     """Return reader options that keep every field as text, so that N/A and 007 are not converted."""
-    separator = "\t" if file.suffix == ".tsv" else ","
+    separator = _same(files, _separator, "separator")
+    names = _header(files[0], separator)
+    return {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
+
+
+def _separator(file: Path) -> str:
+    """Return what separates the fields of a file: what its name says, unless only another character divides its header."""
+    usual = "\t" if file.suffix == ".tsv" else ","
+    return next((each for each in (usual, *_SEPARATORS) if len(_header(file, each)) > 1), usual)
+
+
+def _header(file: Path, separator: str) -> list[str]:
     try:
-        with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
-            names = next(csv.reader(stream, delimiter=separator), [])
+        with file.open(encoding=encoding_of(file), errors="replace", newline="") as stream:
+            return next(csv.reader(stream, delimiter=separator), [])
     except (OSError, csv.Error) as error:
         raise DataError(f"{file}: its header cannot be read ({first_line(error)})") from error
-    return {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
+
+
+def _encoding(files: Sequence[Path]) -> str:
+    """Return the encoding of all files; UTF-8 may have a mark in some of them."""
+    common = _same(files, lambda file: encoding_of(file).removesuffix("-sig"), "encoding")
+    return "utf-8-sig" if common == "utf-8" and any(encoding_of(file) != common for file in files) else common
+
+
+def _same(files: Sequence[Path], describe: Callable[[Path], str], name: str) -> str:
+    """Return what all files have in common. Raise DataError for a file that differs, since one reader reads them all."""
+    first = describe(files[0])
+    for file in files[1:]:
+        if (other := describe(file)) != first:
+            raise DataError(
+                f"{file}: its {name} is {other!r}, but that of {files[0]} is {first!r}; list each by its own path"
+            )
+    return first

@@ -14,6 +14,7 @@ from horizon_lm.config import DatasetConfig
 from horizon_lm.data.foreign_tables import read_files, read_hub
 from horizon_lm.data.local_files import JSON_SUFFIXES, READERS, find_files, reader_of
 from horizon_lm.data.table_cache import discard_altered, record
+from horizon_lm.data.text_encoding import encoding_of, not_utf8
 from horizon_lm.errors import DataError, first_line
 
 _MAX_LITERAL_CHARS = 16  # length of the longest token that the end of a chunk may split, such as false or \\u00e9
@@ -28,12 +29,13 @@ def read_rows(path: str) -> Iterator[tuple[str, Any]]:
         DataError: the file is not JSON, or not UTF-8 text.
     """
     try:
-        with Path(path).expanduser().open(encoding="utf-8-sig") as stream:
+        file = Path(path).expanduser()
+        with file.open(encoding=encoding_of(file)) as stream:
             is_list = _first_character(stream) == "["
             stream.seek(0)
             yield from _read_list(path, stream) if is_list else _read_lines(path, stream)
     except UnicodeDecodeError as error:
-        raise DataError(f"{_find_invalid_utf8(path)}: not UTF-8 text; save the file as UTF-8") from error
+        raise DataError(not_utf8(file, path) or f"{path}: not {error.encoding} text; save the file as UTF-8") from error
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
@@ -44,17 +46,6 @@ def _first_character(stream: TextIO) -> str:
         if text := chunk.strip():
             return text[0]
     return ""
-
-
-def _find_invalid_utf8(path: str) -> str:
-    """Return the file with the line and column of the first byte that is not UTF-8."""
-    with Path(path).expanduser().open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return f"{path}:{number}:{error.start + 1}"
-    return path
 
 
 def _read_lines(path: str, lines: TextIO) -> Iterator[tuple[str, Any]]:
