@@ -17,8 +17,11 @@ import horizon_lm
 from horizon_lm.checkpoints import checkpoint, manifest, saving
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, InterruptedRunError, StreamingError
+from horizon_lm.preflight.inputs import open_source
+from horizon_lm.training.best_model import eval_metrics
 from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.run_checkpoints import RunCheckpoints
+from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
 
@@ -205,10 +208,40 @@ def test_the_last_model_is_exported_if_it_cannot_be_kept(
     assert not all(torch.equal(best[name], value) for name, value in weights_of(tmp_path / "run" / "model").items())
 
 
-def test_a_metric_that_evaluations_do_not_have_is_rejected(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_metric_that_evaluations_do_not_have_is_rejected(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model is opened, and the rows are read."""
+    monkeypatch.setattr("horizon_lm.training.train.Admission", None)
     settings = {"output_dir": str(tmp_path / "run"), "load_best_model_at_end": True, "metric_for_best_model": "bleu"}
     with pytest.raises(ConfigError, match=r"evaluations have no eval_bleu; choose one of eval_loss"):
         horizon_lm.train(base | settings, print_fn=lambda line: None)
+
+
+@pytest.mark.parametrize("sets", [1, 2])
+def test_the_metrics_of_evaluations_are_known_before(base: dict[str, Any], tmp_path: Path, sets: int) -> None:
+    rows = [str(tiny.write_jsonl(tmp_path / f"{n}.jsonl", tiny.alpaca_rows(2))) for n in range(sets)]
+    settings = base | {
+        "eval_datasets": rows,
+        "max_steps": 1,
+        "output_dir": str(tmp_path / "run"),
+        "eval_strategy": "no",
+    }
+    settings = {name: value for name, value in settings.items() if name not in ("eval_steps", "test_split_size")}
+    horizon_lm.train(settings, print_fn=lambda line: None)
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    names = [name for name in first if name.startswith("eval_")]
+    assert sorted(names) == sorted(eval_metrics("sft", [str(n) for n in range(sets)]))
+
+
+def test_adapters_without_values_are_rejected_before_loading(base: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4}'
+    )
+    settings = base | {"use_peft": True, "adapter_name_or_path": str(tmp_path / "adapter")}
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
+        open_source(as_config(settings))
 
 
 @pytest.mark.parametrize(("settings", "steps"), [

@@ -16,6 +16,7 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
 from horizon_lm.data.checks import Finding, reject_errors
 from horizon_lm.data.tokenize import RowFlag
+from horizon_lm.model.positions import positions_of
 from horizon_lm.preflight.inputs import fetch_source
 from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
@@ -87,8 +88,9 @@ class Inspection:
 
 def inspect_run(config: RunConfig) -> Inspection:
     """Prepare the rows of a run as training does, without loading its model."""
-    tokenizer = load_tokenizer(config, fetch_source(config).model)
-    return Inspection(config, tokenizer, load_data(config, tokenizer))
+    model = fetch_source(config).model
+    tokenizer = load_tokenizer(config, model)
+    return Inspection(config, tokenizer, load_data(config, tokenizer, positions_of(model.skeleton())))
 
 
 def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:

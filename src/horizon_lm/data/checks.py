@@ -10,6 +10,7 @@ from horizon_lm.data.preprocess import ExampleCounts, Report
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.errors import DataError
+from horizon_lm.model.positions import Positions
 
 _EMPTY_THINKING = ("<think></think>", "<think>\n</think>", "<think>\n\n</think>")
 
@@ -82,6 +83,20 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
         Finding(False, "are copies of others", "remove them, or repeat a dataset with weight instead", copies),
     ]  # fmt: skip
     return [finding for finding in findings if finding.rows.count]
+
+
+def check_lengths(rows: TokenTable, positions: Positions | None) -> list[Finding]:
+    """Return a finding if sequences are longer than the positions of a model, an error if there are no more."""
+    if positions is None:
+        return []
+    long = ExampleCounts()
+    for part in rows.parts:
+        long.add(part.indices[part.longest[part.indices] > positions.number], part.place)
+    other = "" if positions.is_table else ", or extend its positions in config.json (rope_parameters)"
+    reason = "has no more" if positions.is_table else "was not made for such lengths"
+    remedy = f"it {reason}; set max_length: {positions.number}{other}"
+    found = Finding(positions.is_table, f"are longer than the model's {positions.number:,} positions", remedy, long)
+    return [found] if long.count else []
 
 
 def check_overlap(eval_rows: TokenTable, training: TokenTable) -> list[Finding]:

@@ -163,6 +163,18 @@ class Part:
                     content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
         return content.hexdigest()
 
+    @property
+    def longest(self) -> np.ndarray:
+        """The length of the longest sequence in each row of the table: of a packed row, that of a row in it."""
+        if "seq_lengths" not in self.table.column_names:
+            return self.lengths
+        longest = [
+            np.maximum.reduceat(chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths()) - chunk.value_lengths())
+            for chunk in self.table.data.column("seq_lengths").chunks
+            if len(chunk)
+        ]
+        return np.concatenate([*longest, np.zeros(0, dtype=np.int64)])
+
     def select(self, indices: np.ndarray) -> "Part":
         """Return a part with a different set of rows in use."""
         return Part(self.table, self._place, indices, self.weight)

@@ -13,7 +13,7 @@ from horizon_lm.cost import model_outline
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.model import hub
-from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, require_weights
 from horizon_lm.model.attention_kernels import head_dimensions
 from horizon_lm.model.known_models import find_known
 from horizon_lm.model.opening import opened_dtype
@@ -149,6 +149,10 @@ def _in_folder(run: RunConfig, folder: Path) -> Source:
 
 def _model_of(run: RunConfig, config: Any, folder: Path | None) -> ModelSource:
     require_adapters(config, run)
+    if run.adapter_name_or_path is not None:
+        adapter = hub.local_folder(run.adapter_name_or_path)
+        if (adapter / ADAPTER_CONFIG).is_file():
+            require_weights(adapter)
     return ModelSource(
         config, run.model_name_or_path, folder, trust_remote_code=run.trust_remote_code,
         attn_implementation=run.attn_implementation, dtype=opened_dtype(run.precision),

@@ -1,11 +1,41 @@
 """The best evaluation of a run, and early stopping."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
+
+_OF_TOKENS = ("loss", "perplexity", "tokens", "entropy", "mean_token_accuracy")
+_METRICS = {  # of an evaluation, by objective
+    "sft": _OF_TOKENS,
+    "pretrain": _OF_TOKENS,
+    "dpo": (
+        "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected", "entropy",
+        "mean_token_accuracy",
+    ),
+}  # fmt: skip
+
+
+def eval_metrics(objective: str, eval_sets: Sequence[str]) -> list[str]:
+    """Return the names of the metrics in the evaluations of a run."""
+    prefixes = ["eval_", *(f"eval_{name}_" for name in eval_sets if len(eval_sets) > 1)]
+    return [prefix + name for prefix in prefixes for name in _METRICS[objective]]
+
+
+def require_known_metric(config: RunConfig, eval_sets: Sequence[str]) -> None:
+    """Raise ConfigError if the evaluations of a run do not have the metric that decides which model is best."""
+    known = eval_metrics(config.objective, eval_sets)
+    if config.metric_for_best_model is not None and _full_name(config) not in known:
+        raise ConfigError(
+            f"metric_for_best_model: evaluations have no {_full_name(config)}; choose one of {', '.join(known)}"
+        )
+
+
+def _full_name(config: RunConfig) -> str:
+    name = config.metric_for_best_model or "eval_loss"
+    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 class BestModel:
@@ -22,8 +52,7 @@ class BestModel:
 
     def __init__(self, config: RunConfig) -> None:
         self.is_used = config.load_best_model_at_end or config.early_stopping_patience is not None
-        name = config.metric_for_best_model or "eval_loss"
-        self._name = name if name.startswith("eval_") else f"eval_{name}"
+        self._name = _full_name(config)
         greater = config.greater_is_better
         self._greater = not self._name.endswith("loss") if greater is None else greater
         self._patience, self._threshold = config.early_stopping_patience, config.early_stopping_threshold
@@ -31,19 +60,10 @@ class BestModel:
         self.step, self._num_worse = 0, 0
 
     def update(self, line: Mapping[str, Any]) -> bool:
-        """Add an evaluation, and return whether it is the best so far. The one before training does not count.
-
-        Raises:
-            ConfigError: the evaluation does not have the metric.
-        """
+        """Add an evaluation, and return whether it is the best so far. The one before training does not count."""
         if not self.is_used:
             return False
-        value = line.get(self._name)
-        if not isinstance(value, int | float):
-            names = ", ".join(
-                name for name, each in line.items() if name.startswith("eval_") and isinstance(each, float)
-            )
-            raise ConfigError(f"metric_for_best_model: evaluations have no {self._name}; choose one of {names}")
+        value = line[self._name]
         if line["step"] == 0:
             return False
         gain = math.inf if self.metric is None else (value - self.metric) * (1 if self._greater else -1)

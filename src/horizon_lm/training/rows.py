@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
-from horizon_lm.data.checks import Finding, check_overlap, check_rows
+from horizon_lm.data.checks import Finding, check_lengths, check_overlap, check_rows
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.preprocess import PreprocessConfig, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
+from horizon_lm.model.positions import Positions
 from horizon_lm.quantities import counted
 
 
@@ -83,13 +84,19 @@ def _data_seed(config: RunConfig) -> int:
 
 
 def load_data(
-    config: RunConfig, tokenizer: Any, rows_per_step: int | None = None, rank: int = 0, num_ranks: int = 1
+    config: RunConfig,
+    tokenizer: Any,
+    positions: Positions | None = None,
+    rows_per_step: int | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> RunData:
     """Prepare the training rows and the eval sets. Errors among the findings are returned, not raised.
 
     Args:
         config: settings of the run.
         tokenizer: the model's tokenizer.
+        positions: those of the model; None if they are not limited.
         rows_per_step: rows of a step of all ranks; None for those of one rank.
         rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
 
@@ -97,21 +104,25 @@ def load_data(
         ConfigError, DataError: as `prepare` does; ConfigError also if ``test_split_size`` leaves no training rows.
     """
     preprocess, eval_preprocess = preprocess_config(config), _eval_preprocess_config(config)
+
+    def prepared(
+        name: str, report: Report, found: Sequence[Finding], rows: TokenTable, by: PreprocessConfig
+    ) -> PreparedData:
+        packed = pack_rows(rows, by)
+        return PreparedData(name, report, [*check_lengths(packed, positions), *found], rows, packed)
+
     report = prepare(config.datasets or (), tokenizer, preprocess)
     rows, parts = report.rows, []
     if config.test_split_size is not None:
         eval_rows, rows = _split(rows, config.test_split_size, _data_seed(config))
         eval_rows = cut_rows(eval_rows, eval_preprocess)
         found = check_overlap(eval_rows, rows)
-        parts.append(PreparedData("held_out", Report(), found, eval_rows, pack_rows(eval_rows, eval_preprocess)))
-    training = PreparedData("training data", report, check_rows(report, tokenizer), rows, pack_rows(rows, preprocess))
-    names = [each.name for each in parts]
-    for dataset in config.eval_datasets or ():
-        names.append(_unused_name(Path(dataset.path).stem, names))
+        parts.append(prepared("held_out", Report(), found, eval_rows, eval_preprocess))
+    training = prepared("training data", report, check_rows(report, tokenizer), rows, preprocess)
+    for name, dataset in zip(eval_set_names(config)[len(parts) :], config.eval_datasets or (), strict=True):
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
-        packed = pack_rows(eval_report.rows, eval_preprocess)
         found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows)]
-        parts.append(PreparedData(names[-1], eval_report, found, eval_report.rows, packed))
+        parts.append(prepared(name, eval_report, found, eval_report.rows, eval_preprocess))
     sampler = training_sampler(config, training.packed, rows_per_step)
     loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
     return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
@@ -127,6 +138,14 @@ def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenT
     held_out = np.zeros(len(rows), dtype=bool)
     held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
     return rows.split(held_out)
+
+
+def eval_set_names(config: RunConfig) -> list[str]:
+    """Return the names of the eval sets of a run, in the order of their metrics."""
+    names = [] if config.test_split_size is None else ["held_out"]
+    for dataset in config.eval_datasets or ():
+        names.append(_unused_name(Path(dataset.path).stem, names))
+    return names
 
 
 def _unused_name(name: str, names: Sequence[str]) -> str:

@@ -12,17 +12,19 @@ from horizon_lm.data.batch import Batch
 from horizon_lm.data.checks import reject_errors
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.rendezvous import failing_together
+from horizon_lm.model.positions import Positions, positions_of
 from horizon_lm.planning.render import summary_lines
 from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.preflight.this_machine import agree_on_machine
 from horizon_lm.training import resume, setup
+from horizon_lm.training.best_model import require_known_metric
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.loop import Loop
 from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
 from horizon_lm.training.ranks import Ranks
-from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.training.rows import RunData, eval_set_names, load_data
 from horizon_lm.training.run import Run, RunResult, RunSettings, Session, Training
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
@@ -104,12 +106,13 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
         ConfigError, DataError, DoesNotFitError: the run cannot be trained.
     """
     ranks, reporter = session.ranks, session.reporter
+    require_known_metric(config, eval_set_names(config))
     admission = Admission(config, current_shard(ranks.mesh), ranks.size, partial(agree_on_machine, ranks.mesh))
     admission.reject_if_impossible()
     source = admission.fetch_model()
     tokenizer = setup.load_tokenizer(config, source)
     reporter.print(*setup.check_weights(config, source))
-    data = _read_rows(session, given, point, config, tokenizer)
+    data = _read_rows(session, given, point, config, tokenizer, positions_of(source.skeleton()))
     sampler = data.loader.sampler
     num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
     setup.require_sane_schedule(config, num_steps)
@@ -128,12 +131,18 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
 
 
 def _read_rows(
-    session: Session, given: RunConfig, point: ResumePoint | None, config: RunConfig, tokenizer: Any
+    session: Session,
+    given: RunConfig,
+    point: ResumePoint | None,
+    config: RunConfig,
+    tokenizer: Any,
+    positions: Positions | None,
 ) -> RunData:
     """Read the rows of this rank, and report and reject mistakes in them."""
     ranks = session.ranks
     with ranks.first_of_each_machine_first():
-        data = load_data(config, tokenizer, resume.rows_per_step(point, given, ranks.size), ranks.rank, ranks.size)
+        rows_per_step = resume.rows_per_step(point, given, ranks.size)
+        data = load_data(config, tokenizer, positions, rows_per_step, ranks.rank, ranks.size)
     ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
     for prepared in data.parts:
         session.reporter.print(*prepared.lines())
