@@ -141,7 +141,7 @@ def test_a_template_may_raise_anything(name: str, command: str, tmp_path: Path) 
 
 
 def test_an_evaluation_with_a_template_that_raises_is_rejected(tmp_path: Path) -> None:
-    from horizon_lm.cli.eval import evaluate_model
+    from horizon_lm.cli.eval import require_template
 
     with pytest.raises(ConfigError, match="the chat template rejects the prompt: integer division"):
-        evaluate_model(None, tiny.build_tokenizer(RAISING["division"]), [], None, None, 1, True)
+        require_template(tiny.build_tokenizer(RAISING["division"]))

@@ -96,8 +96,11 @@ def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[
     ]
 
 
-def require_dtype(dtype: str | None) -> None:
-    """Raise ConfigError if models are not written in a dtype."""
+def require_written(dtype: str | None, max_shard_size: str) -> None:
+    """Raise ConfigError if models are not written in a dtype, or a size of their files is none."""
+    from horizon_lm.quantities import parse_bytes
+
+    parse_bytes(max_shard_size)
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
 
@@ -107,13 +110,12 @@ def print_written(folder: Path, options: str = "") -> None:
     print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."{options}')
 
 
-def open_model(
+def find_model(
     name: str, base: str | None, device: str, device_memory: int | None, precision: str, gguf_file: str | None,
     trust_remote_code: bool, allow_unproven_model: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Open a folder or hub id, or adapters on a base, as a streamed model in evaluation mode, and return it with its tokenizer."""
+    """Return the request to open a folder or hub id, or adapters on a base, and the tokenizer, before weights are read."""
     from horizon_lm.engine.opening.model_opening import OpenRequest
-    from horizon_lm.engine.opening.model_opening import open_model as open_streamed
     from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.hub import local_folder
     from horizon_lm.training.setup import choose_device, open_tokenizer
@@ -145,10 +147,9 @@ def open_model(
             "allow_unproven_model": allow_unproven_model,
         },
     )
-    model = open_streamed(request).eval()
     if base and not (folder / "tokenizer_config.json").is_file():
         folder = local_folder(base)
-    return model, open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+    return request, open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
 
 
 @contextmanager

@@ -63,6 +63,15 @@ def load_tasks(names: Sequence[str]) -> list[Any]:
     return list(found.values())
 
 
+def require_template(tokenizer: Any) -> None:
+    """Raise ConfigError if a tokenizer has no chat template, or one that rejects a question."""
+    from horizon_lm.training.samples import prompt_inputs
+
+    if tokenizer.chat_template is None:
+        raise ConfigError("--apply-chat-template: the tokenizer has no chat template; remove the option")
+    prompt_inputs(tokenizer, "?")  # lm-eval would end with whatever the template raises
+
+
 def evaluate_model(
     model: Any, tokenizer: Any, tasks: list[Any], num_fewshot: int | None, limit: int | None, batch_size: int,
     apply_chat_template: bool,
@@ -70,19 +79,12 @@ def evaluate_model(
     """Run tasks on a streamed model.
 
     Raises:
-        ConfigError: the tokenizer has no chat template to apply, or lm-eval rejects the settings.
+        ConfigError: lm-eval rejects the settings.
     """
-    if apply_chat_template and tokenizer.chat_template is None:
-        raise ConfigError("--apply-chat-template: the tokenizer has no chat template; remove the option")
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
-
-    from horizon_lm.training.samples import prompt_inputs
-
-    if apply_chat_template:
-        prompt_inputs(tokenizer, "?")  # lm-eval would end with whatever the template raises
 
     with _quiet():
         harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
@@ -150,13 +152,17 @@ def eval(
         raise ConfigError(f"--output: {output} is a folder; name a file in it")
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent}: no such folder; create it")
+    from horizon_lm.engine.opening.model_opening import open_model
     from horizon_lm.quantities import parse_bytes
 
     memory = None if device_memory is None else parse_bytes(device_memory)
     loaded = load_tasks(tasks)
-    streamed, tokenizer = common.open_model(
+    request, tokenizer = common.find_model(
         model, base, device, memory, precision, None, trust_remote_code, allow_unproven_model
     )
+    if apply_chat_template:
+        require_template(tokenizer)
+    streamed = open_model(request).eval()
     results = evaluate_model(streamed, tokenizer, loaded, num_fewshot, limit, batch_size, apply_chat_template)
     print(visible(results.table))
     if output is not None:

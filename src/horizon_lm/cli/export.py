@@ -29,7 +29,7 @@ def export(
     max_shard_size: common.ShardSize = "50GB",
     trust_remote_code: common.RemoteCode = False,
 ) -> None:
-    common.require_dtype(dtype)
+    common.require_written(dtype, max_shard_size)
     if format not in ("safetensors", "gguf"):
         raise ConfigError(f"--format {format}: choose safetensors or gguf")
     if format == "gguf":

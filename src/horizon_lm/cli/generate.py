@@ -26,6 +26,7 @@ def generate(
 ) -> None:
     import sys
 
+    from horizon_lm.engine.opening.model_opening import open_model
     from horizon_lm.quantities import parse_bytes
     from horizon_lm.training.samples import prompt_inputs
 
@@ -37,11 +38,11 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise ConfigError("PROMPT is empty")
-    streamed, tokenizer = common.open_model(
+    request, tokenizer = common.find_model(
         model, base, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
     )
     inputs = prompt_inputs(tokenizer, text, system)
-    _answer(streamed, tokenizer, inputs, max_new_tokens, temperature, seed)
+    _answer(open_model(request).eval(), tokenizer, inputs, max_new_tokens, temperature, seed)
 
 
 def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temperature: float, seed: int) -> None:

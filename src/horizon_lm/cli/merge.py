@@ -20,7 +20,7 @@ def merge(
     max_shard_size: common.ShardSize = "50GB",
     trust_remote_code: common.RemoteCode = False,
 ) -> None:
-    common.require_dtype(dtype)
+    common.require_written(dtype, max_shard_size)
     from horizon_lm.checkpoints.merge import merge_adapter
 
     merge_adapter(adapter, folder, model, dtype, max_shard_size, trust_remote_code)
