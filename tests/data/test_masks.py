@@ -191,3 +191,19 @@ def test_spaces_around_marked_answers(answer: str) -> None:
     tokenizer = tokenizer_with_trimmed_offsets(template)
     row = ChatRenderer(tokenizer).render(conversation("Who?", answer, "Secret", "no"))
     assert trained_text(tokenizer, row) == f"{answer}no"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
+def test_the_file_of_a_template_that_locates_calls_is_named(name: str) -> None:
+    """TRL's version renders thinking in other places, so it is not used by itself; with it, the row is trained on."""
+    trl = pytest.importorskip("trl.chat_template_utils")
+    folder = Path(trl.__file__).with_name("chat_templates")
+    with pytest.raises(RowError, match=r"tool calls cannot be located .* set chat_template_path: ") as error:
+        ChatRenderer(build_tokenizer((folder / f"{name}.jinja").read_text())).render(Conversation(ROUND))
+    named = Path(str(error.value).rpartition("chat_template_path: ")[2])
+    assert named == folder / f"{name}_training.jinja"
+    tokenizer = build_tokenizer(named.read_text())
+    answers = trained_text(tokenizer, ChatRenderer(tokenizer).render(Conversation(ROUND)))
+    assert "Zürich" in answers
+    assert ANSWER["content"] in answers
+    assert "Red." not in answers

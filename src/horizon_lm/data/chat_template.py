@@ -13,7 +13,7 @@ from horizon_lm.data.answer_spans import Span, TemplateStyle, locate_answers
 from horizon_lm.data.conversations import Conversation, Message, RowError, has_content
 from horizon_lm.data.template_coverage import RenderedConversation, argument_variants, render_checked
 from horizon_lm.data.template_limits import limit_templates
-from horizon_lm.data.trl_compat import training_template
+from horizon_lm.data.trl_compat import training_template, training_template_file
 from horizon_lm.errors import ConfigError, first_line
 
 
@@ -119,7 +119,16 @@ class ChatRenderer:
             if self._training_template_matches(variant, found.text):
                 return self._tokenize_with_marks(variant, self._training)
         style = self._template_style(conversation)
-        return self._tokenize_with_spans(found.text, locate_answers(found.text, found.messages, style, found.ends))
+        try:
+            spans = locate_answers(found.text, found.messages, style, found.ends)
+        except RowError as error:
+            raise RowError(f"{error}{self._marked_template()}") from error
+        return self._tokenize_with_spans(found.text, spans)
+
+    def _marked_template(self) -> str:
+        """Name TRL's template with generation marks, which renders a row in another way than the model's own."""
+        file = None if self._training is None else training_template_file(self._training)
+        return f", such as TRL's, which renders this row differently: set chat_template_path: {file}" if file else ""
 
     def _training_template_matches(self, conversation: Conversation, text: str) -> bool:
         """Return whether TRL's template renders a conversation exactly as the model's own does."""

@@ -1,5 +1,6 @@
 """Wrap the TRL functions used here: packing, training templates, and extraction of a shared prompt."""
 
+from pathlib import Path
 from typing import Any
 
 from horizon_lm.errors import ConfigError
@@ -42,6 +43,15 @@ def training_template(tokenizer: Any) -> str | None:
     except Exception:  # unknown to TRL, which renders it; a template is a program and may raise any exception
         return None
     return template
+
+
+def training_template_file(template: str) -> str | None:
+    """Return the path of a training template in TRL's package, or None if TRL has it in no file."""
+    from trl import chat_template_utils
+
+    folder = Path(chat_template_utils.__file__).with_name("chat_templates")
+    files = (path for path in sorted(folder.glob("*_training.jinja")) if path.read_text(encoding="utf-8") == template)
+    return next(map(str, files), None)
 
 
 def pack(table: Any, length: int, strategy: str, **map_options: Any) -> Any:

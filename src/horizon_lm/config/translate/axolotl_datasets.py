@@ -11,7 +11,7 @@ _AXOLOTL_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt":
 _AXOLOTL_LOCATION = ("path", "name", "data_files", "split")
 _AXOLOTL_KNOWN = (
     *_AXOLOTL_LOCATION, "train_on_split", "type", "ds_type", "field_messages", "field", "field_chosen", "field_rejected", "roles",
-    "message_property_mappings", "message_field_role", "message_field_content",
+    "message_property_mappings", "message_field_role", "message_field_content", "field_thinking", "template_thinking_key",
 )  # fmt: skip
 _AXOLOTL_ROLES = {"system": {"system"}, "user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "tool": {"tool"}}
 
@@ -79,11 +79,13 @@ def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut)
     roles = theirs.get("roles") or {}
     if any(not {*names} <= _AXOLOTL_ROLES.get(role, {role}) for role, names in roles.items()):
         left_out.add("datasets.roles", "rejected", "messages must have the usual roles")
-    keeps_thinking = (
-        theirs.get("field_thinking") == theirs.get("template_thinking_key") in ("thinking", "reasoning_content")
-    )
-    thinking = ("field_thinking", "template_thinking_key") if keeps_thinking else ()  # our messages keep these fields
-    reject_unknown("datasets", theirs, (*_AXOLOTL_KNOWN, *thinking), left_out)
+    field, read = (theirs.get(name) or "reasoning_content" for name in ("field_thinking", "template_thinking_key"))
+    if field != read or field not in ("thinking", "reasoning_content"):  # our messages keep these fields as they are
+        reason = (
+            f"the reasoning must be in the field that the chat template reads; rename {field} to {read} in the messages"
+        )
+        left_out.add("datasets.field_thinking", "rejected", reason)
+    reject_unknown("datasets", theirs, _AXOLOTL_KNOWN, left_out)
     entry = {key: value for key, value in entry.items() if value is not None}
     return entry | ({"columns": columns} if columns else {})
 
