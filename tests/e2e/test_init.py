@@ -278,7 +278,7 @@ def test_translation_keeps_the_meaning(work: Path, text: str, expected: dict[str
         (TRL + "dataset_mixer: {a: 0.333}\n", "\n  dataset_mixer: a: 0.333 is not a whole number of percent"),
         (TRL + "dataset_mixture: {datasets: [{id: a, weight: 1.5}]}\n", "\n  dataset_mixture.weight: 1.5 is not a share"),
         (TRL + "dataset_mixture: {datasets: [{id: a, columns: [chosen, rejected]}]}\n", "\n  datasets: a has rows for another objective than sft"),
-        (TRL + "neftune_noise_alpha: 5\n", "\n  neftune_noise_alpha: noise on embeddings is not supported"),
+        (TRL + "loss_type: sigmoid\nneftune_noise_alpha: 5\n", "\n  neftune_noise_alpha: it is for objective: "),
     ],
 )  # fmt: skip
 def test_what_changes_the_training_is_rejected(work: Path, text: str, message: str) -> None:

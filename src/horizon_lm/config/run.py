@@ -144,6 +144,11 @@ class TextConfig(RunConfig):
     label_smoothing_factor: float = Field(
         0.0, ge=0, lt=1, description="Label smoothing: share of each target that is spread over the whole vocabulary."
     )
+    neftune_noise_alpha: PositiveFloat | None = Field(
+        None,
+        le=1e4,
+        description="Scale of the noise that training adds to embeddings (NEFTune, arXiv 2310.05914). Default: none.",
+    )
 
     @field_validator("packing", "eval_packing")
     @classmethod

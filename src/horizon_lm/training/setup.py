@@ -143,6 +143,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
         mesh: the ranks that train together; None for one.
     """
     import transformers
+    from transformers.integrations import activate_neftune
 
     from horizon_lm.model.freezing import freeze
 
@@ -153,6 +154,8 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
         model = _open(config, source, reads_weights, mesh)
     freeze(model, config.trainable)
+    if isinstance(config, TextConfig) and config.neftune_noise_alpha is not None:
+        activate_neftune(model, config.neftune_noise_alpha)  # embeddings run their hooks, as in a plain model
     # Evaluation mode makes a model train without dropout and changes nothing else.
     return model.train(not (isinstance(config, DpoConfig) and config.disable_dropout))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import ARRAYS, read_tensors, restore
-from horizon_lm.config import RunConfig
+from horizon_lm.config import RunConfig, TextConfig
 from horizon_lm.config.load import as_config
 from horizon_lm.data.batch import Batch
 from horizon_lm.data.checks import reject_errors
@@ -159,7 +159,8 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     config, plan, num_steps = run.settings.config, run.settings.plan, run.intervals.num_steps
     model = setup.load_model(config, run.admission.fetch_model(), point is None, run.session.ranks.mesh)
     setup.reserve_buffers(model, plan)
-    data.loader.pads_to_step = setup.has_dropout(model)
+    has_noise = isinstance(config, TextConfig) and config.neftune_noise_alpha is not None
+    data.loader.pads_to_step = has_noise or setup.has_dropout(model)
     if point is not None:
         reporter.print(*resume.require_same_model(point, resume.model_settings(model), config))
     optimizer, scheduler = setup.build_optimizer(model, config, num_steps)
