@@ -66,7 +66,7 @@ def show_introduction(device_memory: int, fast: bool) -> None:
         FAST_DURATION if fast else f"{DURATION}; `make demo FAST=1` takes {FAST_DURATION}, with a few steps and answers"
     )
     console.print(
-        f"Horizon-LM fine-tunes SmolLM2-135M-Instruct with at most {format_bytes(device_memory)} of device buffers, in five "
+        f"Horizon-LM fine-tunes SmolLM2-135M-Instruct under a limit of {format_bytes(device_memory)} for device buffers, in five "
         f"parts. Expected duration on two idle cores: {duration}."
     )
 
@@ -103,7 +103,7 @@ def show_buffers(sizes: ModelSizes, config: RunConfig) -> None:
     buffers = device_buffers(sizes, settings)
     head = sum(sizes.head)
     num_params = sum(map(sum, sizes.blocks)) + head + sum(sizes.outer)  # the head is tied to the embedding table
-    table = Table(title="Device buffers of the run, at most")
+    table = Table(title="Device buffers of the training in part 3, with the longest rows")
     table.add_column("buffer")
     table.add_column("bytes", justify="right")
     for kind, num_bytes in buffers.items():
@@ -154,7 +154,9 @@ def compare(capacity: int, num_steps: int) -> None:
             optimizer.zero_grad()
     console.print(table)
     peak = horizon_lm.stats(ours)["device_bytes_peak"]
-    console.print(f"device buffers peaked at {format_bytes(peak)} of {format_bytes(capacity)} allowed")
+    console.print(
+        f"device buffers of these steps, with the whole head at once, peaked at {format_bytes(peak)} of {format_bytes(capacity)} allowed"
+    )
 
 
 def compare_gradients(plain: Any, ours: Any) -> tuple[int, int, float]:

@@ -28,9 +28,10 @@ from horizon_lm.report.figures import (
 )
 from horizon_lm.report.loss_png import write_loss_png
 from horizon_lm.report.page import build_page, figure_json
+from horizon_lm.report.palette import axis_note
 from horizon_lm.report.run_files import load_run, read_metrics, read_plan
 from horizon_lm.report.steps import StepView, step_views
-from horizon_lm.report.summary import count, duration, summarise
+from horizon_lm.report.summary import _compared, count, duration, summarise
 from tests.report import report_run
 from tests.report.report_run import GIB, metrics_file, span, step, taken, trace_file, training
 
@@ -309,17 +310,39 @@ def test_missing_file_is_reported_in_its_sections(complete: Path, tmp_path: Path
         if file != name:
             (tmp_path / file).write_bytes((complete / file).read_bytes())
     page = Page(build_page(load_run(tmp_path)))
-    sections = {title for title, words in page.words.items() if f"{name} is missing: " in words}
-    assert (
-        sections
-        == {
-            "metrics.jsonl": {"Loss and learning rate", "Tokens per second", "Memory over the run"},
-            "config.yaml": {"Settings"},
-            "plan.json": {"Memory over the run", "Where the bytes go"},
-            "predicted_trace.json": {"Timeline of a step", "Memory over a step"},
-            "trace.json": {"Timeline of a step", "Memory over a step"},
-        }[name]
-    )
+    explained = [title for title, words in page.words.items() if f"{name} is missing: " in words]
+    named = [title for title, words in page.words.items() if f"No {name}, as said above" in words]
+    assert [*explained, *named] == {
+        "metrics.jsonl": ["Loss and learning rate", "Tokens per second", "Memory over the run"],
+        "config.yaml": ["Settings"],
+        "plan.json": ["Memory over the run", "Where the bytes go"],
+        "predicted_trace.json": ["Timeline of a step", "Memory over a step"],
+        "trace.json": ["Timeline of a step", "Memory over a step"],
+    }[name]
+    assert len(explained) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "note"), [([2.0, 1.5], "axis not from 0"), ([2.0, 0.01], ""), ([1.0, -1.0], ""), ([], "")]
+)
+def test_an_axis_that_shows_zero_is_not_said_to_begin_elsewhere(losses: list[float], note: str) -> None:
+    assert axis_note([*losses, None, float("nan")]) == note
+
+
+def test_equal_figures_are_named_once(complete: Path, tmp_path: Path) -> None:
+    plan = json.loads((complete / "plan.json").read_text())
+    model = plan["model"] | {"parameters": 134_515_584, "active_parameters": 134_515_000}
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"model": model}))
+    page = build_page(load_run(tmp_path))
+    assert f"{count(134_515_584)} parameters ·" in page
+    assert "active" not in page.split("</header>")[0].split("<header>")[1]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(99.97, "planned 100"), (100.03, "planned 100"), (99.0, "planned 100 (-1.0%)")]
+)
+def test_no_difference_is_not_a_negative_one(value: float, words: str) -> None:
+    assert _compared("Step", value, "{:.0f}".format, "", "planned", 100.0).comparison == words
 
 
 @pytest.mark.parametrize("name", FILES)

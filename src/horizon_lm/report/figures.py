@@ -19,11 +19,11 @@ from horizon_lm.report.palette import (
     LIMIT,
     MAX_MARKED_POINTS,
     MUTED,
-    NOT_FROM_ZERO,
     PAGE,
     SECOND,
     TEXT,
     THIRD,
+    axis_note,
 )  # fmt: skip
 from horizon_lm.report.run_files import MetricsFile, Run
 from horizon_lm.report.steps import StepView
@@ -55,7 +55,7 @@ def loss_figure(metrics: MetricsFile) -> Figure:
         losses.append(_line("eval", *points, SECOND, "%{y:.4f}").update(_EVAL))
     rates = _line("learning rate", steps, [line.learning_rate for line in metrics.training], THIRD, "%{y:.3g}")
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
-    _fill(figure, 1, losses, title=f"{metrics.loss_title}<br>({NOT_FROM_ZERO})")
+    _fill(figure, 1, losses, **_noted(metrics.loss_title, losses))
     _fill(figure, 2, [rates], title="learning rate", exponentformat="e", rangemode="tozero", nticks=4)
     return _over_steps(figure, metrics, 440)
 
@@ -195,7 +195,7 @@ def step_memory_figure(views: Sequence[StepView]) -> Figure:
             )
             for view in views
         ]  # fmt: skip
-        _fill(figure, row, traces, title=f"{place}, {name}<br>({NOT_FROM_ZERO})")
+        _fill(figure, row, traces, **_noted(f"{place}, {name}", traces))
     _over_seconds(figure, longest / time_unit, time_name, last_row=len(places))
     figure.update_xaxes(unifiedhovertitle_text=f"%{{x:,.2f}} {time_name}")
     figure.update_layout(hovermode="x unified")
@@ -253,6 +253,12 @@ def _fill(figure: Figure, row: int, traces: Sequence[Scatter], **axis: Any) -> N
     """Add traces to a row of a figure, and set its vertical axis."""
     figure.add_traces(traces, rows=row, cols=1)
     figure.update_yaxes(row=row, col=1, **axis)
+
+
+def _noted(title: str, traces: Sequence[Scatter]) -> dict[str, Any]:
+    """Return an axis from 0 if the traces begin near it; otherwise one that says that it begins elsewhere."""
+    note = axis_note(value for trace in traces for value in trace.y)
+    return {"title": f"{title}<br>({note})"} if note else {"title": title, "rangemode": "tozero"}
 
 
 def _over_steps(figure: Figure, metrics: MetricsFile, height: int, last_row: int = 2, top: int = 32) -> Figure:

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 from horizon_lm.disk import Disk, write_file
-from horizon_lm.report.palette import FIRST, GRID, MAX_MARKED_POINTS, MUTED, NOT_FROM_ZERO, SECOND, THIRD
+from horizon_lm.report.palette import FIRST, GRID, MAX_MARKED_POINTS, MUTED, SECOND, THIRD, axis_note
 from horizon_lm.report.run_files import read_metrics
 
 
@@ -40,7 +40,10 @@ def write_loss_png(metrics_file: Path, png: Path) -> None:
     if metrics.evaluations:
         eval_losses = [(each.step, each.eval_loss) for each in metrics.evaluations]
         lines += axes.plot(*zip(*eval_losses, strict=True), "D:", color=SECOND, label="eval loss")
-    axes.set(xlabel="step", ylabel=f"{metrics.loss_title} ({NOT_FROM_ZERO})")
+    note = axis_note([loss for _, loss in metrics.losses] + [each.eval_loss for each in metrics.evaluations])
+    axes.set(xlabel="step", ylabel=f"{metrics.loss_title} ({note})" if note else metrics.loss_title)
+    if not note and axes.dataLim.ymin >= 0:
+        axes.set_ylim(bottom=0)
     axes.grid(color=GRID)
     rates.set_ylabel("learning rate", color=MUTED)
     rates.set_ylim(bottom=0)

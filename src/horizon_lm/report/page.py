@@ -93,8 +93,8 @@ def _about(run: Run) -> tuple[str, str]:
     if run.plan is not None:
         model = run.plan.model
         model_name, precision = model.name, run.plan.run.precision
-        active = "" if model.active_parameters == model.parameters else f", {count(model.active_parameters)} active"
-        facts.append(f"{count(model.parameters)} parameters{active}")
+        parameters, active = count(model.parameters), count(model.active_parameters)
+        facts.append(f"{parameters} parameters" + (f", {active} active" if active != parameters else ""))
         facts.append(counted(model.num_blocks, "block"))
         facts.append(f"{run.plan.run.rows} × {run.plan.run.length:,} tokens a step")
     if precision is not None:

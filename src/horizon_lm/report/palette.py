@@ -1,5 +1,8 @@
 """The colours and words that the figures of the page and ``loss.png`` share."""
 
+import math
+from collections.abc import Iterable
+
 from horizon_lm.schedule.ops import Kind
 
 TEXT, MUTED, GRID, PAGE = "#24292f", "#656d76", "#e4e7eb", "#ffffff"
@@ -25,5 +28,13 @@ KINDS = {
     Kind.SAVE: "#79706e",
 }
 
-NOT_FROM_ZERO = "axis not from 0"
+_NEAR_ZERO = 0.1  # of the largest value: an axis from 0 shows values from there on as well as one that begins at them
+
+
+def axis_note(values: Iterable[float | None]) -> str:
+    """Return the note of a vertical axis that does not begin at 0; empty if it does, because the values begin near it."""
+    shown = [value for value in values if value is not None and math.isfinite(value)]
+    return "axis not from 0" if shown and min(shown) > _NEAR_ZERO * max(shown) else ""
+
+
 MAX_MARKED_POINTS = 60  # lines with more points have no markers

@@ -131,5 +131,6 @@ def _compared(
     """Return a measured statistic with its source, such as the median, and the expected value, if there are these."""
     words = [source] if source else []
     if expected is not None:
-        words.append(f"{word} {text(expected)}{f' ({value / expected - 1:+.1%})' if expected else ''}")
+        difference = f"{value / expected - 1:+.1%}" if expected else ""
+        words.append(f"{word} {text(expected)}" + (f" ({difference})" if difference.strip("+-0.%") else ""))
     return Statistic(name, text(value), "; ".join(words))
