@@ -9,6 +9,7 @@ from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import Curve, DeviceUse, device_use, memory_curve
 from horizon_lm.planning.memory import ModelSizes, checkpoint_bytes, host_bytes, largest_file_bytes, slab_elements
 from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.plain import plain_reasons
 from horizon_lm.planning.request import Budget, Item, Limit, Machine, Request
 from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_time import SaveTime, StepTime, save_time, staged, step_time
@@ -126,6 +127,7 @@ def make_plan(
             *machine.notes,
             *_expert_reasons(outline, hardware),
             *_shorter_step_reasons(typical, hardware, machine, time),
+            *plain_reasons(typical, machine, time),
             *([f"{outline.unknown}, so activations and times are not included"] if outline.unknown else []),
         ],
         host=Budget("host", [item for item in host if item.num_bytes], machine.host_limits),
