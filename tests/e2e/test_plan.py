@@ -116,6 +116,31 @@ def test_times_need_a_profile(run_file: Path, monkeypatch: pytest.MonkeyPatch, t
     assert "horizon-lm doctor measures it" in run("plan", run_file).stdout
 
 
+@pytest.mark.parametrize(("model", "fits"), [("Qwen2.5-0.5B", True), ("Qwen2.5-7B", False)])
+def test_model_that_fits_the_gpu_anyway_is_said_to_fit(model: str, fits: bool) -> None:
+    content = plan("--model", model, "--device", "h100")
+    found = [
+        reason for reason in content["run"]["reasons"] if reason.startswith("this model also fits the GPU as a whole")
+    ]
+    assert len(found) == fits
+    for reason in found:
+        match = re.search(r"takes about ([\d.]+) GiB of 79.20 GiB there, and a step about (\d+)% shorter", reason)
+        assert match is not None
+        assert 12 * content["model"]["parameters"] / GIB < float(match[1]) < 79.2
+        assert 0 < int(match[2]) < 80
+
+
+def test_names_are_listed() -> None:
+    text = run("plan", "--list").stdout
+    assert "rtx-4090-server          RTX 4090 24 GB, two EPYC 7763" in text
+    assert re.search(r"Qwen/Qwen3-4B +4.02B\n    Qwen/Qwen3-4B-Base\n    Qwen/Qwen3-4B-Instruct-2507\n", text)
+
+
+def test_language_model_of_a_multimodal_one_is_named() -> None:
+    reasons = plan("--model", "gemma-3-4b-it", "--device", "h100")["run"]["reasons"]
+    assert "model: only the language model of gemma-3-4b-it is planned, not its vision tower" in reasons
+
+
 def test_known_model_is_planned_without_download() -> None:
     content = plan("--model", "Qwen/Qwen2.5-7B-Instruct", "--device", "h200", "--host-memory", "256GiB")
     assert content["model"]["parameters"] == 7_615_616_512

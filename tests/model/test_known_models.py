@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_lm.model.hub import build_skeleton, known_config
+from horizon_lm.model.hub import build_skeleton, full_name, known_config
 from horizon_lm.model.known_models import KnownModel, find_known, known_models
 from horizon_lm.model.units import find_parts
 
@@ -100,6 +100,24 @@ def test_find_by_name_alias_or_without_organization(name: str) -> None:
     assert model is not None
     assert model.name == "Qwen/Qwen2.5-7B"
     assert model.parameters == 7_615_616_512
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "hub_id"),
+    [
+        ("gemma-3-27b-it", "google/gemma-3-27b-pt (text)", "google/gemma-3-27b-it"),
+        ("google/gemma-3-27b-it", "google/gemma-3-27b-pt (text)", "google/gemma-3-27b-it"),
+        ("gemma-3-4b-it (text)", "google/gemma-3-4b-pt (text)", "google/gemma-3-4b-it"),
+        ("Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Instruct-2507"),
+        ("Qwen3-Coder-30B-A3B-Instruct", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
+        ("Qwen3-Next-80B-A3B-Thinking", "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Thinking"),
+        ("glm-4.5-air", "zai-org/GLM-4.5-Air", "zai-org/GLM-4.5-Air"),
+    ],
+)  # fmt: skip
+def test_releases_and_language_models_have_their_own_names(typed: str, name: str, hub_id: str) -> None:
+    model = find_known(typed)
+    assert model is not None
+    assert (model.name, full_name(typed)) == (name, hub_id)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-8B", "meta-llama/Qwen2.5-7B", "Qwen", ""])

@@ -10,10 +10,11 @@ import typer
 
 from horizon_lm.cli import common
 from horizon_lm.cli.common import exits, run_arguments, without_garbage_collection
+from horizon_lm.cli.names import name_lines
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError, HorizonError
-from horizon_lm.model.known_models import KnownModel, known_models
+from horizon_lm.model.known_models import PART, KnownModel, find_known, known_models
 from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.catalog import Hardware, find_profile, published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
@@ -102,8 +103,13 @@ def _shard(run: RunConfig, size: Size) -> Shard:
 
 
 def _notes_on_weights(run: RunConfig, source: Source) -> list[str]:
-    """Return warnings about the headers of the weight files; empty if only a config is available."""
+    """Return warnings about the headers of the weight files, or about a config that is known for a part of the model."""
     folder = source.model.folder
+    known = find_known(run.model_name_or_path)
+    if folder is None and known is not None and known.name.endswith(PART):
+        return [
+            f"model: only the language model of {run.model_name_or_path.removesuffix(PART)} is planned, not its vision tower"
+        ]
     return check_weights(run, source.model) if folder is not None and Checkpoint.is_in(folder) else []
 
 
@@ -328,6 +334,9 @@ def plan(
     largest: Annotated[
         bool, typer.Option("--largest", help="Find the largest known models that fit, by precision.")
     ] = False,
+    list_names: Annotated[
+        bool, typer.Option("--list", help="List the machines and the models that are known by name.")
+    ] = False,
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, help="Price of an hour of all machines, for the cost of a million tokens.")
     ] = None,
@@ -336,6 +345,9 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
+    if list_names:
+        print("\n".join(name_lines()))
+        return
     if largest and model is not None:
         raise ConfigError("--largest tries all known models; remove --model")
     if largest:

@@ -186,8 +186,9 @@ def full_name(name: str) -> str:
     known = find_known(name)
     if known is None or "/" in name:
         return name.partition(" ")[0]  # "... (text)" denotes a part of that model
-    names = (known.name, *known.aliases)
-    return next(each for each in names if each.rpartition("/")[2].casefold() == name.casefold()).partition(" ")[0]
+    names = [each.partition(" ")[0] for each in (known.name, *known.aliases)]
+    wanted = name.partition(" ")[0].casefold()
+    return next(each for each in names if each.rpartition("/")[2].casefold() == wanted)
 
 
 def is_cached(name: str) -> bool:

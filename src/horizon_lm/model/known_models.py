@@ -8,6 +8,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+PART = " (text)"  # ends the name of the language model in a multimodal one
+
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
@@ -53,10 +55,14 @@ def known_models() -> tuple[KnownModel, ...]:
     return deepcopy(_read())
 
 
+def _key(name: str) -> str:
+    return name.casefold().removesuffix(PART)
+
+
 def find_known(name: str) -> KnownModel | None:
-    """Return the known model of this name or alias, ignoring case; an unambiguous name may omit the organization."""
-    wanted = name.casefold()
-    full = {known.casefold(): model for model in _read() for known in (model.name, *model.aliases)}
+    """Return the known model of this name or alias, ignoring case; an unambiguous name may omit the organization and "(text)"."""
+    wanted = _key(name)
+    full = {_key(known): model for model in _read() for known in (model.name, *model.aliases)}
     if wanted in full:
         return deepcopy(full[wanted])
     without_org = {model.name: model for known, model in full.items() if known.rpartition("/")[2] == wanted}
