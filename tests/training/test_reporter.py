@@ -1,9 +1,12 @@
 """Lines of metrics as text."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from horizon_lm.training import metrics
+from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics import format_line
 
 LINE: dict[str, Any] = {
@@ -49,3 +52,23 @@ def test_skipped_step_has_no_loss() -> None:
 def test_slow_rates_have_decimals(rate: float, text: str) -> None:
     line = {**LINE, "tokens_per_second": rate, "trained_tokens_per_second": rate / 2}
     assert f"tokens/s {text} (" in format_line(line, 8)
+
+
+def test_steps_show_where_no_line_was_printed_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    now = {"seconds": 100.0}
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now["seconds"])
+    with metrics.Reporter(lines.append) as reporter:
+        reporter.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
+        for step, seconds in ((1, 129.0), (2, 131.0), (3, 140.0), (4, 162.0)):
+            now["seconds"] = seconds
+            reporter.advance(step, 1.5)
+    assert lines == ["step 2/50  loss 1.5000", "step 4/50  loss 1.5000"]
+
+
+def test_the_progress_bar_of_a_resumed_run_begins_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with metrics.Reporter() as reporter:
+        reporter.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
+        reporter.advance(41, 1.5)
+        assert reporter._bar.tasks[0].completed == 41

@@ -134,7 +134,7 @@ class Loop:
         self.metrics.add(self.ranks.total(own), self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()
-        self.reporter.advance(value)
+        self.reporter.advance(step, value)
 
     def finish_step(self, step: int) -> None:
         """Log, evaluate, answer prompts and save after a step, as requested by intervals and callbacks."""

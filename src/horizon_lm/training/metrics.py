@@ -21,6 +21,8 @@ from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.printing import Printer, encodable, print_to_stdout
 from horizon_lm.visible import visible
 
+_SILENT_SECONDS = 30  # without a line, where there is no progress bar
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -301,7 +303,7 @@ class Reporter:
         self._print_fn = print_fn
         self._print: Printer | None = None
         self._file: LineFile | None = None
-        self._num_steps = 0
+        self._num_steps, self._printed = 0, time.monotonic()
         self._logged: Callable[[Mapping[str, Any]], None] = lambda line: None
         self._failed: set[str] = set()  # outputs whose failure was reported
 
@@ -333,6 +335,7 @@ class Reporter:
     def print(self, *lines: str) -> None:
         """Print lines, above the progress bar if there is one."""
         assert self._print is not None
+        self._printed = time.monotonic()
         for line in lines:
             self._print(visible(line))
 
@@ -354,11 +357,13 @@ class Reporter:
                 self._task = self._bar.add_task("training", total=num_steps, loss="")
                 self._bar.start()
 
-    def advance(self, loss: float) -> None:
-        """Advance the progress bar by a step."""
+    def advance(self, step: int, loss: float) -> None:
+        """Show that a step is done: on the progress bar, or as a line if there was none for half a minute."""
         if self._task is not None:
             with self.attempt("the progress bar"):
-                self._bar.update(self._task, advance=1, loss=f"loss {loss:.4f}")
+                self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}")
+        elif self._bar is None and time.monotonic() - self._printed > _SILENT_SECONDS:
+            self.print(f"step {step}/{self._num_steps}  loss {loss:.4f}")
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of metrics to disk, show it and pass it on. If the disk is full, the line is kept until it is not."""
