@@ -252,8 +252,11 @@ def test_adapters_without_values_are_rejected_before_loading(base: dict[str, Any
 def test_early_stopping(base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], steps: int) -> None:
     folder = tmp_path / "run"
     common = {"output_dir": str(folder), "eval_steps": 1, "max_steps": 6, "save_strategy": "no"}
-    result = horizon_lm.train(base | common | settings, print_fn=lambda line: None)
+    samples = {"sample_prompts": ["Why?"], "sample_steps": 100, "sample_max_new_tokens": 1}
+    result = horizon_lm.train(base | common | samples | settings, print_fn=lambda line: None)
     assert result.num_steps == steps
+    answers = (folder / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in answers] == [steps]  # the last step, although none of the interval
     assert max(evaluations(folder)) == steps
     assert (folder / "model" / "model.safetensors").is_file()
 

@@ -58,7 +58,7 @@ class Loop:
     def run(self) -> RunResult:
         """Run all steps, those after a checkpoint if there is one, and export the model."""
         step = self.begin()
-        while step < self.intervals.num_steps and not self.control.stop and not self.evaluation.best.stops:
+        while step < self.intervals.num_steps and not self.stops:
             self.stop_if_interrupted(step)
             step += 1
             self.run_step(step)
@@ -69,6 +69,11 @@ class Loop:
     def control(self) -> Control:
         """The actions that callbacks request now, on any rank; any event may change them."""
         return self.ranks.agree_on_control(self.callbacks.control)
+
+    @property
+    def stops(self) -> bool:
+        """True if a callback or early stopping ends the run after this step."""
+        return self.control.stop or self.evaluation.best.stops
 
     def begin(self) -> int:
         """Evaluate before the first step, or finish the last one of a resumed run. Return the number of steps that are done."""
@@ -144,7 +149,7 @@ class Loop:
             self.log(step)
         if intervals.evaluates(step) or self.control.evaluate:
             self.evaluate(step)
-        if intervals.samples(step) or (self.control.stop and self.settings.config.sample_prompts):
+        if intervals.samples(step) or (self.stops and self.settings.config.sample_prompts):
             self.stop_if_interrupted(step)
             self.answer_prompts(step)
         self.finished.value = True
