@@ -139,6 +139,6 @@ def assert_resumes(
     whole = tmp_path / "whole"
     expected, _ = runs.train({**settings, **SAVING, "output_dir": str(whole)}, **options, **make())
     state = json.loads((whole / "checkpoint-1" / "training_state.json").read_text())["state"]
-    assert state.keys() == {*FORMAT, "rows_per_step"}  # which older checkpoints do not have
+    assert state.keys() >= {*FORMAT, "rows_per_step"}
     for step in steps:
         assert resume(runs, settings, whole, step, tmp_path / f"from-{step}", **options, **make()) == expected, step

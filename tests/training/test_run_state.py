@@ -31,6 +31,12 @@ def test_a_part_of_a_resumed_run_gets_the_state_that_it_had() -> None:
     assert state.keep("finished", Value(True)).value is False
 
 
+def test_a_part_that_an_older_checkpoint_does_not_have_begins_anew() -> None:
+    state = RunState(point(finished=False))
+    assert state.keep("deadline", Value(7)).value == 7
+    assert state.state_dict() == {"deadline": 7}
+
+
 @pytest.mark.parametrize("saved", [{}, {"best": {"metric": 1.0, "step": 2}}, {"best": []}])
 def test_a_damaged_state_is_rejected_by_the_name_of_its_file(saved: dict[str, Any]) -> None:
     best = BestModel.__new__(BestModel)

@@ -85,8 +85,11 @@ class RunState:
         self._point, self._parts = point, dict[str, Stateful]()
 
     def keep(self, name: str, part: _Part) -> _Part:
-        """Add a part and return it, in a resumed run with the state that it had. Raise ConfigError if that is damaged."""
-        if self._point is not None:
+        """Add a part and return it, in a resumed run with the state that it had. Raise ConfigError if that is damaged.
+
+        A part that the version which wrote the checkpoint did not have begins anew.
+        """
+        if self._point is not None and (name in FORMAT or name in self._point.state):
             with reading(self._point):
                 part.load_state_dict(self._point.state[name])
         self._parts[name] = part
