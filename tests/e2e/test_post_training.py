@@ -462,10 +462,10 @@ def test_packed_rows_without_trained_tokens_are_left_out(tmp_path: Path, base: d
 def test_non_finite_final_eval_loss_keeps_the_model(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate_rows = Evaluation.evaluate_rows
 
-    def broken(self: Evaluation, step: int, between_batches: Any) -> Any:
+    def broken(self: Evaluation, step: int) -> Any:
         if step == 2:
             raise NonFiniteError("after step 2: the eval loss is nan")
-        return evaluate_rows(self, step, between_batches)
+        return evaluate_rows(self, step)
 
     monkeypatch.setattr(Evaluation, "evaluate_rows", broken)
     with pytest.raises(NonFiniteError):

@@ -431,7 +431,7 @@ def broken(*arguments: Any, **options: Any) -> Any:
     [
         (LineFile, "flush", "metrics.jsonl failed"),
         (SamplePrompts, "answer", "answering sample_prompts failed"),
-        (Tracing, "before_step", "trace.json failed"),
+        (Tracing, "_end_step", "trace.json failed"),
         (RunDir, "append_samples", "answering sample_prompts failed"),
         (RunDir, "draw_loss", "loss.png failed"),
         (RunCheckpoints, "save", "saving checkpoint-1 failed"),

@@ -164,9 +164,10 @@ def test_a_step_that_has_counted_is_not_repeated() -> None:
         optimizer.num_steps += 1
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    first_step: Any = FirstStep(model=None, optimizer=optimizer, admission=None, reporter=None)  # type: ignore[arg-type]
+    training: Any = SimpleNamespace(optimizer=optimizer)
+    first_step = FirstStep(None, training)  # type: ignore[arg-type]
     with pytest.raises(torch.OutOfMemoryError):
-        first_step.run(train_step, 1, None)
+        first_step.run(train_step, 1)
     assert len(calls) == 1
 
 

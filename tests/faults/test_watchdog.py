@@ -16,7 +16,7 @@ from tests.support.threaded_device import ThreadedDevice
 
 pytest.importorskip("pydantic", reason="needs the whole installation")
 
-from horizon_lm.training.watchdog import watching
+from horizon_lm.training.watchdog import Watchdog
 
 SECONDS = 120  # until something that does not happen is a failure
 
@@ -100,7 +100,7 @@ def test_a_hanging_operation_is_named(base: type, kind: Kind, text: str, monkeyp
     releaser = threading.Thread(target=release)
     releaser.start()
     device.armed = True
-    with watching("step 2", 0.01, pending):
+    with Watchdog(0.01, pending).during_step(2):
         after = step(model, optimizer)
     releaser.join()
     assert after < before  # it went on
@@ -135,7 +135,7 @@ def test_operations_of_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("seconds", [None, 1000.0])
 def test_a_step_in_time_is_not_reported(seconds: float | None, capsys: pytest.CaptureFixture[str]) -> None:
     before = threading.active_count()
-    with watching("step 1", seconds, list):
+    with Watchdog(seconds, list).during_step(1):
         assert threading.active_count() == before + (seconds is not None)
     assert capsys.readouterr().err == ""
 
@@ -148,7 +148,7 @@ def test_a_device_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> No
         asked.set()
         raise RuntimeError("unspecified launch failure")
 
-    with watching("step 1", 0.01, fail):
+    with Watchdog(0.01, fail).during_step(1):
         assert asked.wait(SECONDS)
         threads[0].join(SECONDS)
     assert "unknown, because the device does not answer (unspecified launch failure)" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,13 @@ def test_updates_of_previous_step_are_recorded(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(horizon_lm, "synchronize", lambda model: None)
     device: Any = SimpleNamespace(trace=None, used_bytes=lambda: 0)
     model = SimpleNamespace(_horizon=SimpleNamespace(engine=SimpleNamespace(device=device)))
-    tracing = Tracing(model, num_traced=2, num_steps=9, path=tmp_path / "trace.json")
+    session = SimpleNamespace(
+        run_dir=SimpleNamespace(trace_file=tmp_path / "trace.json"), reporter=SimpleNamespace(attempt=nullcontext)
+    )
+    settings = SimpleNamespace(config=SimpleNamespace(trace_steps=2))
+    run: Any = SimpleNamespace(settings=settings, intervals=SimpleNamespace(num_steps=9), session=session)
+    training: Any = SimpleNamespace(model=model)
+    tracing = Tracing(run, training)
     at_submission: dict[
         int, tuple[Trace | None, float]
     ] = {}  # an update reports to the trace that was active when it was submitted

@@ -48,14 +48,9 @@ def save_bad_batch(
         rows.append(_describe(batch, row, row in culprits, tokenizer, room))
         room -= sum(len(sequence["input_ids"]) for sequence in rows[-1]["sequences"])
     content = {
-        "step": step,
-        "problem": problem,
-        "unit": unit,
-        "causing_rows": None if bad is None else culprits,
-        "micro_batches": None if bad is None else list(bad.micro_batches),
-        "num_rows": len(batch.places),
-        "rows": rows,
-    }
+        "step": step, "problem": problem, "unit": unit, "causing_rows": None if bad is None else culprits,
+        "micro_batches": None if bad is None else list(bad.micro_batches), "num_rows": len(batch.places), "rows": rows,
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_file(Disk(), path, json.dumps(content, indent=1).encode("ascii"))
     return path

@@ -114,13 +114,10 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     }
     labels, mask = tensors["labels"], tensors["attention_mask"]
     return replace(
-        batch,
-        **tensors,
-        num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
+        batch, **tensors, num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
         num_tokens=labels.numel() if mask is None else int(mask.sum()),
-        rows=tuple(batch.rows[row] for row in rows),
-        places=tuple(batch.places[row] for row in rows),
-    )
+        rows=tuple(batch.rows[row] for row in rows), places=tuple(batch.places[row] for row in rows),
+    )  # fmt: skip
 
 
 def _loss_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:

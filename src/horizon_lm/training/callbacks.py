@@ -1,11 +1,12 @@
 """Call transformers callbacks, both the user's and those of ``report_to``, as a Trainer would."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import RunConfig
+from horizon_lm.data.batch import Batch
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.optimizers import name_in_transformers
 from horizon_lm.training.callback_state import (
@@ -14,20 +15,11 @@ from horizon_lm.training.callback_state import (
     restore_trainer_state,
     tracker_environment,
 )
-from horizon_lm.training.intervals import Intervals
+from horizon_lm.training.intervals import Control, Intervals
+from horizon_lm.training.part import Part
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
-    """The actions that callbacks request."""
-
-    log: bool = False
-    evaluate: bool = False
-    save: bool = False
-    stop: bool = False
-
-
-class Callbacks:
+class Callbacks(Part):
     """The callbacks of a run: forward events to them and return their requests. Without callbacks, import nothing.
 
     Requests to end an epoch early are ignored: the rows of a step follow from its number. A tracker that fails is reported
@@ -75,7 +67,7 @@ class Callbacks:
         from horizon_lm.training.callback_handler import Handler
 
         resumed, self._steps_per_epoch = self._resumed, intervals.steps_per_epoch
-        self._state, self._control = TrainerState(max_steps=intervals.num_steps, log_history=[]), TrainerControl()
+        self._state, self._control = TrainerState(max_steps=intervals.num_steps, global_step=step), TrainerControl()
         self._handler = Handler(self._trackers, self._callbacks, model, tokenizer, optimizer, scheduler, report)
         self._call("on_init_end")
         if resumed:
@@ -111,8 +103,7 @@ class Callbacks:
         """Signal that the gradients are complete."""
         self._call("on_pre_optimizer_step")
 
-    def after_update(self) -> None:
-        """Signal an update; gradients and learning rate still have the values used in the update."""
+    def after_update(self, step: int, loss: float, batch: Batch) -> None:
         self._call("on_optimizer_step")
 
     @property
@@ -129,9 +120,8 @@ class Callbacks:
         """The first error of a user's callback, which stops the training; None if there is none."""
         return None if self._handler is None else self._handler.error
 
-    def after_step(self, step: int) -> None:
-        """Signal the end of a step."""
-        if self._handler is None:
+    def after_step(self, step: int, due: Intervals) -> None:
+        if self._handler is None or self._state.global_step == step:  # signalled before the run was interrupted
             return
         self._state.global_step, self._state.epoch = step, step / self._steps_per_epoch
         self._call("on_step_end")
@@ -151,9 +141,7 @@ class Callbacks:
                 self._remember_best(logs)
 
     def _remember_best(self, logs: Mapping[str, float]) -> None:
-        """Keep the best eval loss. As in a Trainer, this happens after the callbacks, because early stopping compares
-        with it.
-        """
+        """Keep the best eval loss, after the callbacks, as in a Trainer: early stopping compares with it."""
         state, value = self._state, logs["eval_loss"]
         if state.best_metric is None or value < state.best_metric:
             state.best_metric, state.best_global_step = value, state.global_step

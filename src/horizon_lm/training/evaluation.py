@@ -10,51 +10,65 @@ from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import Loss, Objective, evaluation_mode
 from horizon_lm.training.best_model import BestModel
+from horizon_lm.training.intervals import Control, Intervals
+from horizon_lm.training.part import Part
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run import Run, Training
 from horizon_lm.training.run_state import Value
 from horizon_lm.training.saver import Saver
 
 
-class Evaluation:
+class Evaluation(Part):
     """The evaluations of a run: before its first step, between steps, and after the last one.
 
     Args:
-        run, training: the parts of the run.
         saver: saves the best model.
+        stop_if_interrupted: called after each batch but the last, with the number of steps that are done.
 
     Attributes:
-        best: the best evaluation so far.
+        loss_before: the eval loss before the first step.
     """
 
-    def __init__(self, run: Run, training: Training, saver: Saver) -> None:
+    def __init__(self, run: Run, training: Training, saver: Saver, stop_if_interrupted: Callable[[int], None]) -> None:
         self._config, self._num_steps = run.settings.config, run.intervals.num_steps
         self._ranks, self._reporter, self._eval_sets = run.session.ranks, run.session.reporter, run.data.eval_sets
-        self._training, self._saver = training, saver
-        self.best = training.state.keep("best", BestModel(self._config))
+        self._training, self._saver, self._stop_if_interrupted = training, saver, stop_if_interrupted
+        self._best = training.state.keep("best", BestModel(self._config))
         self._last = training.state.keep("last_eval", Value[Sequence[Any]]((-1, None)))  # step and loss
+        self.loss_before = training.state.keep("loss_before", Value[float | None](None))
 
-    def run(self, step: int, between_batches: Callable[[], None]) -> float | None:
+    @property
+    def control(self) -> Control:
+        return Control(stop=self._best.stops)
+
+    def after_step(self, step: int, due: Intervals) -> None:
+        if due.evaluates(step):
+            self.run(step)
+
+    def run(self, step: int) -> float | None:
         """Evaluate unless this step was already evaluated. Return the eval loss, or None without an eval set.
-
-        Args:
-            step: steps trained so far.
-            between_batches: called after each batch but the last.
 
         Raises:
             NonFiniteError: a loss is NaN or infinite.
         """
         if self._last.value[0] != step:
             with self._training.metrics.exclude_from_timing():
-                line = self.evaluate_rows(step, between_batches) if self._eval_sets else None
+                line = self.evaluate_rows(step) if self._eval_sets else None
             self._last.value = step, None if line is None else line["eval_loss"]
             if line is not None:
                 self._reporter.write(line)
-                if self.best.update(line) and self._config.load_best_model_at_end and step < self._num_steps:
+                if self._best.update(line) and self._config.load_best_model_at_end and step < self._num_steps:
                     self._saver.save(step, best=True)
         return cast(float | None, self._last.value[1])
 
-    def evaluate_rows(self, step: int, between_batches: Callable[[], None]) -> dict[str, Any]:
+    def load_best(self, step: int) -> None:
+        """Evaluate the last model, and load the best one unless it is that."""
+        if self._config.load_best_model_at_end:
+            with self._saver.saving_on_fault(step):
+                self.run(step)
+            self._saver.load_best(step, is_last=self._best.step == step)
+
+    def evaluate_rows(self, step: int) -> dict[str, Any]:
         """Evaluate all eval sets and return their mean losses as a line of metrics.
 
         Returns:
@@ -71,7 +85,7 @@ class Evaluation:
                     done += batch_rows
                     advance(done, num_rows)
                     if done < num_rows:
-                        between_batches()
+                        self._stop_if_interrupted(step)
                 own, totals[name] = totals[name], _Total()
                 for of_rank in self._ranks.exchange("an evaluation", astuple(own)):
                     totals[name].add(_Total(*of_rank))

@@ -2,88 +2,85 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from horizon_lm.device.faults import is_out_of_device_memory
 from horizon_lm.engine.streamed import engine_of, forward_of
 from horizon_lm.errors import first_line
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import summary_lines
-from horizon_lm.preflight.admission import Admission
-from horizon_lm.training.metrics import Reporter
+from horizon_lm.training.resume import rounding_warnings, settings_of
+from horizon_lm.training.run import Run, Training
 
 
-@dataclass
 class FirstStep:
-    """Runs the first step, whose memory the plan could only estimate.
+    """Runs the first step, whose memory the plan could only estimate."""
 
-    Args:
-        model: the streamed model.
-        optimizer: its optimizer.
-        admission: finds smaller plans.
-        reporter: prints the smaller plan.
-        is_alone: there are no other ranks, which would have to repeat the step, too.
-    """
+    def __init__(self, run: Run, training: Training) -> None:
+        self._run, self._training, self._is_over = run, training, False
 
-    model: Any
-    optimizer: Any
-    admission: Admission
-    reporter: Reporter
-    is_alone: bool = True
-    is_over: bool = False
-
-    def run(self, train_step: Callable[[], None], step: int, plan: Plan) -> Plan:
+    def run(self, train_step: Callable[[], None], step: int) -> None:
         """Run a step. If it is the first and the device has too little memory, run it once more with a smaller plan.
 
         The second attempt starts from the weights before the step, so its result is that of a run with the smaller plan.
 
-        Args:
-            train_step: runs the step.
-            step: its number, for messages.
-            plan: the plan of the run.
-
-        Returns:
-            The plan with which the step was run.
-
         Raises:
-            DoesNotFitError: the step does not fit with a smaller plan either, has already updated weights, or other ranks share it.
+            DoesNotFitError: the step does not fit with a smaller plan either, has already updated weights, or other ranks
+                would have to repeat it, too.
         """
-        if self.is_over:
+        if self._is_over:
             train_step()
-            return plan
+            return
         shortage = self._try(train_step)
-        self.is_over = True
+        self._is_over = True
         if shortage is None:
-            return plan
-        problem = f"step {step} needed more device memory than planned ({shortage})"
-        if not self.is_alone:
-            raise self.admission.out_of_memory(plan, problem)
-        if self.optimizer.partial_update:  # with update_in_backward
-            raise self.admission.out_of_memory(plan, f"{problem} after some weights were updated")
-        smaller = self.admission.smaller_plan(plan, engine_of(self.model).residency)
-        if smaller is None:
-            raise self.admission.out_of_memory(plan, problem)
-        smaller = replace(smaller, reasons=[problem, *smaller.reasons])
-        self.reporter.print(*summary_lines(smaller), f"step {step} is run once more with this smaller plan")
+            return
+        smaller = self._smaller_plan(f"step {step} needed more device memory than planned ({shortage})")
+        self._run.session.reporter.print(
+            *summary_lines(smaller), f"step {step} is run once more with this smaller plan"
+        )
         # Nothing of the failed step is left on the device.
-        self.optimizer.zero_grad()
-        forward = forward_of(self.model)
+        self._training.optimizer.zero_grad()
+        forward = forward_of(self._training.model)
         forward.reconfigure(forward.engine.options.with_choices(smaller.step.settings))
         shortage = self._try(train_step)
         if shortage is not None:
-            raise self.admission.out_of_memory(
+            raise self._run.admission.out_of_memory(
                 smaller, f"step {step} needed more device memory than there is, with a smaller plan, too ({shortage})"
             )
-        return smaller
+        self._use(smaller, step)
+
+    def _smaller_plan(self, problem: str) -> Plan:
+        """Return a plan for the second attempt. Raise DoesNotFitError if there can be none."""
+        plan, admission = self._run.settings.plan, self._run.admission
+        if self._run.session.ranks.mesh is not None:
+            raise admission.out_of_memory(plan, problem)
+        if self._training.optimizer.partial_update:  # with update_in_backward
+            raise admission.out_of_memory(plan, f"{problem} after some weights were updated")
+        smaller = admission.smaller_plan(plan, engine_of(self._training.model).residency)
+        if smaller is None:
+            raise admission.out_of_memory(plan, problem)
+        return replace(smaller, reasons=[problem, *smaller.reasons])
+
+    def _use(self, plan: Plan, step: int) -> None:
+        """Record the smaller plan with which a step was run, for the rest of the run."""
+        settings, session = self._run.settings, self._run.session
+        before = settings.config
+        settings.use(plan)
+        self._training.metrics.plan = plan
+        if step > 1:
+            session.reporter.print(*rounding_warnings(settings_of(before), settings_of(settings.config)))
+        with session.reporter.attempt("plan.json"):
+            session.run_dir.write_settings(settings.config, plan)
 
     def _try(self, train_step: Callable[[], None]) -> str | None:
         """Run a step. If the device has too little memory for it, return the first line of the error."""
-        done = self.optimizer.num_steps, self.optimizer.num_skipped
+        optimizer = self._training.optimizer
+        done = optimizer.num_steps, optimizer.num_skipped
         try:
             train_step()
         except Exception as error:
-            counted = done != (self.optimizer.num_steps, self.optimizer.num_skipped)  # so it must not be repeated
+            counted = done != (optimizer.num_steps, optimizer.num_skipped)  # so it must not be repeated
             if counted or not is_out_of_device_memory(error):
                 raise
             shortage = first_line(error)

@@ -13,13 +13,9 @@ from typing import Any, Self
 from horizon_lm.errors import InterruptedRunError
 from horizon_lm.signals import STOP_SIGNALS, ignore_stop_signals, interrupt_once
 
-_REPEATS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-)  # the others come again by themselves, when a terminal closes or a limit has passed
-_REPEAT_SECONDS = (
-    3.0  # until a signal is repeated whose KeyboardInterrupt Python has dropped, as it does in destructors
-)
+# The others come again by themselves, when a terminal closes or a limit has passed.
+_REPEATS = signal.SIGINT, signal.SIGTERM
+_REPEAT_SECONDS = 3.0  # until a signal is repeated whose KeyboardInterrupt Python has dropped, as in destructors
 _EXIT_SECONDS = 10.0  # for cleaning up after the second signal, which waits for a device that may hang
 
 

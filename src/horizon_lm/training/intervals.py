@@ -1,6 +1,7 @@
-"""The steps after which a run does something besides training."""
+"""The steps after which a run does something besides training: those of its settings, and those that a part requests."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from horizon_lm.config import RunConfig
@@ -8,37 +9,49 @@ from horizon_lm.planning.request import Saves
 
 
 def num_steps_of(number_or_share: float, num_steps: int) -> int:
-    """Return the number of steps in a setting by transformers' rule: a number of steps, or a fraction of all steps
-    below 1.
-    """
+    """Return the steps in a setting by transformers' rule: a number, or a fraction of all steps if below 1."""
     return int(number_or_share) if number_or_share >= 1 else math.ceil(number_or_share * num_steps)
 
 
 @dataclass(frozen=True, slots=True)
+class Control:
+    """The actions that parts of a run request."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Intervals:
-    """The steps after which a run logs, evaluates, saves and answers sample prompts. Steps are counted from 1."""
+    """The steps after which a run logs, evaluates, saves and answers sample prompts. Steps are counted from 1.
+
+    ``requests`` returns the actions that are due now, whatever the settings are; any event may change them.
+    """
 
     config: RunConfig
     num_steps: int
     steps_per_epoch: int
+    requests: Callable[[], Control] = Control
 
     def logs(self, step: int) -> bool:
-        return step in (1, self.num_steps) or step % self._interval(self.config.logging_steps) == 0
+        is_due = step in (1, self.num_steps) or step % self._interval(self.config.logging_steps) == 0
+        return is_due or self.requests().log
 
     def evaluates(self, step: int) -> bool:
         """Return whether to evaluate after a step. False after the last step, when every run evaluates."""
         config = self.config
-        return self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
+        is_due = self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
+        return is_due or self.requests().evaluate
 
     def saves(self, step: int) -> bool:
-        """Return whether to export a checkpoint after a step. False after the last step, when every run exports its
-        model.
-        """
-        return self._due(self.config.save_strategy, self.config.save_steps, step)
+        """Return whether to save after a step. False after the last one, when every run exports its model."""
+        return self._due(self.config.save_strategy, self.config.save_steps, step) or self.requests().save
 
     def samples(self, step: int) -> bool:
         return self.config.sample_prompts is not None and (
-            step == self.num_steps or step % self._interval(self.config.sample_steps) == 0
+            step == self.num_steps or step % self._interval(self.config.sample_steps) == 0 or self.requests().stop
         )
 
     def planned_saves(self) -> Saves:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ _REPEAT_SECONDS = 600.0  # until the problem is reported again
 _SAVED_SECONDS = 600.0  # to wait for the folder although a checkpoint has the weights
 
 
+@dataclass
 class LastResort:
     """Exports the trained model, whatever fails.
 
@@ -35,19 +37,15 @@ class LastResort:
         last_checkpoint: returns the newest checkpoint; None if there is none.
     """
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        second: SecondPlace,
-        ranks: Ranks,
-        report: Callable[[str], None],
-        requested: Callable[[], str],
-        save_checkpoint: Callable[[], Path | None],
-        last_checkpoint: Callable[[], Path | None],
-    ) -> None:
-        self._run_dir, self._second, self._ranks = run_dir, second, ranks
-        self._report, self._requested = report, requested
-        self._save_checkpoint, self._last_checkpoint = save_checkpoint, last_checkpoint
+    run_dir: RunDir
+    second: SecondPlace
+    ranks: Ranks
+    report: Callable[[str], None]
+    requested: Callable[[], str]
+    save_checkpoint: Callable[[], Path | None]
+    last_checkpoint: Callable[[], Path | None]
+
+    def __post_init__(self) -> None:
         self._began = self._reported = time.monotonic()
 
     def export(self, model: Any, tokenizer: Any) -> None:
@@ -59,21 +57,21 @@ class LastResort:
             ConfigError, DoesNotFitError: the same without any checkpoint, or the folder could not be written to for so long that
                 the run ends with a checkpoint.
         """
-        run_dir, checkpoint = self._run_dir, None
+        run_dir, checkpoint = self.run_dir, None
         failure = self._attempt(model, tokenizer, run_dir.model_dir)
         if failure is not None:
             self._report_failure(failure)
         while failure is not None:
-            signal = self._ranks.agree("the end of the waiting", self._requested())
+            signal = self.ranks.agree("the end of the waiting", self.requested())
             own = [time.monotonic() - self._began, is_of_system(failure)]
-            waited, may_pass = self._ranks.of_first("the waiting", own)
+            waited, may_pass = self.ranks.of_first("the waiting", own)
             if signal or waited >= _PATIENCE_SECONDS or not may_pass:
                 if self._export_elsewhere(model, tokenizer):
                     return
-                if checkpoint is None and (checkpoint := self._save_checkpoint()) is not None:
-                    self._report(f"The checkpoint {checkpoint} has the trained weights.")
+                if checkpoint is None and (checkpoint := self.save_checkpoint()) is not None:
+                    self.report(f"The checkpoint {checkpoint} has the trained weights.")
             if checkpoint is not None and not may_pass:
-                failure.add_note(self._run_dir.kept_artifacts(checkpoint))
+                failure.add_note(self.run_dir.kept_artifacts(checkpoint))
                 raise failure
             if signal or (checkpoint is not None and waited >= _SAVED_SECONDS):
                 raise self._given_up(failure, signal, checkpoint)
@@ -86,9 +84,9 @@ class LastResort:
     def _attempt(self, model: Any, tokenizer: Any, target: Path) -> Exception | None:
         """Return why a model could not be written, on all ranks."""
         try:
-            line = self._run_dir.write_model(model, tokenizer, target, self._ranks)
+            line = self.run_dir.write_model(model, tokenizer, target, self.ranks)
             if line:
-                self._report(line)
+                self.report(line)
         except (RankLostError, DisagreementError):
             raise
         except Exception as error:  # of the system, of safetensors, of a tokenizer, or ours: the weights matter more
@@ -97,36 +95,36 @@ class LastResort:
 
     def _export_elsewhere(self, model: Any, tokenizer: Any) -> bool:
         """Export the model into the second place. Return whether that was possible."""
-        own = self._second.path("model")
-        place = self._ranks.of_first("the second place", None if own is None else str(own))
+        own = self.second.path("model")
+        place = self.ranks.of_first("the second place", None if own is None else str(own))
         if place is None:
             return False
         failure = self._attempt(model, tokenizer, Path(place))
         if failure is not None:
-            self._report(f"{self._run_dir.problem(failure, Path(place), 'the second place')}")
+            self.report(f"{self.run_dir.problem(failure, Path(place), 'the second place')}")
             return False
-        self._report(f"The trained model is in {place} instead, where it could be written to.")
-        self._run_dir.model_dir, self._run_dir.is_exported = Path(place), True
+        self.report(f"The trained model is in {place} instead, where it could be written to.")
+        self.run_dir.model_dir, self.run_dir.is_exported = Path(place), True
         return True
 
     def _report_failure(self, failure: Exception) -> None:
         """Print why the model is not written yet, and what to do."""
         self._reported = time.monotonic()
-        second = self._second.folder
+        second = self.second.folder
         place = "" if second is None else f" After {format_seconds(_PATIENCE_SECONDS)} it goes to {second}."
-        self._report(
-            f"{self._run_dir.problem(failure)} The trained model is kept in memory, and written as soon as that is possible: make the "
+        self.report(
+            f"{self.run_dir.problem(failure)} The trained model is kept in memory, and written as soon as that is possible: make the "
             f"folder writable, or make room.{place}"
         )
 
     def _given_up(self, failure: Exception, signal: str, checkpoint: Path | None) -> Exception:
         """Return the error that ends the run, of the same kind on all ranks."""
-        problem, last = self._run_dir.problem(failure), self._last_checkpoint()
+        problem, last = self.run_dir.problem(failure), self.last_checkpoint()
         weights = "weights of the last steps" if last else "trained weights"
         lost = "" if checkpoint else f"The {weights} are lost. "
         ended = f"interrupted by {signal} while the trained model could not be written. " if signal else ""
-        own = [type(problem).__name__, f"{ended}{problem} {lost}{self._run_dir.kept_artifacts(last)}", last is not None]
-        kind, text, can_go_on = self._ranks.of_first("the end of the export", own)
+        own = [type(problem).__name__, f"{ended}{problem} {lost}{self.run_dir.kept_artifacts(last)}", last is not None]
+        kind, text, can_go_on = self.ranks.of_first("the end of the export", own)
         if signal and can_go_on:
             return InterruptedRunError(text)
         return DoesNotFitError(text) if kind == DoesNotFitError.__name__ else ConfigError(text)
@@ -134,5 +132,5 @@ class LastResort:
     def _sleep(self) -> None:
         """Wait for the next attempt, or until a signal arrives."""
         until = time.monotonic() + _RETRY_SECONDS
-        while not self._requested() and (left := until - time.monotonic()) > 0:
+        while not self.requested() and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _POLL_SECONDS))

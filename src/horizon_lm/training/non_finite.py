@@ -16,11 +16,7 @@ _MOST_SEARCHES = 10  # in a run that skips such steps: a search takes as long as
 
 
 class NonFinite:
-    """The check of each step of a run.
-
-    Args:
-        run, training: the parts of the run.
-    """
+    """The check of each step of a run."""
 
     def __init__(self, run: Run, training: Training) -> None:
         self._config, self._tokenizer, self._ranks = run.settings.config, run.tokenizer, run.session.ranks

@@ -34,7 +34,7 @@ from horizon_lm.errors import (
     first_line,
 )
 from horizon_lm.model.adapters import Adapters
-from horizon_lm.training.callbacks import Control
+from horizon_lm.training.intervals import Control
 from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.resume import find_resume_point, open_point, settings_of
 from horizon_lm.training.run_state import ResumePoint
@@ -190,8 +190,8 @@ class Ranks:
         return next((each for each in self.exchange(place, value) if each), "")
 
     def agree_on_control(self, own: Control) -> Control:
-        """Return the actions that callbacks request on any rank."""
-        flags = self.exchange("the requests of callbacks", astuple(own))
+        """Return the actions that are requested on any rank."""
+        flags = self.exchange("the requests of the parts", astuple(own))
         return Control(*map(any, zip(*flags, strict=True)))
 
     def sum(self, place: str, value: float) -> float:
@@ -230,15 +230,12 @@ class Ranks:
         received = self.mesh.exchange("the result of a step", sent)
         everyone = [replace(StepResult(*each), energy=Energy(*joules)) for *each, joules in received]
         return StepResult(
-            sum(each.value for each in everyone),
-            sum(each.weight for each in everyone),
+            sum(each.value for each in everyone), sum(each.weight for each in everyone),
             {name: sum(each.metrics[name] for each in everyone) for name in own.metrics},
             {name: _added([each.token_sums[name] for each in everyone]) for name in own.token_sums},
-            sum(each.num_rows for each in everyone),
-            sum(each.num_trained for each in everyone),
-            sum(each.num_tokens for each in everyone),
-            sum((each.energy for each in everyone), Energy(0.0, 0.0)),
-        )
+            sum(each.num_rows for each in everyone), sum(each.num_trained for each in everyone),
+            sum(each.num_tokens for each in everyone), sum((each.energy for each in everyone), Energy(0.0, 0.0)),
+        )  # fmt: skip
 
 
 def _added(ranks: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, int]]:

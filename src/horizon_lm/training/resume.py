@@ -162,13 +162,9 @@ def data_position(rows: TokenTable, sampler: Sampler, step: int) -> dict[str, An
     """Return what identifies the rows of a run and their order, after a number of steps."""
     epoch, step_of_epoch = divmod(step, sampler.steps_per_epoch)
     return {
-        "rows": rows.content_hash,
-        "num_rows": len(rows),
-        "seed": sampler.seed,
-        "epoch": epoch,
-        "step": step_of_epoch,
+        "rows": rows.content_hash, "num_rows": len(rows), "seed": sampler.seed, "epoch": epoch, "step": step_of_epoch,
         "order": hashlib.sha256(sampler.epoch_order(epoch).tobytes()).hexdigest(),
-    }
+    }  # fmt: skip
 
 
 def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: RunConfig) -> list[str]:

@@ -62,13 +62,10 @@ class RunData:
 def preprocess_config(config: RunConfig) -> PreprocessConfig:
     """Return the settings of a run that determine how its rows are tokenized and packed."""
     return PreprocessConfig(
-        objective=config.objective,
-        train_on=config.train_on if isinstance(config, SftConfig) else None,
-        max_length=config.max_length,
+        objective=config.objective, train_on=config.train_on if isinstance(config, SftConfig) else None,
+        max_length=config.max_length, num_proc=config.dataset_num_proc, seed=_data_seed(config),
         packing=config.packing_strategy if isinstance(config, TextConfig) and config.packing else None,
-        num_proc=config.dataset_num_proc,
-        seed=_data_seed(config),
-    )
+    )  # fmt: skip
 
 
 def _eval_preprocess_config(config: RunConfig) -> PreprocessConfig:
@@ -161,9 +158,7 @@ def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | N
 
 
 def estimate_sampler(config: RunConfig, num_ranks: int = 1) -> Sampler | None:
-    """Estimate the sampler without tokenizing. None if there are no rows yet, or if packing will change
-    their number.
-    """
+    """Estimate the sampler without tokenizing. None without rows, or if packing will change their number."""
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
     eval_size = config.test_split_size or 0

@@ -1,4 +1,4 @@
-"""The parts of a run: what surrounds it, its settings and rows, the model that it trains, and its result."""
+"""A run: what surrounds it, its settings and rows, the model that it trains, and its result."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,14 +78,10 @@ class Run:
         """Return what a checkpoint is compared with when the run is resumed after a step, as plain data."""
         sampler = self.data.loader.sampler
         return {
-            "step": step,
-            "rows_per_step": sampler.rows_per_step,
-            "num_steps": self.intervals.num_steps,
-            "config": settings_of(self.settings.given),
-            "settled": settings_of(self.settings.config),
-            "model_config": model_settings(model),
-            "data": data_position(self.data.training.packed, sampler, step),
-        }
+            "step": step, "rows_per_step": sampler.rows_per_step, "num_steps": self.intervals.num_steps,
+            "config": settings_of(self.settings.given), "settled": settings_of(self.settings.config),
+            "model_config": model_settings(model), "data": data_position(self.data.training.packed, sampler, step),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

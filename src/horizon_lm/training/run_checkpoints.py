@@ -35,16 +35,9 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        print_fn: Callable[[str], None],
-        model: Any,
-        write: Callable[..., Saving],
-        point: ResumePoint | None,
-        ranks: Ranks | None = None,
-        disk: Disk | None = None,
-    ) -> None:
+        self, config: RunConfig, folder: Path, print_fn: Callable[[str], None], model: Any, write: Callable[..., Saving],
+        point: ResumePoint | None, ranks: Ranks | None = None, disk: Disk | None = None,
+    ) -> None:  # fmt: skip
         self._ranks = ranks or Ranks()
         self._folder, self._print, self._disk = folder, print_fn, disk or Disk()
         self._model, self._write = model, partial(write, disk=self._disk)

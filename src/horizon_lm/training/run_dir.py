@@ -217,9 +217,7 @@ class RunDir:
         return f"Kept: {self.metrics_file}. There is no checkpoint yet; run the same command again to start over"
 
     def push(self, config: RunConfig) -> str:
-        """Upload the exported model and return its address, or a message if the upload fails; the local model
-        is kept.
-        """
+        """Upload the exported model, and keep it. Return its address, or a message if the upload fails."""
         from huggingface_hub import HfApi
 
         name = config.hub_model_id or self.path.resolve().name
@@ -240,9 +238,7 @@ class RunDir:
         write_loss_png(self.metrics_file, self.path / "loss.png")
 
     def final_message(self, steps_done: int, num_steps: int, num_skipped: int, warning: str) -> str:
-        """Return the last lines of a run: early stop, skipped steps, a warning, the model's folder and how to
-        use it.
-        """
+        """Return the last lines of a run: early stop, skipped steps, a warning, and how to use the model."""
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         skipped = ""
         if num_skipped:

@@ -1,26 +1,26 @@
 """Save a run: checkpoints between steps, on a signal and after a fault, and the trained model."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
 from horizon_lm.checkpoints.checkpoint import save_checkpoint
+from horizon_lm.data.batch import Batch
 from horizon_lm.device.faults import is_device_fault
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, DeviceFaultError, InterruptedRunError, first_line
 from horizon_lm.quantities import format_seconds
+from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.last_resort import LastResort
+from horizon_lm.training.part import Part
 from horizon_lm.training.run import Run, Training
 from horizon_lm.training.run_checkpoints import RunCheckpoints, write_side_files
+from horizon_lm.training.run_state import Value
 
 
-class Saver:
-    """Saves a run after a step.
-
-    Args:
-        run, training: the parts of the run.
-    """
+class Saver(Part):
+    """Saves a run after a step. It is ``finished`` once all that follows the step is done, but for saving it."""
 
     def __init__(self, run: Run, training: Training) -> None:
         self._run, self._training, self._config = run, training, run.settings.config
@@ -30,10 +30,24 @@ class Saver:
             save_checkpoint, model=training.model, optimizer=training.optimizer, arrays=training.objectives.reference,
             add_files=lambda part: write_side_files(part, run.tokenizer, session.run_dir.settings),
         )  # fmt: skip
+        self.finished = training.state.keep("finished", Value(True))
         print_fn, point = session.reporter.print, run.settings.point
         self.checkpoints = RunCheckpoints(
             self._config, self._run_dir.path, print_fn, training.model, write, point, self._ranks
         )
+
+    def during_step(self, step: int) -> AbstractContextManager[None]:
+        return self.saving_on_fault(step - 1)
+
+    def after_update(self, step: int, loss: float, batch: Batch) -> None:
+        self.finished.value = False
+
+    def after_step(self, step: int, due: Intervals) -> None:
+        self.finished.value = True
+        if due.saves(step):
+            self.save(step)
+            self._run.session.callbacks.saved()
+        self.checkpoints.report()
 
     def save(self, step: int, best: bool = False) -> None:
         """Begin to write a checkpoint, or export the model with ``save_only_model``."""
@@ -47,6 +61,11 @@ class Saver:
     def keep(self, step: int) -> Path | None:
         """Write a checkpoint in the run's folder or the second place. Return its folder; None if it cannot be written."""
         return self.checkpoints.keep(step, self._state(step), self._run.second.path(f"checkpoint-{step}"))
+
+    def keep_or_export(self, step: int) -> None:
+        """Write a checkpoint somewhere or, if that is impossible, export the model."""
+        if self._config.save_only_model or self.keep(step) is None:
+            self.export(step)
 
     def save_before_deadline(self, step: int) -> None:
         """Write a checkpoint after a signal, unless it would take longer than ``save_on_signal_seconds``."""
@@ -119,7 +138,8 @@ class Saver:
             self._reporter.print(f"warning: {first_line(error)}; the last model is exported instead")
 
     def export(self, step: int) -> None:
-        """Export the trained model. Its weights are never given up."""
+        """Export the trained model, once the running checkpoint is on disk. Its weights are never given up."""
+        self.checkpoints.wait()
         interrupts = self._run.session.interrupts
         LastResort(
             self._run_dir, self._run.second, self._ranks, self._reporter.print, lambda: interrupts.requested,

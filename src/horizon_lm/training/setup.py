@@ -188,14 +188,11 @@ def _open(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any
         adapters=adapters,
         reads_weights=reads_weights or adapters is not None,  # a checkpoint has the adapters alone
         options={
-            "device": choose_device(config.device),
-            **StreamingOptions.of(config),
-            "attn_implementation": config.attn_implementation,
-            "allow_unproven_model": config.allow_unproven_model,
+            "device": choose_device(config.device), **StreamingOptions.of(config), "device_mesh": mesh,
+            "attn_implementation": config.attn_implementation, "allow_unproven_model": config.allow_unproven_model,
             "quantization_config": requested_quantization(config),
-            "device_mesh": mesh,
         },
-    )
+    )  # fmt: skip
     return open_model(request)
 
 
@@ -204,17 +201,11 @@ def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any,
     from horizon_lm.optim.choosing import make_optimizer
 
     optimizer = make_optimizer(
-        config.optim,
-        model,
-        config,
-        max_grad_norm=config.max_grad_norm or None,
-        params=_decay_groups(model, config.weight_decay),
-        seed=config.seed,
-        moments=config.moments,
-        non_finite=config.non_finite,
-        max_consecutive_skips=config.max_consecutive_skips,
+        config.optim, model, config, max_grad_norm=config.max_grad_norm or None,
+        params=_decay_groups(model, config.weight_decay), seed=config.seed, moments=config.moments,
+        non_finite=config.non_finite, max_consecutive_skips=config.max_consecutive_skips,
         update_in_backward=config.update_in_backward,
-    )
+    )  # fmt: skip
     return optimizer, _build_scheduler(optimizer, config, num_steps)
 
 
@@ -306,13 +297,9 @@ def require_callable(custom_loss: Any) -> None:
 
 
 def make_objectives(
-    config: RunConfig,
-    model: Any,
-    data: RunData,
-    reporter: Reporter,
-    custom_loss: Callable[..., Any] | None = None,
+    config: RunConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None = None,
     reference: Mapping[str, torch.Tensor] | None = None,
-) -> Objectives:
+) -> Objectives:  # fmt: skip
     """Return the objectives of a run. For DPO, compute the reference with ``model`` before it is trained.
 
     Args:
@@ -343,13 +330,9 @@ def _token_objective(config: RunConfig) -> Objective:
 
 
 def _dpo_objectives(
-    config: DpoConfig,
-    model: Any,
-    data: RunData,
-    reporter: Reporter,
-    custom_loss: Callable[..., Any] | None,
+    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None,
     saved: Mapping[str, torch.Tensor] | None,
-) -> Objectives:
+) -> Objectives:  # fmt: skip
     """Return the objectives of DPO, with the log-probabilities of the reference for their rows, computed or saved."""
     from horizon_lm.objective.dpo import Dpo
     from horizon_lm.objective.reference import ReferenceCache, lookup

@@ -9,8 +9,12 @@ degrees of freedom), at most 1 step in 10,000 is reported; with a factor of 6, 6
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from horizon_lm.data.batch import Batch
+from horizon_lm.training.non_finite import shown_places
+from horizon_lm.training.part import Part
 
 _WINDOW = 128  # steps
 _FEWEST = 32  # steps before the first report
@@ -20,12 +24,22 @@ _LEAST_RATIO = {"loss": 1.5, "gradient norm": 4.0}
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 
-class Spikes:
-    """The recent losses and gradient norms of a run. The first step of a spike is reported, not those that follow it."""
+class Spikes(Part):
+    """The recent losses and gradient norms of a run. The first step of a spike is reported, not those that follow it.
 
-    def __init__(self) -> None:
+    Args:
+        optimizer: has the gradient norm of a step.
+        report: prints a line.
+    """
+
+    def __init__(self, optimizer: Any = None, report: Callable[[str], None] = print) -> None:
+        self._optimizer, self._report = optimizer, report
         self._windows = {"loss": deque[float](maxlen=_WINDOW), "gradient norm": deque[float](maxlen=_WINDOW)}
         self._inside = dict.fromkeys(self._windows, False)
+
+    def after_update(self, step: int, loss: float, batch: Batch) -> None:
+        for spike in self.add(loss, self._optimizer.grad_norm):
+            self._report(f"step {step}: spike: {spike}. Its rows: {shown_places(batch)}")
 
     def add(self, loss: float, grad_norm: float | None) -> list[str]:
         """Add a step, and return a text for each of the two that begins to spike. Values that are not positive are ignored."""

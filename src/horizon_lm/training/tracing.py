@@ -1,28 +1,22 @@
 """Record the operations of a few training steps."""
 
 import time
-from pathlib import Path
-from typing import Any
 
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.resources import resident_bytes
 from horizon_lm.schedule.trace import Trace
+from horizon_lm.training.part import Part
+from horizon_lm.training.run import Run, Training
 
 _FIRST = 3  # the first two steps touch memory for the first time and compile
 
 
-class Tracing:
-    """A recorder of training steps; writes a file for chrome://tracing, Perfetto and ``horizon-lm report``.
+class Tracing(Part):
+    """A recorder of training steps; writes a file for chrome://tracing, Perfetto and ``horizon-lm report``."""
 
-    Args:
-        model: the streamed model.
-        num_traced: steps to record; 0 for none.
-        num_steps: steps of the run.
-        path: the file to write.
-    """
-
-    def __init__(self, model: Any, num_traced: int, num_steps: int, path: Path) -> None:
-        self._model, self._device, self._path = model, engine_of(model).device, path
+    def __init__(self, run: Run, training: Training) -> None:
+        num_traced, num_steps, self._model = run.settings.config.trace_steps, run.intervals.num_steps, training.model
+        self._device, self._session = engine_of(self._model).device, run.session
         self._first = max(1, min(_FIRST, num_steps - num_traced + 1))
         self._last = min(self._first + num_traced - 1, num_steps)
         self._trace: Trace | None = None
@@ -30,23 +24,25 @@ class Tracing:
 
     def before_step(self, step: int) -> None:
         """End the previous step, and start or finish recording if it is time to."""
-        if self._trace is not None:
-            self._end_step(step - 1)
-            if step > self._last:
-                self._write()
-        elif step == max(1, self._first - 1) and self._first <= self._last:
-            import horizon_lm
+        with self._session.reporter.attempt("trace.json"):
+            if self._trace is not None:
+                self._end_step(step - 1)
+                if step > self._last:
+                    self._write()
+            elif step == max(1, self._first - 1) and self._first <= self._last:
+                import horizon_lm
 
-            # Start one step early, because its updates run during the first recorded step.
-            horizon_lm.synchronize(self._model)
-            self._trace = self._device.trace = Trace(self._sample)
-            self._started = time.perf_counter()
+                # Start one step early, because its updates run during the first recorded step.
+                horizon_lm.synchronize(self._model)
+                self._trace = self._device.trace = Trace(self._sample)
+                self._started = time.perf_counter()
 
     def finish(self, step: int) -> None:
         """End the last step of the run and write the recorded steps, even if the run stopped early."""
-        if self._trace is not None:
-            self._end_step(step)
-            self._write()
+        with self._session.reporter.attempt("trace.json"):
+            if self._trace is not None:
+                self._end_step(step)
+                self._write()
 
     def _end_step(self, step: int) -> None:
         """Note the times of a step that is traced."""
@@ -69,4 +65,4 @@ class Tracing:
         self._device.trace = None
         if trace.steps:
             trace.drop_before(trace.steps[0][1])
-            trace.write(self._path)
+            trace.write(self._session.run_dir.trace_file)

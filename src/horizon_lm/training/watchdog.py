@@ -8,28 +8,33 @@ from contextlib import contextmanager, suppress
 
 from horizon_lm.errors import first_line
 from horizon_lm.quantities import format_seconds
+from horizon_lm.training.part import Part
 from horizon_lm.training.printing import print_to_stderr
 
 
-@contextmanager
-def watching(name: str, seconds: float | None, pending_operations: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """Context manager: report on standard error, once, if what runs inside takes longer than a limit. It goes on waiting.
+class Watchdog(Part):
+    """Reports on standard error, once, a step that takes longer than a limit. The run goes on waiting.
 
     Args:
-        name: the name of what runs inside.
         seconds: the limit; None for no report.
         pending_operations: returns a line for each operation that was begun and is not finished.
     """
-    if seconds is None:
-        yield
-        return
-    timer = threading.Timer(seconds, _report, (name, seconds, pending_operations))
-    timer.name, timer.daemon = "horizon-watchdog", True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+
+    def __init__(self, seconds: float | None, pending_operations: Callable[[], Sequence[str]]) -> None:
+        self._seconds, self._pending_operations = seconds, pending_operations
+
+    @contextmanager
+    def during_step(self, step: int) -> Iterator[None]:
+        if self._seconds is None:
+            yield
+            return
+        timer = threading.Timer(self._seconds, _report, (f"step {step}", self._seconds, self._pending_operations))
+        timer.name, timer.daemon = "horizon-watchdog", True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def _report(name: str, seconds: float, pending_operations: Callable[[], Sequence[str]]) -> None:

@@ -1,0 +1,101 @@
+"""A part acts at the moments of the loop, what it requests is done, and a step that was interrupted is finished once."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+import horizon_lm
+from horizon_lm.training.intervals import Control
+from horizon_lm.training.loop import Loop
+from horizon_lm.training.part import Part
+from horizon_lm.training.run_state import Value
+from tests.e2e import resuming
+from tests.e2e.resuming import Runs
+
+
+class Recorder(Part):
+    """Records its moments, and requests a save after the first step and an end after the second."""
+
+    def __init__(self) -> None:
+        self.moments: list[str] = []
+
+    @property
+    def control(self) -> Control:
+        return Control(save=self.moments[-1:] == ["after step 1"], stop=self.moments[-1:] == ["after step 2"])
+
+    def before_step(self, step: int) -> None:
+        self.moments.append(f"before step {step}")
+
+    @contextmanager
+    def during_step(self, step: int) -> Iterator[None]:
+        self.moments.append(f"step {step} begins")
+        yield
+        self.moments.append(f"step {step} ends")
+
+    def before_update(self) -> None:
+        self.moments.append("before update")
+
+    def after_update(self, step: int, loss: float, batch: Any) -> None:
+        assert loss > 0
+        assert len(batch.places) == 3
+        self.moments.append(f"after update {step}")
+
+    def after_step(self, step: int, due: Any) -> None:
+        self.moments.append(f"after step {step}")
+
+    def finish(self, step: int) -> None:
+        self.moments.append(f"finish {step}")
+
+    def end(self) -> None:
+        self.moments.append("end")
+
+
+class Interrupting(TrainerCallback):
+    """Lets a signal arrive at the end of a step, before the evaluation that follows it."""
+
+    def __init__(self, runs: Runs, at: int) -> None:
+        self._runs, self._at, self.steps = runs, at, list[int]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+        if state.global_step == self._at:
+            self._runs.loops[-1].interrupts.requested = "SIGTERM"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, model: Path) -> dict[str, Any]:
+    return resuming.settings(tmp_path, model) | {"output_dir": str(tmp_path / "run"), "per_device_eval_batch_size": 1}
+
+
+def test_a_part_acts_at_its_moments(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, build = Recorder(), Loop.__init__
+
+    def with_recorder(loop: Loop, run: Any, training: Any) -> None:
+        build(loop, run, training)
+        loop.parts.insert(0, recorder)
+        training.state.keep("recorder", Value(7))
+
+    monkeypatch.setattr(Loop, "__init__", with_recorder)
+    result = horizon_lm.train(settings, print_fn=lambda line: None)
+    of_step = "before step {0}|step {0} begins|before update|after update {0}|step {0} ends|after step {0}"
+    assert recorder.moments == [*of_step.format(1).split("|"), *of_step.format(2).split("|"), "finish 2", "end"]
+    assert result.num_steps == 2
+    state = json.loads((tmp_path / "run" / "checkpoint-1" / "training_state.json").read_text())["state"]
+    assert (state["recorder"], state["finished"]) == (7, True)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_step_that_was_interrupted_is_finished_once(runs: Runs, settings: dict[str, Any], tmp_path: Path) -> None:
+    expected, _ = runs.train(settings | {"output_dir": str(tmp_path / "whole")})
+    first, second = Interrupting(runs, at=3), Interrupting(runs, at=99)
+    runs.interrupt(settings, stop_after=99, callbacks=[first])
+    state = json.loads((tmp_path / "run" / "checkpoint-3" / "training_state.json").read_text())["state"]
+    assert not state["finished"]
+    outcome, _ = runs.train(settings, callbacks=[second])
+    assert (first.steps, second.steps) == ([1, 2, 3], [4, 5, 6, 7, 8])
+    assert outcome == expected
