@@ -9,7 +9,6 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-from horizon_lm.model import attention
 from tests.census.overrides import OVERRIDES
 from tests.census.shrink import DROPOUT, tiny_config
 
@@ -46,8 +45,6 @@ def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: 
             if param.is_floating_point():
                 param.add_(torch.randn_like(param) * 0.05)
     remove_dropout(model)
-    attention.register()
-    attention.choose(model, None, on_accelerator=False)  # sinks are computed as in a streamed model
     return model.train()
 
 
