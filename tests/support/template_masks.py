@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import trl
 
 from horizon_lm.data.chat_template import ChatRenderer
 from horizon_lm.data.conversations import Conversation, RowError
@@ -165,7 +166,8 @@ def page() -> str:
     lines += ["", "## Differences and errors", ""]
     for note, where in sorted(notes.items()):
         lines.append(f"- {note}: {'; '.join(dict.fromkeys(where))}.")
-    return HEAD + "\n".join(lines) + "\n"
+    packages = f"{Path(trl.__file__).parents[1]}/"  # of this machine
+    return (HEAD + "\n".join(lines) + "\n").replace(packages, "")
 
 
 if __name__ == "__main__":
