@@ -74,9 +74,11 @@ def test_a_missing_wait_changes_results(
 
     monkeypatch.setattr(StreamDevice, "_await_dependencies", careless)
     slow = [for_] if for_ != Stream.COMPUTE else []
+    # On an H100, Python took longer than 4 ms from an offload to its fetch, so the copy was done without the wait, too.
+    seconds = (50 if accelerator.is_cuda else 4) * LATE
     for seed in range(4):
         try:
-            if not same(train(accelerator.slowed(seed, 4 * LATE, slow), expected, **options), expected):
+            if not same(train(accelerator.slowed(seed, seconds, slow), expected, **options), expected):
                 return
         except (ArithmeticError, StreamingError):
             return
