@@ -91,7 +91,7 @@ def test_run_uses_planned_settings(run_file: Path, tmp_path: Path) -> None:
 def test_engine_expects_largest_batch(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are allocated once, with the planned size."""
     expected: list[Any] = []
-    monkeypatch.setattr(Engine, "expect", lambda engine, batch: expected.append(batch))
+    monkeypatch.setattr(Engine, "expect_batch", lambda engine, batch: expected.append(batch))
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
     planned = json.loads((tmp_path / "run/plan.json").read_text())["run"]
     (batch,) = expected
