@@ -65,7 +65,8 @@ class Run:
         """Return every byte of the weights and the optimizer's state, read from host memory without a wait."""
         kept: dict[str, bytes] = {"steps": repr([float(s["step"]) for s in self.optimizer.state.values()]).encode()}
         for unit, arrays in self.optimizer._arrays.items():
-            for number, array in enumerate((arrays.weights, arrays.low, *arrays.moments, *arrays.scales)):
+            moments = [array for each in arrays.moments.values() for array in (each.values, each.scales)]
+            for number, array in enumerate((arrays.weights, arrays.low, *moments)):
                 kept[f"{unit}.{number}"] = array.tobytes()
         return kept
 
