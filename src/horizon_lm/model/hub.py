@@ -76,7 +76,7 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     hint = f"; did you mean {close}?" if close and close not in (typed, hub_id) else ""
     return ConfigError(
         f"model_name_or_path: {typed} is neither a folder nor a model that could be fetched from the hub{known} "
-        f"({first_line(error)}){hint}{_code_remedy(error)}"
+        f"({first_line(error)}){hint}{code_remedy(error)}"
     )
 
 
@@ -120,11 +120,11 @@ def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # transformers' parsers raise anything
         raise ConfigError(
-            f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){_code_remedy(error)}"
+            f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){code_remedy(error)}"
         ) from error
 
 
-def _code_remedy(error: Exception) -> str:
+def code_remedy(error: Exception) -> str:
     """Return the remedy for a model whose code transformers may not run; empty for other errors."""
     if "trust_remote_code" not in str(error):
         return ""
