@@ -179,7 +179,7 @@ class UnitArrays:
 
     @property
     def mergeable(self) -> bool:
-        """Whether one kernel call may span several parameters. 8-bit blocks start at the beginning of each."""
+        """True if one kernel call may span several parameters. 8-bit blocks start at the beginning of each."""
         return self.moment_kind != "8bit"
 
     def of_grads(self, grads: Any) -> "UnitArrays":

@@ -17,7 +17,7 @@ from horizon_lm.units import Unit
 
 
 class DevicePart(NamedTuple):
-    """What comes before the second part of a unit's update.
+    """The first part of a unit's update, and the computation on the device that follows it.
 
     Attributes:
         moves: the first part, in host memory.
@@ -36,7 +36,7 @@ class UpdateMoves:
     Args:
         engine: the parts of the engine.
         moves: the update of each unit, or its second part.
-        on_device: what comes before it.
+        on_device: the parts before that second one, of the units that have them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class UpdateMoves:
         slabs, slot = self._engine.slabs(op.unit), self._engine.memory.grads_of(op.unit)
         if op.kind == Kind.GATHER_MATRICES:
             assert self._engine.mesh is not None
-            return [Gather(self._engine.mesh.gather, slot, slabs.grad_cuts)]
+            return [Gather(self._engine.mesh.gather, slot[: slabs.grad_cuts[-1]], slabs.grad_cuts)]
         here, there = slabs.grads[slabs.own_grads], slot[slabs.own_grads]
         num_bytes = here.numel() * here.element_size()
         return [Copy(there, here, num_bytes) if op.kind == Kind.STREAM_MATRICES else Copy(here, there, num_bytes)]
