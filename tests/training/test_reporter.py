@@ -67,7 +67,8 @@ def test_steps_show_where_no_line_was_printed_for_long(tmp_path: Path, monkeypat
 
 
 def test_the_progress_bar_of_a_resumed_run_begins_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    # Not FORCE_COLOR: rich ignores it where TTY_COMPATIBLE is 0, and in notebooks.
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
     with metrics.Reporter() as reporter:
         reporter.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
         reporter.advance(41, 1.5)
