@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from horizon_lm.cli.common import exits, print_version, require_texts, require_threads, without_garbage_collection
-from horizon_lm.cli.leaving import leave
+from horizon_lm.cli.leaving import code_of_stdout, leave
 from horizon_lm.errors import EXIT_CODES
 from horizon_lm.signals import interrupt_on_stop_signals
 from horizon_lm.visible import visible
@@ -109,4 +109,8 @@ def main() -> None:
         if not isinstance(end.code, int):
             raise
         code = end.code
+    except OSError:
+        code = code_of_stdout("\n")  # if it cannot be written to, this fails once more
+        if not code:
+            raise
     leave(code)

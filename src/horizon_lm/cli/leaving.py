@@ -5,17 +5,39 @@ Teardown collects the garbage of all libraries, which takes two seconds and free
 """
 
 import atexit
+import errno
 import os
 import sys
 import threading
 from typing import NoReturn
+
+from horizon_lm.errors import ConfigError
+from horizon_lm.training.printing import drop_stdout, print_to_stderr
 
 
 def leave(code: int) -> NoReturn:
     """Wait for all threads, run what is registered for the end, and end the process, as `multiprocessing` ends a child."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it was closed before the start
-            stream.flush()
+    code = code or code_of_stdout("")
+    if sys.stderr is not None:  # it was closed before the start
+        sys.stderr.flush()
     os._exit(code)
+
+
+def code_of_stdout(text: str) -> int:
+    """Write a last text to standard output, and return an exit code: if that fails, it is not 0, and standard error says why.
+
+    If the reader has closed the pipe, nothing is said and the code is 1, as it is for click's own errors of this kind.
+    """
+    if sys.stdout is None:  # it was closed before the start
+        return 0
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        drop_stdout()
+        if error.errno == errno.EPIPE:
+            return 1
+        print_to_stderr(f"error: standard output cannot be written to: {error.strerror}")
+        return ConfigError.exit_code
+    return 0

@@ -39,9 +39,14 @@ def print_to_stdout(text: str) -> None:
     try:
         print(encodable(text, sys.stdout.encoding), flush=True)
     except OSError:
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         raise
+
+
+def drop_stdout() -> None:
+    """Lose what is printed from now on, and what could not be written before."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def encodable(text: str, encoding: str | None) -> str:
