@@ -120,6 +120,35 @@ def test_releases_and_language_models_have_their_own_names(typed: str, name: str
     assert (model.name, full_name(typed)) == (name, hub_id)
 
 
+@pytest.mark.parametrize(
+    ("name", "positions", "rope_theta"),
+    [
+        ("Qwen/Qwen2.5-7B", 131_072, 1e6),
+        ("Qwen2.5-7B-Instruct", 32_768, 1e6),
+        ("Qwen3-4B", 40_960, 1e6),
+        ("Qwen3-4B-Base", 32_768, 1e6),
+        ("qwen/qwen3-4b-instruct-2507", 262_144, 5e6),
+        ("Qwen3-235B-A22B-Thinking-2507", 262_144, 5e6),
+        ("Qwen3-30B-A3B-Instruct-2507", 262_144, 1e7),
+        ("Qwen3-Coder-30B-A3B-Instruct", 262_144, 1e7),
+        ("Llama-3.3-70B-Instruct", 131_072, 5e5),
+    ],
+)
+def test_releases_have_their_own_positions(name: str, positions: int, rope_theta: float) -> None:
+    model = find_known(name)
+    assert model is not None
+    assert (model.config["max_position_embeddings"], model.config["rope_theta"]) == (positions, rope_theta)
+    assert known_config(model).max_position_embeddings == positions
+
+
+@pytest.mark.parametrize("model", known_models(), ids=lambda model: model.name)
+def test_differences_are_of_aliases_and_settings(model: KnownModel) -> None:
+    assert model.differences.keys() <= set(model.aliases)
+    for changed in model.differences.values():
+        assert changed.keys() <= {"max_position_embeddings", "rope_theta"}  # the parameters are those of the model
+        assert all(model.config[name] != value for name, value in changed.items())
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-8B", "meta-llama/Qwen2.5-7B", "Qwen", ""])
 def test_unknown_model(name: str) -> None:
     assert find_known(name) is None

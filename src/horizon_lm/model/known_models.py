@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -23,6 +23,7 @@ class KnownModel:
         config: its config.json, including "model_type". A copy, because transformers modifies the dict that it
             receives.
         quantization: the ``quantization_config`` of its published weights; None if they are not quantized.
+        differences: the settings of its config that aliases have otherwise, by alias: the range of their positions.
     """
 
     name: str
@@ -30,6 +31,11 @@ class KnownModel:
     parameters: int
     config: Mapping[str, Any]
     quantization: Mapping[str, Any] | None = None
+    differences: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def released_as(self, alias: str) -> "KnownModel":
+        """Return the model with the config of an alias."""
+        return replace(self, config={**self.config, **self.differences.get(alias, {})})
 
 
 @cache
@@ -44,6 +50,7 @@ def _read() -> tuple[KnownModel, ...]:
             entry["parameters"],
             entry["config"],
             entry.get("quantization_config"),
+            entry.get("differences", {}),
         )
         for entry in entries
     ]
@@ -60,9 +67,12 @@ def _key(name: str) -> str:
 
 
 def find_known(name: str) -> KnownModel | None:
-    """Return the known model of this name or alias, ignoring case; an unambiguous name may omit the organization and "(text)"."""
+    """Return the known model of this name or alias, with the config of that release.
+
+    Case is ignored. An unambiguous name may omit the organization and "(text)".
+    """
     wanted = _key(name)
-    full = {_key(known): model for model in _read() for known in (model.name, *model.aliases)}
+    full = {_key(known): model.released_as(known) for model in _read() for known in (model.name, *model.aliases)}
     if wanted in full:
         return deepcopy(full[wanted])
     without_org = {model.name: model for known, model in full.items() if known.rpartition("/")[2] == wanted}
