@@ -21,6 +21,8 @@ transformers.utils.logging.disable_progress_bar()
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Use empty folders, because profiles and caches on this machine would change plans, or be changed."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+    workers = tmp_path_factory.getbasetemp()
+    os.environ["NUMBA_CACHE_DIR"] = str(workers.parent if "PYTEST_XDIST_WORKER" in os.environ else workers)
     cache = tmp_path_factory.mktemp("datasets")
     os.environ["HF_DATASETS_CACHE"] = str(cache)
     if importlib.util.find_spec("datasets"):  # the engine and its tests run without it

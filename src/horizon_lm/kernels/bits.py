@@ -10,11 +10,19 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
+from horizon_lm.kernels.cache import keep
+
 U16, U32, F32, F64 = np.uint16, np.uint32, np.float32, np.float64
 
 # numpy's error model: division by zero gives infinity. A check for zero would prevent vectorization.
-kernel: Any = njit(nogil=True, error_model="numpy")
 inlined: Any = njit(nogil=True, error_model="numpy", forceinline=True)
+
+
+def kernel(function: Any) -> Any:
+    """Compile a function on its first call, once for all processes."""
+    compiled = njit(nogil=True, error_model="numpy")(function)
+    keep(compiled)
+    return compiled
 
 
 @inlined
