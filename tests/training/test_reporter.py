@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.training import metrics
+from horizon_lm.training import reporter
 from horizon_lm.training.line_file import LineFile
-from horizon_lm.training.metrics import format_line
+from horizon_lm.training.metrics_text import format_line
 
 LINE: dict[str, Any] = {
     "step": 4, "epoch": 0.5, "loss": 1.25, "grad_norm": 2.0, "learning_rate": 1e-5, "trained_tokens_per_second": 10.0,
@@ -57,19 +57,19 @@ def test_slow_rates_have_decimals(rate: float, text: str) -> None:
 def test_steps_show_where_no_line_was_printed_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     now = {"seconds": 100.0}
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now["seconds"])
-    with metrics.Reporter(lines.append) as reporter:
-        reporter.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
+    monkeypatch.setattr(reporter.time, "monotonic", lambda: now["seconds"])
+    with reporter.Reporter(lines.append) as shown:
+        shown.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
         for step, seconds in ((1, 129.0), (2, 131.0), (3, 140.0), (4, 162.0)):
             now["seconds"] = seconds
-            reporter.advance(step, 1.5)
+            shown.advance(step, 1.5)
     assert lines == ["step 2/50  loss 1.5000", "step 4/50  loss 1.5000"]
 
 
 def test_the_progress_bar_of_a_resumed_run_begins_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not FORCE_COLOR: rich ignores it where TTY_COMPATIBLE is 0, and in notebooks.
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
-    with metrics.Reporter() as reporter:
-        reporter.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
-        reporter.advance(41, 1.5)
-        assert reporter._bar.tasks[0].completed == 41
+    with reporter.Reporter() as shown:
+        shown.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
+        shown.advance(41, 1.5)
+        assert shown._bar.tasks[0].completed == 41

@@ -1,27 +1,18 @@
-"""Measure and log a run: ``metrics.jsonl``, and a progress bar on a terminal or plain lines elsewhere."""
+"""Measure a run: the lines of ``metrics.jsonl``."""
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import horizon_lm
 from horizon_lm.data.batch import Batch
 from horizon_lm.energy import UNKNOWN, Energy, EnergyMeter
-from horizon_lm.errors import first_line
 from horizon_lm.objective.base import Loss
 from horizon_lm.planning.plan import Plan
-from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.resources import resident_bytes
-from horizon_lm.training.line_file import LineFile
-from horizon_lm.training.printing import Printer, encodable, print_to_stdout
-from horizon_lm.visible import visible
-
-_SILENT_SECONDS = 30  # without a line, where there is no progress bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,194 +215,5 @@ class Metrics:
         }
 
 
-def growth_warning(name: str, before: float | None, after: float | None) -> str:
-    """Return a warning if a loss grew tenfold during a run; an empty text otherwise."""
-    if before is None or after is None or not 0 < 10 * before <= after:
-        return ""
-    return (
-        f"warning: the {name} loss grew from {before:.4g} to {after:.4g}, so the model is likely worse than before; "
-        "lower learning_rate, or check the rows\n"
-    )
-
-
 def _ratio(value: float | None, other: float | None, digits: int = 4) -> float | None:
     return round(value / other, digits) if other and value is not None else None
-
-
-def format_line(line: dict[str, Any], num_steps: int) -> str:
-    """Return a line of metrics as text for people."""
-    start = f"step {line['step']}/{num_steps}  "
-    if "samples" in line:
-        return "\n".join(f"{start}{each['prompt']!r} -> {each['answer']!r}" for each in line["samples"])
-    if "eval_loss" in line:
-        tokens = f" ({line['eval_tokens']:,} tokens)" if "eval_tokens" in line else ""
-        return f"{start}eval loss {line['eval_loss']:.4f}{tokens}{_extra_metrics(line, 'eval_')}"
-    return (
-        f"{start}epoch {line['epoch']:.2f}  loss {_format_or_none(line['loss'], '.4f')}{_extra_metrics(line, '')}  "
-        f"grad norm {_format_or_none(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
-        f"tokens/s {_format_rate(line['tokens_per_second'])} ({_format_rate(line['trained_tokens_per_second'])} trained)  "
-        f"{_energy_of_tokens(line)}"
-        f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_bytes'])}  "
-        f"ETA {format_seconds(line['eta_seconds'])}{_slow_note(line['of_planned_speed'])}"
-    )
-
-
-def _slow_note(of_planned: float | None) -> str:
-    """Return a note if steps take more than twice as long as planned: other programs may be using this machine."""
-    return f"  ({of_planned:.0%} of the planned speed)" if of_planned is not None and of_planned < 0.5 else ""
-
-
-def _energy_of_tokens(line: dict[str, Any]) -> str:
-    total = Energy(line.get("host_joules_per_token"), line.get("device_joules_per_token")).total
-    return "" if total is None else f"{total:.3g} J/token  "
-
-
-def _extra_metrics(line: dict[str, Any], prefix: str) -> str:
-    """Return the objective's most important metrics as text; for preferences those of pairs, else those of tokens."""
-    labels = {"perplexity": "perplexity", "mean_token_accuracy": "token accuracy", "entropy": "entropy"}
-    if prefix + "rewards/margins" in line:
-        labels = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
-    return "".join(
-        f"  {label} {_three_digits(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
-    )
-
-
-def _three_digits(value: float) -> str:
-    """Format with three decimals, small numbers with three significant digits."""
-    return f"{value:z.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
-
-
-def _format_rate(rate: float) -> str:
-    """Format a rate with a thousands separator, below 100 with one decimal."""
-    return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
-
-
-def _format_or_none(value: float | None, spec: str) -> str:
-    return "none" if value is None else format(value, spec)
-
-
-class Reporter:
-    """Context manager: write metrics, flushed line by line, and show progress.
-
-    Args:
-        print_fn: called with each line; None prints to standard output, with a progress bar if that is a terminal.
-    """
-
-    def __init__(self, print_fn: Callable[[str], None] | None = None) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-        self._print_fn = print_fn
-        self._print: Printer | None = None
-        self._file: LineFile | None = None
-        self._num_steps, self._printed = 0, time.monotonic()
-        self._logged: Callable[[Mapping[str, Any]], None] = lambda line: None
-        self._failed: set[str] = set()  # outputs whose failure was reported
-
-    def __enter__(self) -> Self:
-        print_fn = self._print_fn or print_to_stdout
-        if self._print_fn is None:
-            from rich.console import Console
-
-            console = Console()
-            # rich wraps lines at the width of the window, which would break them in a file
-            if console.is_terminal:
-                print_fn = lambda text: console.print(  # noqa: E731
-                    encodable(text, console.encoding), markup=False, highlight=False
-                )
-                self._bar = _progress_bar(console)
-        self._print = Printer(print_fn)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop_bar()
-        if self._file is not None and self._file.num_waiting:
-            with suppress(OSError):
-                self._file.flush()
-            if self._file.num_waiting:
-                self.print(f"warning: {self._file.num_waiting} lines are missing in {self._file.path}")
-
-    def print(self, *lines: str) -> None:
-        """Print lines, above the progress bar if there is one."""
-        assert self._print is not None
-        self._printed = time.monotonic()
-        for line in lines:
-            self._print(visible(line))
-
-    @contextmanager
-    def attempt(self, output: str) -> Iterator[None]:
-        """Context manager: make an output that the run can do without. Its first failure is reported, and the run goes on."""
-        try:
-            yield
-        except Exception as error:
-            if output not in self._failed:
-                self._failed.add(output)
-                self.print(f"warning: {output} failed ({first_line(error)}); the run goes on without it")
-
-    def begin(self, file: LineFile, num_steps: int, logged: Callable[[Mapping[str, Any]], None]) -> None:
-        """Write metrics into a file from now on, passing each line on to ``logged``, and start the progress bar."""
-        self._file, self._num_steps, self._logged = file, num_steps, logged
-        if self._bar is not None:
-            with self.attempt("the progress bar"):
-                self._task = self._bar.add_task("training", total=num_steps, loss="")
-                self._bar.start()
-
-    def advance(self, step: int, loss: float) -> None:
-        """Show that a step is done: on the progress bar, or as a line if there was none for half a minute."""
-        if self._task is not None:
-            with self.attempt("the progress bar"):
-                self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}")
-        elif self._bar is None and time.monotonic() - self._printed > _SILENT_SECONDS:
-            self.print(f"step {step}/{self._num_steps}  loss {loss:.4f}")
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics to disk, show it and pass it on. If the disk is full, the line is kept until it is not."""
-        assert self._file is not None
-        with self.attempt(str(self._file.path)):
-            self._file.append(json.dumps(line))
-        with self.attempt("the line of metrics"):
-            self.show(line)
-        self._logged(line)
-
-    def show(self, line: dict[str, Any]) -> None:
-        """Print a line of metrics or samples without writing it to ``metrics.jsonl``."""
-        self.print(format_line(line, self._num_steps))
-
-    @contextmanager
-    def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
-        """Context manager: show the progress of long work between steps. Yield a function to call with done and total."""
-        last_print, task = time.perf_counter(), None
-
-        def advance(done: int, total: int) -> None:
-            nonlocal last_print, task
-            if self._bar is not None:
-                with self.attempt("the progress bar"):
-                    if task is None:
-                        task = self._bar.add_task(label, total=total, loss="")
-                        self._bar.start()
-                    self._bar.update(task, completed=done)
-            elif time.perf_counter() - last_print > 10:
-                last_print = time.perf_counter()
-                self.print(f"{label}: {done:,} of {total:,}")
-
-        yield advance
-        if task is not None:
-            with self.attempt("the progress bar"):
-                self._bar.remove_task(task)
-
-    def stop_bar(self) -> None:
-        """Remove the progress bar."""
-        if self._bar is not None:
-            with self.attempt("the progress bar"):
-                self._bar.stop()
-
-
-def _progress_bar(console: Any) -> Any:
-    """Return a progress bar of rich with the last loss."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(), console=console, transient=True,
-    )  # fmt: skip

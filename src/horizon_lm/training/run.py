@@ -10,8 +10,9 @@ from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.intervals import Intervals
-from horizon_lm.training.metrics import Metrics, Reporter
+from horizon_lm.training.metrics import Metrics
 from horizon_lm.training.ranks import Ranks
+from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.resume import data_position, model_settings, settings_of
 from horizon_lm.training.rows import RunData
 from horizon_lm.training.run_dir import RunDir

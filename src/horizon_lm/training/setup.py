@@ -27,7 +27,7 @@ from horizon_lm.planning.residency import ExpectedBatch
 from horizon_lm.quantities import counted
 from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.training.intervals import num_steps_of
-from horizon_lm.training.metrics import Reporter
+from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData
 
 _LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32

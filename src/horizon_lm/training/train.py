@@ -22,8 +22,10 @@ from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.loop import Loop
-from horizon_lm.training.metrics import Metrics, Reporter, growth_warning
+from horizon_lm.training.metrics import Metrics
+from horizon_lm.training.metrics_text import growth_warning
 from horizon_lm.training.ranks import Ranks
+from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, eval_set_names, load_data
 from horizon_lm.training.run import Run, RunResult, RunSettings, Session, Training
 from horizon_lm.training.run_dir import RunDir

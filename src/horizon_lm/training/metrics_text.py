@@ -1,0 +1,68 @@
+"""Lines of metrics as text for people."""
+
+from typing import Any
+
+from horizon_lm.energy import Energy
+from horizon_lm.quantities import format_bytes, format_seconds
+
+
+def format_line(line: dict[str, Any], num_steps: int) -> str:
+    """Return a line of metrics as text for people."""
+    start = f"step {line['step']}/{num_steps}  "
+    if "samples" in line:
+        return "\n".join(f"{start}{each['prompt']!r} -> {each['answer']!r}" for each in line["samples"])
+    if "eval_loss" in line:
+        tokens = f" ({line['eval_tokens']:,} tokens)" if "eval_tokens" in line else ""
+        return f"{start}eval loss {line['eval_loss']:.4f}{tokens}{_extra_metrics(line, 'eval_')}"
+    return (
+        f"{start}epoch {line['epoch']:.2f}  loss {_format_or_none(line['loss'], '.4f')}{_extra_metrics(line, '')}  "
+        f"grad norm {_format_or_none(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
+        f"tokens/s {_format_rate(line['tokens_per_second'])} ({_format_rate(line['trained_tokens_per_second'])} trained)  "
+        f"{_energy_of_tokens(line)}"
+        f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_bytes'])}  "
+        f"ETA {format_seconds(line['eta_seconds'])}{_slow_note(line['of_planned_speed'])}"
+    )
+
+
+def _slow_note(of_planned: float | None) -> str:
+    """Return a note if steps take more than twice as long as planned: other programs may be using this machine."""
+    return f"  ({of_planned:.0%} of the planned speed)" if of_planned is not None and of_planned < 0.5 else ""
+
+
+def _energy_of_tokens(line: dict[str, Any]) -> str:
+    total = Energy(line.get("host_joules_per_token"), line.get("device_joules_per_token")).total
+    return "" if total is None else f"{total:.3g} J/token  "
+
+
+def _extra_metrics(line: dict[str, Any], prefix: str) -> str:
+    """Return the objective's most important metrics as text; for preferences those of pairs, else those of tokens."""
+    labels = {"perplexity": "perplexity", "mean_token_accuracy": "token accuracy", "entropy": "entropy"}
+    if prefix + "rewards/margins" in line:
+        labels = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
+    return "".join(
+        f"  {label} {_three_digits(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
+    )
+
+
+def _three_digits(value: float) -> str:
+    """Format with three decimals, small numbers with three significant digits."""
+    return f"{value:z.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+
+
+def _format_rate(rate: float) -> str:
+    """Format a rate with a thousands separator, below 100 with one decimal."""
+    return f"{rate:.1f}" if rate < 99.95 else f"{rate:,.0f}"
+
+
+def _format_or_none(value: float | None, spec: str) -> str:
+    return "none" if value is None else format(value, spec)
+
+
+def growth_warning(name: str, before: float | None, after: float | None) -> str:
+    """Return a warning if a loss grew tenfold during a run; an empty text otherwise."""
+    if before is None or after is None or not 0 < 10 * before <= after:
+        return ""
+    return (
+        f"warning: the {name} loss grew from {before:.4g} to {after:.4g}, so the model is likely worse than before; "
+        "lower learning_rate, or check the rows\n"
+    )

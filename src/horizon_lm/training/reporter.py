@@ -1,0 +1,143 @@
+"""Show and log a run: ``metrics.jsonl``, and a progress bar on a terminal or plain lines elsewhere."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Self
+
+from horizon_lm.errors import first_line
+from horizon_lm.training.line_file import LineFile
+from horizon_lm.training.metrics_text import format_line
+from horizon_lm.training.printing import Printer, encodable, print_to_stdout
+from horizon_lm.visible import visible
+
+_SILENT_SECONDS = 30  # without a line, where there is no progress bar
+
+
+class Reporter:
+    """Context manager: write metrics, flushed line by line, and show progress.
+
+    Args:
+        print_fn: called with each line; None prints to standard output, with a progress bar if that is a terminal.
+    """
+
+    def __init__(self, print_fn: Callable[[str], None] | None = None) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._print_fn = print_fn
+        self._print: Printer | None = None
+        self._file: LineFile | None = None
+        self._num_steps, self._printed = 0, time.monotonic()
+        self._logged: Callable[[Mapping[str, Any]], None] = lambda line: None
+        self._failed: set[str] = set()  # outputs whose failure was reported
+
+    def __enter__(self) -> Self:
+        print_fn = self._print_fn or print_to_stdout
+        if self._print_fn is None:
+            from rich.console import Console
+
+            console = Console()
+            # rich wraps lines at the width of the window, which would break them in a file
+            if console.is_terminal:
+                print_fn = lambda text: console.print(  # noqa: E731
+                    encodable(text, console.encoding), markup=False, highlight=False
+                )
+                self._bar = _progress_bar(console)
+        self._print = Printer(print_fn)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop_bar()
+        if self._file is not None and self._file.num_waiting:
+            with suppress(OSError):
+                self._file.flush()
+            if self._file.num_waiting:
+                self.print(f"warning: {self._file.num_waiting} lines are missing in {self._file.path}")
+
+    def print(self, *lines: str) -> None:
+        """Print lines, above the progress bar if there is one."""
+        assert self._print is not None
+        self._printed = time.monotonic()
+        for line in lines:
+            self._print(visible(line))
+
+    @contextmanager
+    def attempt(self, output: str) -> Iterator[None]:
+        """Context manager: make an output that the run can do without. Its first failure is reported, and the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            if output not in self._failed:
+                self._failed.add(output)
+                self.print(f"warning: {output} failed ({first_line(error)}); the run goes on without it")
+
+    def begin(self, file: LineFile, num_steps: int, logged: Callable[[Mapping[str, Any]], None]) -> None:
+        """Write metrics into a file from now on, passing each line on to ``logged``, and start the progress bar."""
+        self._file, self._num_steps, self._logged = file, num_steps, logged
+        if self._bar is not None:
+            with self.attempt("the progress bar"):
+                self._task = self._bar.add_task("training", total=num_steps, loss="")
+                self._bar.start()
+
+    def advance(self, step: int, loss: float) -> None:
+        """Show that a step is done: on the progress bar, or as a line if there was none for half a minute."""
+        if self._task is not None:
+            with self.attempt("the progress bar"):
+                self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}")
+        elif self._bar is None and time.monotonic() - self._printed > _SILENT_SECONDS:
+            self.print(f"step {step}/{self._num_steps}  loss {loss:.4f}")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line of metrics to disk, show it and pass it on. If the disk is full, the line is kept until it is not."""
+        assert self._file is not None
+        with self.attempt(str(self._file.path)):
+            self._file.append(json.dumps(line))
+        with self.attempt("the line of metrics"):
+            self.show(line)
+        self._logged(line)
+
+    def show(self, line: dict[str, Any]) -> None:
+        """Print a line of metrics or samples without writing it to ``metrics.jsonl``."""
+        self.print(format_line(line, self._num_steps))
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
+        """Context manager: show the progress of long work between steps. Yield a function to call with done and total."""
+        last_print, task = time.perf_counter(), None
+
+        def advance(done: int, total: int) -> None:
+            nonlocal last_print, task
+            if self._bar is not None:
+                with self.attempt("the progress bar"):
+                    if task is None:
+                        task = self._bar.add_task(label, total=total, loss="")
+                        self._bar.start()
+                    self._bar.update(task, completed=done)
+            elif time.perf_counter() - last_print > 10:
+                last_print = time.perf_counter()
+                self.print(f"{label}: {done:,} of {total:,}")
+
+        yield advance
+        if task is not None:
+            with self.attempt("the progress bar"):
+                self._bar.remove_task(task)
+
+    def stop_bar(self) -> None:
+        """Remove the progress bar."""
+        if self._bar is not None:
+            with self.attempt("the progress bar"):
+                self._bar.stop()
+
+
+def _progress_bar(console: Any) -> Any:
+    """Return a progress bar of rich with the last loss."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(), console=console, transient=True,
+    )  # fmt: skip
