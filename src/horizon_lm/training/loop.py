@@ -10,6 +10,7 @@ from horizon_lm.training.evaluation import Evaluation
 from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.intervals import Control
 from horizon_lm.training.line_file import LineFile, LineFiles
+from horizon_lm.training.long_steps import LongSteps
 from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.non_finite import NonFinite
 from horizon_lm.training.part import Part
@@ -52,6 +53,7 @@ class Loop:
             self.saver,  # after all that has a state: its checkpoints have what followed the step
             # Within the saver, whose checkpoint after a fault may take long.
             Watchdog(step_timeout, lambda: engine_of(self.model).cursor.describe_unfinished()),
+            LongSteps(run, training),
         ]
         self.due = replace(self.intervals, requests=self.requests)
         state.keep("callbacks", self.callbacks)

@@ -80,16 +80,38 @@ class Reporter:
         self._file, self._num_steps, self._logged = file, num_steps, logged
         if self._bar is not None:
             with self.attempt("the progress bar"):
-                self._task = self._bar.add_task("training", total=num_steps, loss="")
+                self._task = self._bar.add_task("training", total=num_steps, loss="", phase="")
                 self._bar.start()
 
     def advance(self, step: int, loss: float) -> None:
         """Show that a step is done: on the progress bar, or as a line if there was none for half a minute."""
+        text = f"loss {loss:.4f}"
+        self._show(step, text, completed=step, loss=text, phase="")
+
+    def note(self, step: int, phase: str, text: str) -> None:
+        """Show how far a step is, likewise. Any thread may call this.
+
+        Args:
+            step: the step.
+            phase: the text for the progress bar.
+            text: the text for a line.
+        """
+        self._show(step, text, phase=phase)
+
+    def announce(self, step: int, text: str, seconds: float) -> None:
+        """Print a line about a step that begins, if it will take long, or if nothing was printed for as long."""
+        if max(seconds, time.monotonic() - self._printed) > _SILENT_SECONDS:
+            self.print(self._line(step, text))
+
+    def _show(self, step: int, text: str, **fields: Any) -> None:
         if self._task is not None:
             with self.attempt("the progress bar"):
-                self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}")
+                self._bar.update(self._task, **fields)
         elif self._bar is None and time.monotonic() - self._printed > _SILENT_SECONDS:
-            self.print(f"step {step}/{self._num_steps}  loss {loss:.4f}")
+            self.print(self._line(step, text))
+
+    def _line(self, step: int, text: str) -> str:
+        return f"step {step}/{self._num_steps}  {text}"
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of metrics to disk, show it and pass it on. If the disk is full, the line is kept until it is not."""
@@ -114,7 +136,7 @@ class Reporter:
             if self._bar is not None:
                 with self.attempt("the progress bar"):
                     if task is None:
-                        task = self._bar.add_task(label, total=total, loss="")
+                        task = self._bar.add_task(label, total=total, loss="", phase="")
                         self._bar.start()
                     self._bar.update(task, completed=done)
             elif time.perf_counter() - last_print > 10:
@@ -139,5 +161,5 @@ def _progress_bar(console: Any) -> Any:
 
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(), console=console, transient=True,
+        TextColumn("{task.fields[phase]}"), TimeRemainingColumn(), console=console, transient=True,
     )  # fmt: skip

@@ -50,7 +50,8 @@ def train(
             streamed model and a `horizon_lm.data.batch.Batch` that returns a scalar tensor, or a tuple of a scalar
             tensor and a dict of metrics.
         callbacks: transformers callbacks, instances or classes, called as a Trainer would call them.
-        print_fn: called with each line of progress; None prints to standard output.
+        print_fn: called with each line of progress, by another thread during a step that takes long; None prints to
+            standard output.
         settings: overrides of ``run``, such as ``max_steps=20``.
 
     Raises:

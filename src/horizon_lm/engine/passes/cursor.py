@@ -97,6 +97,15 @@ class Cursor:
         """Describe the operations that were begun and are not finished, with stream and thread. Any thread may call this."""
         return [_describe(task) for task in self.unfinished() if not self._device.is_finished(task)]
 
+    def describe_progress(self) -> str:
+        """Describe how far the running pass is; empty between passes. Any thread may call this."""
+        position, schedule = self._position, self.schedule
+        if schedule is None:
+            return ""
+        blocks = [i for i, op in enumerate(schedule.ops) if op.stream == Stream.COMPUTE and op.unit.is_block]
+        done = sum(each < position for each in blocks)
+        return f"{schedule.name}, {done} of {len(blocks)} blocks done" if blocks else schedule.name
+
     def update_begun(self) -> bool:
         """Return whether the running pass has issued an update."""
         return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)
