@@ -15,7 +15,7 @@ from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.doctor import machine
 from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update_seconds
-from horizon_lm.doctor.machine import OtherPrograms, describe_machine
+from horizon_lm.doctor.machine import describe_machine
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
@@ -134,13 +134,6 @@ def test_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert page_locking(2**40).startswith("works (1.00 GiB tried); not tried beyond")
         gpu.lockable = 2**20
         assert page_locking(8 * 2**20).startswith("fails (out of memory; 64.00 MiB tried), so every copy")
-
-
-def test_other_programs() -> None:
-    others = OtherPrograms()
-    assert 0 <= others.cores() < 10_000
-    assert others.leave_too_few(float(os.cpu_count() or 1))
-    assert not others.leave_too_few(0.0)
 
 
 def test_slow_work_is_timed_once() -> None:

@@ -9,6 +9,8 @@ import typer
 from horizon_lm.cli import common
 from horizon_lm.errors import ConfigError
 
+_SPARE_CORES = 0.2  # that other programs may use without affecting the measurement
+
 
 @common.exits
 def doctor(
@@ -34,7 +36,8 @@ def doctor(
     check_folder(folder)
     if path is not None:
         check_writable(path)
-    from horizon_lm.doctor.machine import OtherPrograms, describe_machine
+    from horizon_lm.doctor.machine import describe_machine
+    from horizon_lm.doctor.other_programs import CoreUse, cores_of_others, missing_cores
     from horizon_lm.doctor.profile import describe_profile, measure_machine, section
     from horizon_lm.doctor.timing import Rounds
     from horizon_lm.engine.opening.options import open_device
@@ -45,10 +48,11 @@ def doctor(
         raise ConfigError(f"--device: {device}: choose auto, cpu, cuda or cuda:N")
     machine = describe_machine(open_device(name), folder)
     _log("measuring for about a minute; please stop other programs")
-    others = OtherPrograms()
+    began = CoreUse.now()
     rounds = Rounds(seconds=0.02, at_least=2, quick=True) if quick else Rounds()
     hardware = measure_machine(lambda: open_device(name), folder, rounds, _log)
-    busy = others.cores()
+    use = [CoreUse.now().since(began)]
+    busy = cores_of_others(use)
     machine["machine"]["other programs"] = f"{busy:.1f} cores during the measurement"
     if path is not None:
         keep(hardware, path)
@@ -59,7 +63,7 @@ def doctor(
             print(section(title, facts.items()))
         print(section(hardware.name, describe_profile(hardware)))
         print(f"profile: {path}" if path is not None else "profile: not written")
-    if others.leave_too_few(busy):
+    if missing_cores(use) > _SPARE_CORES:
         _log(f"warning: other programs used {busy:.1f} cores, so the figures are too low; stop them and measure again")
 
 

@@ -5,7 +5,6 @@ import platform
 import re
 import resource
 import shutil
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,7 +19,6 @@ Facts = dict[str, str]
 
 _TRIAL_BYTES = 64 * 2**20
 _LARGEST_TRIAL = 2**30
-_SPARE_CORES = 0.2  # share of the cores that other programs may use without affecting the measurement
 
 
 def describe_machine(device: Device, folder: Path) -> dict[str, Facts]:
@@ -50,31 +48,6 @@ def available_memory() -> int:
 
     rooms = [limit.room - resident_bytes() for limit in memory_limits()]
     return max(0, min([*rooms, int(psutil.virtual_memory().available)]))
-
-
-class OtherPrograms:
-    """A measurement of the cores used by other programs, which distort a benchmark."""
-
-    def __init__(self) -> None:
-        self._began = self._times()
-
-    def cores(self) -> float:
-        """Return the average number of cores used by other programs since the start."""
-        everybody, own, seconds = (after - before for after, before in zip(self._times(), self._began, strict=True))
-        return max(0.0, everybody - own) / max(seconds, 1e-9)
-
-    @staticmethod
-    def leave_too_few(cores: float) -> bool:
-        """Return whether other programs that use this many cores leave too few for the benchmark."""
-        return cores + usable_cores() > (os.cpu_count() or 1) + _SPARE_CORES
-
-    @staticmethod
-    def _times() -> tuple[float, float, float]:
-        """Return the busy seconds of all cores, the busy seconds of this process, and the clock."""
-        import psutil
-
-        times, own = psutil.cpu_times(), os.times()
-        return times.user + times.nice + times.system, own.user + own.system, time.perf_counter()
 
 
 def _versions() -> Facts:

@@ -6,6 +6,7 @@ from functools import partial
 
 from horizon_lm.data.batch import Batch
 from horizon_lm.engine.streamed import engine_of
+from horizon_lm.training.busy_cores import BusyCores
 from horizon_lm.training.evaluation import Evaluation
 from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.intervals import Control
@@ -47,6 +48,7 @@ class Loop:
             Tracing(run, training),
             self.callbacks,  # before what they may request at the end of a step
             state.keep("spikes", Spikes(self.optimizer, self.reporter.print)),
+            BusyCores(run),
             StepLog(run, training),  # the loss of the training before that of the eval sets
             self.evaluation,  # may end the run, whose last model then answers the prompts
             Sampling(run, training, self.stop_if_interrupted),
