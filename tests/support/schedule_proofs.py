@@ -181,6 +181,7 @@ class Passes(NamedTuple):
         second: like ``again``, while a pending forward pass occupies the head's gradient buffer.
         evaluating: forward pass that keeps nothing, right after an update.
         evaluation: forward pass that keeps nothing, without an update since the last forward pass.
+        routing: like ``evaluation``, for a few tokens: of experts, only those that these are routed to are streamed.
         backward: backward pass of `first` and `again`.
         recomputing: backward pass that computes the head's gradients, for `second` or a forward pass that lost the
             buffer.
@@ -194,6 +195,7 @@ class Passes(NamedTuple):
     second: Pass
     evaluating: Pass
     evaluation: Pass
+    routing: Pass
     backward: Pass
     recomputing: Pass
     update: Pass | None
@@ -203,7 +205,7 @@ class Passes(NamedTuple):
 
 def sequences(passes: Passes) -> dict[str, list[Pass]]:
     """Return legal sequences of passes that together contain every hazard."""
-    first, again, second, evaluating, evaluation, backward, recomputing, update, save, save_table = passes
+    first, again, second, evaluating, evaluation, routing, backward, recomputing, update, save, save_table = passes
     saving = [save, first, *([] if save_table is None else [save_table]), backward]
     if update is None:  # only one backward pass per step, because a second would see weights that the first has updated
         step = [first, backward]
@@ -216,6 +218,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
             "two forward passes, last one abandoned": [first, second, backward] * 3,
             "two forward passes, first one abandoned": [first, second, recomputing] * 3,
             "saved": [*step, *saving * 2, *step],
+            "few tokens between": [first, routing, routing, backward, evaluating, routing, again, backward],
         }
     step = [first, backward, update]
     return {
@@ -241,6 +244,7 @@ def sequences(passes: Passes) -> dict[str, list[Pass]]:
         "abandoned twice": [first, again, again, backward, update, *step],
         "evaluation after update": [*step, first, evaluation, evaluation],
         "saved": [*step, *[*saving, update] * 2, first],
+        "few tokens between": [first, routing, backward, routing, routing, evaluation, update] * 2,
     }
 
 
@@ -276,6 +280,7 @@ def passes_of(
     table_update = EMBED in trained or (layout.tied and HEAD in trained)
     saved = [EMBED, *map(block, range(layout.num_blocks)), *([] if layout.tied else [HEAD]), OUTER]
     saved = [unit for unit in saved if unit in trained] if layout.adapters else saved
+    streamed = [u for u in range(layout.num_blocks) if not layout.is_resident(u)]
     fresh = {"table_update": table_update, "blocks_changed": any(unit.is_block for unit in trained)}
     return Passes(
         first=build.forward(layout, keeps=kept, **fresh, head_grads=head_grads),
@@ -283,6 +288,7 @@ def passes_of(
         second=build.forward(layout, keeps=kept, changed=False),
         evaluating=build.forward(layout, **fresh),
         evaluation=build.forward(layout, changed=False),
+        routing=build.forward(layout, changed=False, routed=[] if layout.sharded else streamed),
         backward=build.backward(layout, blocks=kept, trainable=trained, head_grads=head_grads),
         recomputing=build.backward(layout, blocks=kept, trainable=trained),
         update=None if layout.update_in_backward else build.update(layout, updated, on_device),

@@ -21,6 +21,7 @@ from horizon_lm.model.examination import examine
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.routed_experts import experts_per_token, find_experts
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.memory import ModelSizes
@@ -81,6 +82,7 @@ def outline_model(
         trained=parts.sizes(trained_only=True),
         active=_parameters_per_token(parts),
         experts=_num_experts(parts),
+        routed_tokens=min((each.most_tokens for each in find_experts(parts).values()), default=0),
         length=length,
         compute_bytes=dtype.itemsize,
         attention=examined.attention,
@@ -201,7 +203,7 @@ def _num_experts(parts: ModelParts) -> int:
 def _parameters_per_token(parts: ModelParts) -> int:
     """Return the number of parameters in blocks and head that compute a token: of experts, only the chosen ones."""
     experts = _num_experts(parts)
-    chosen = getattr(parts.model.config.get_text_config(), "num_experts_per_tok", None) or experts
+    chosen = experts_per_token(parts.model.config.get_text_config()) or experts
     active = sum(parts.sizes().head)
     for index in range(parts.num_blocks):
         for ref in parts.units[block(index)]:

@@ -26,7 +26,7 @@ class Link(Protocol):
         Args:
             destination: the decoded tensor.
             packed: the codes and scales in host memory, or on the device, 1-D uint8.
-            codec: the codec.
+            codec: the codec, which knows where among them those of the tensor are.
             dtype: the dtype that values are rounded to first.
         """
         ...
@@ -126,7 +126,7 @@ class Decode:
 
     @property
     def host_bytes(self) -> int:
-        return self.packed.numel()
+        return self.codec.num_bytes(self.destination.shape)
 
     def run(self, link: Link) -> None:
         link.decode(self.destination, self.packed, self.codec, self.dtype)

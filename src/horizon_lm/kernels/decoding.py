@@ -11,6 +11,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import Mxfp4
+from horizon_lm.codecs.rows import Rows
 from horizon_lm.codecs.stack import Stack
 
 Components = Mapping[str, torch.Tensor]
@@ -33,7 +34,9 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
         out: the decoded values, contiguous.
         dtype: dtype that values are rounded to before that of ``out``.
     """
-    if not has_triton():
+    if isinstance(codec, Rows):
+        decode(codec.of, components, out, dtype)
+    elif not has_triton():
         codec.decode_part(components, out, dtype)
     elif dtype != out.dtype:
         rounded = torch.empty(out.shape, dtype=dtype, device=out.device)

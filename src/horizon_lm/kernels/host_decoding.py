@@ -14,6 +14,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import VALUES, Mxfp4
+from horizon_lm.codecs.rows import Rows
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.kernels.bits import F32, U32, float_of, inlined, kernel, nearest, widen
 from horizon_lm.store.arena import as_array
@@ -24,7 +25,9 @@ Components = Mapping[str, torch.Tensor]
 def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch.dtype) -> None:
     """Decode components into ``out``. The arguments are those of `Codec.decode_part`; any thread may call this."""
     form = _FORMS.get((dtype, out.dtype))
-    if isinstance(codec, Stack):
+    if isinstance(codec, Rows):
+        decode(codec.of, components, out, dtype)
+    elif isinstance(codec, Stack):
         for index, each in enumerate(out):
             decode(codec.of, {name: part[index] for name, part in components.items()}, each, dtype)
     elif form is None or not out.is_contiguous():

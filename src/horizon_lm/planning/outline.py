@@ -96,6 +96,8 @@ class ModelOutline:
         trained: elements of the trainable parameters.
         active: number of parameters used per token: no table lookups, and only the experts that a token is routed to.
         experts: number of experts of a block; 0 without a mixture of experts.
+        routed_tokens: the largest number of tokens of which a pass without gradients streams only the experts that they are
+            routed to.
         length: tokens of a sequence, T.
         compute_bytes: bytes of an element on the device.
         kinds: structures of the blocks; each block has one structure.
@@ -127,6 +129,7 @@ class ModelOutline:
     head_backward: Linear[Work]
     attention: str
     experts: int = 0
+    routed_tokens: int = 0
     first_differentiated: int = 0
     has_adapters: bool = False
     base_is_frozen: bool = False

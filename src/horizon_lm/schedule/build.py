@@ -114,6 +114,7 @@ def forward(
     table_update: bool = False,
     head: bool = True,
     head_grads: bool = False,
+    routed: Iterable[int] = (),
 ) -> Pass:
     """Return a forward pass.
 
@@ -128,15 +129,18 @@ def forward(
             all other units.
         head: the output projection is used.
         head_grads: the head's gradients are computed in the forward pass, together with the loss.
+        routed: blocks, none of them resident, of whose experts only those are streamed that the tokens are routed to. That is
+            known only after a part of the block.
     """
     blocks_changed = changed if blocks_changed is None else blocks_changed
-    return _forward(layout, frozenset(keeps), embed, changed, blocks_changed, table_update, head, head_grads)
+    kept, parted = frozenset(keeps), frozenset(routed)
+    return _forward(layout, kept, embed, changed, blocks_changed, table_update, head, head_grads, parted)
 
 
 @lru_cache(_CACHED)
 def _forward(
     layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, blocks_changed: bool, table_update: bool,
-    head: bool, head_grads: bool,
+    head: bool, head_grads: bool, routed: frozenset[int],
 ) -> Pass:  # fmt: skip
     """Build a pass from the arguments of `forward`. A copy stands one computation before the one that needs it."""
     ops: list[Op] = []
@@ -164,6 +168,11 @@ def _forward(
             ops.extend(load(u + 1))  # prefetch: issued before this block computes
         elif head:
             ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
+        if u in routed:
+            weights = layout.weights(u)
+            ops.append(_compute(Kind.ROUTE, block(u), (weights,)))
+            host = _host(Buf.HOST_WEIGHTS, block(u), layout)
+            ops.append(Op(Kind.STREAM_EXPERTS, block(u), Stream.COPY_IN, (host,), (weights,)))
         offload = layout.is_offloaded(u) and u in keeps
         ring = Buffer(Buf.RING, u % 2)
         ops.append(_compute(Kind.FORWARD, block(u), (layout.weights(u),), (ring,) if offload else ()))

@@ -86,6 +86,7 @@ class PassRunner:
             head_grads=head_grads and recording and engine.between.head_grads.holder is None,
             draws=engine.parts.model.training,
             whole_batch=self._blocks.caching,
+            routed=frozenset() if recording else self._routed(batches, size),
         )
         # The pass is open before the outer parameters load, since their copies are its first operations; outer code
         # reads them in place until the pass ends.
@@ -129,6 +130,15 @@ class PassRunner:
     def _tokens_at_once(self, batch: Batch) -> int:
         """Return the tokens of a micro-batch of a batch."""
         return self._engine.options.rows_at_once(batch.rows) * batch.length
+
+    def _routed(self, batches: list[Batch], size: BatchSize) -> frozenset[int]:
+        """Return the blocks of whose experts a pass without gradients streams only those that its tokens are routed to."""
+        engine, whole = self._engine, self._blocks.caching or size.tokens_at_once == size.tokens
+        # A compiled block has no place between its parts. Ranks would have to agree on the experts of all of them.
+        compiled = engine.options.compile and not self._blocks.caching
+        if len(batches) > 1 or not whole or compiled or engine.mesh is not None:
+            return frozenset()
+        return engine.routed.for_tokens(size.tokens)
 
     def _stand_ins(self) -> AbstractContextManager[None]:
         """Context manager: replace the weights of head and embedding by stand-ins.

@@ -166,7 +166,7 @@ class Cursor:
         error.
         """
         blocks_left_out = self._reached_any and any(op.unit.is_block for op in skipped)
-        if skipped[0].kind == Kind.FORWARD or blocks_left_out:
+        if skipped[0].kind in (Kind.ROUTE, Kind.FORWARD) or blocks_left_out:
             raise ScheduleMismatchError(str(skipped[0]), wanted)
         units = {op.unit for op in skipped}
         # Of these units alone: copies of the unit that is wanted stand among the skipped operations.

@@ -32,6 +32,7 @@ class ForwardRequest:
         head_grads: the head's gradients may be computed in the forward pass.
         draws: the pass may advance the global random generators.
         whole_batch: blocks compute all rows together, regardless of the options.
+        routed: blocks of whose experts only those are streamed that tokens are routed to, unless they are resident.
     """
 
     recording: bool
@@ -41,6 +42,7 @@ class ForwardRequest:
     head_grads: bool
     draws: bool
     whole_batch: bool = False
+    routed: frozenset[int] = frozenset()
 
 
 class ForwardPass:
@@ -51,6 +53,7 @@ class ForwardPass:
         trained: full names of the parameters that require a gradient, by unit.
         num_rows: rows of each batch (B); most passes have one batch.
         micro_batches: the parts of the batches that blocks compute at once.
+        routed: blocks of whose experts only those are streamed that tokens are routed to.
         randomness: random states of the micro-batches.
         anchor: the tensor that autograd nodes depend on, besides their inputs.
 
@@ -66,6 +69,7 @@ class ForwardPass:
         self.trained = engine.trainable()
         self.state = self._record(keeps, request.head_grads) if request.recording else None
         self._drain_if_reshaped(keeps)
+        self.routed = frozenset(index for index in request.routed if not engine.layout.is_resident(index))
         # After the drain, which may have issued the table's update.
         self._schedule = build.forward(
             engine.layout,
@@ -75,6 +79,7 @@ class ForwardPass:
             blocks_changed=between.resident_version != engine.store.block_version,
             table_update=engine.updates.table is not None,
             head_grads=request.head_grads and bool(self.trained[engine.slab_unit(HEAD)]),
+            routed=self.routed,
         )
         self.num_rows = request.rows
         self.micro_batches: list[MicroBatch] = split_batches(
@@ -92,7 +97,7 @@ class ForwardPass:
     def run(self) -> Iterator[None]:
         """Context manager: start the copies; the model's forward method computes the units. Then end the pass."""
         engine, between = self._engine, self._between
-        engine.cursor.start(self._schedule, UnitMoves(engine))
+        engine.cursor.start(self._schedule, UnitMoves(engine, routed=self.routed))
         yield
         engine.updates.add(engine.cursor.update_tasks())  # the embedding's remaining rows, still being updated
         engine.cursor.finish()

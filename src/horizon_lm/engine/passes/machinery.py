@@ -13,6 +13,7 @@ from horizon_lm.engine.host.updates import PendingUpdates
 from horizon_lm.engine.passes.cursor import Cursor
 from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
 from horizon_lm.engine.passes.forward_state import BoundaryPool
+from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
 from horizon_lm.engine.passes.saves import Saves
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts, ParamRef
@@ -31,6 +32,7 @@ class Machinery:
         counts: rows computed by blocks, by kind of computation.
         expected: the largest batch for which buffers are made.
         residency: what stays on the device between passes.
+        routed: blocks of which few tokens read few experts.
         device_lost: the device has failed, and host memory was settled without it.
         retired: the model was attached again, with other adapters.
     """
@@ -52,6 +54,7 @@ class Machinery:
         self.counts: Counter[str] = Counter()
         self.expected = ExpectedBatch()
         self.residency = Residency(0)
+        self.routed = RoutedBlocks(parts, store)
         self.device_lost = self.retired = False
 
     def slab_unit(self, unit: Unit) -> Unit:

@@ -1,6 +1,6 @@
 """The data movements of an operation: a table of functions by kind of operation."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -22,10 +22,13 @@ class UnitMoves:
     Args:
         engine: the parts of the engine.
         differentiated: the forward pass that a backward pass belongs to; None for a forward pass.
+        routed: blocks of whose experts only those are streamed that tokens are routed to.
     """
 
-    def __init__(self, engine: Machinery, differentiated: ForwardState | None = None) -> None:
-        self._engine, self._differentiated = engine, differentiated
+    def __init__(
+        self, engine: Machinery, differentiated: ForwardState | None = None, routed: Collection[int] = ()
+    ) -> None:
+        self._engine, self._differentiated, self._routed = engine, differentiated, routed
 
     def __call__(self, op: Op) -> Sequence[Move] | None:
         find = self._BY_KIND.get(op.kind)
@@ -34,7 +37,9 @@ class UnitMoves:
         return find(self, op)
 
     def _stream_in(self, op: Op) -> list[Move]:
-        """Return the moves that stream a unit into its slots."""
+        """Return the moves that stream a unit into its slots; of a block that is routed, without its experts."""
+        if op.unit.is_block and op.unit.block_index in self._routed:
+            return self._engine.routed.other_moves(op.unit, self._engine.memory)
         return [move for part in self._engine.store.parts_of(op.unit) for move in self._stream_in_part(part)]
 
     def _stream_in_part(self, unit: Unit) -> list[Move]:

@@ -25,6 +25,7 @@ from horizon_lm.engine.passes.micro_batches import (
 )
 from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.passes.tree import Path, Tree
+from horizon_lm.engine.units.routed_computation import computing
 from horizon_lm.engine.units.saved_for_backward import SavedForBackward
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.attention import Segments
@@ -92,7 +93,7 @@ class BlockComputation:
         if saved is not None and offload:
             self._plan_offloads(index, calls, saved.forward_state)
         with (
-            engine.cursor.compute(Kind.FORWARD, block(index)),
+            computing(engine, index),
             # A sink stands for a graph of this block's own, whatever becomes of it (`GraphUse`). The caller's mode
             # does not matter: autograd runs a Function's forward without gradients.
             torch.set_grad_enabled(saved is not None and saved.sink is not None),

@@ -1,0 +1,84 @@
+"""The experts of a block, of which a token reads only those that it is routed to.
+
+Shapes: E experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from horizon_lm.codecs.mxfp4 import Mxfp4
+from horizon_lm.codecs.stack import Stack
+from horizon_lm.model.parts import ModelParts
+
+_PER_TOKEN = (
+    "num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_experts_per_token",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts of a block.
+
+    Attributes:
+        module: the module that computes them. Its second argument has the experts of each token.
+        count: number of experts (E).
+        per_token: number of experts that a token is routed to.
+        names: their weights (E, ...), by their names inside the block. Those of an expert without tokens are not read.
+    """
+
+    module: nn.Module
+    count: int
+    per_token: int
+    names: tuple[str, ...]
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest number of tokens that read at most half of the experts, wherever they are routed to."""
+        return self.count // (2 * self.per_token)
+
+
+def experts_per_token(config: Any) -> int | None:
+    """Return the number of experts that a model's config routes a token to; None if it does not say."""
+    found = next((n for name in _PER_TOKEN if (n := getattr(config, name, None))), None)
+    return found if isinstance(found, int) else None
+
+
+def find_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
+    """Return the experts that can be streamed by themselves, by the index of their block."""
+    per_token, found = experts_per_token(parts.model.config.get_text_config()), {}
+    for index, module in enumerate(parts.blocks):
+        # What a block may write is compared as a whole, also with what it does not read.
+        experts = None if per_token is None or index in parts.written else _experts_of(parts, index, module, per_token)
+        if experts is not None:
+            found[index] = experts
+    return found
+
+
+def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int) -> RoutedExperts | None:
+    """Return the experts of a block; None if it has none, or if all of them may be read.
+
+    Only the functions of transformers' experts interface are known to leave out experts without tokens. An adapter of their
+    weights is applied to all of them.
+    """
+    found = [(name, each) for name, each in block.named_modules() if _is_of_interface(each)]
+    if len(found) != 1 or any(hasattr(each, "parameter_name") for each in block.modules()):
+        return None
+    path, module = found[0]
+    count = int(module.num_experts)  # type: ignore[arg-type]
+    names = []
+    for attribute, weight in module.named_parameters(recurse=False):
+        name = f"{path}.{attribute}"
+        codec = parts.codecs.get(f"{parts.block_prefix}.{index}.{name}")
+        if weight.ndim > 1 and weight.shape[0] == count and isinstance(codec, _IN_PARTS):
+            names.append(name)
+    return RoutedExperts(module, count, per_token, tuple(names)) if names else None
+
+
+_IN_PARTS = (Stack, Mxfp4, type(None))  # codecs of which one expert can be decoded by itself
+
+
+def _is_of_interface(module: nn.Module) -> bool:
+    """Return whether transformers' experts interface computes a module: only then it has these attributes."""
+    return all(hasattr(module, name) for name in ("_apply_gate", "is_transposed", "num_experts"))
