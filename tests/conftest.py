@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,6 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers
+
+from horizon_lm.cost import block_probe
+from tests.support import remembered
 
 torch.set_num_threads(1)  # with tiny models, more threads only compete
 transformers.logging.set_verbosity_error()
@@ -29,6 +33,19 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
         import datasets
 
         datasets.config.HF_DATASETS_CACHE = cache
+
+
+@pytest.fixture(autouse=True, scope="session")
+def written() -> Iterator[Callable[..., frozenset[str]]]:
+    """Try once in this process what equal blocks of streamed models write.
+
+    Yields:
+        The function that tries it.
+    """
+    find = block_probe._written
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_probe, "_written", remembered.remember_written(find))
+        yield find
 
 
 @pytest.fixture
