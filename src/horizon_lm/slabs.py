@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from horizon_lm.constants import MOMENT_BLOCK, PACKED_ALIGNMENT, PAGE, SLAB_ALIGNMENT
 from horizon_lm.quantities import page_aligned
@@ -64,7 +65,16 @@ WHOLE = Shard()
 
 def slab_elements(tensors: Iterable[int]) -> int:
     """Return the elements of a slab that holds tensors of these numbers of elements, each of them padded."""
-    return sum(-(-numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT for numel in tensors)
+    return _slab_elements(tuple(tensors))
+
+
+@lru_cache(2**12)  # a plan tries many settings for blocks that are all alike
+def _slab_elements(tensors: tuple[int, ...]) -> int:
+    return sum(map(_padded, tensors))
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT
 
 
 def used_bytes(ranges: Iterable[slice], itemsize: int) -> int:
@@ -136,16 +146,17 @@ class UnitCuts:
         Args:
             held: elements of each of ``tensors`` if the slab holds it, else 0.
         """
-        return [_held_before(self.tensors, held, cut) for cut in self.weights]
+        return [_held_before(tuple(self.tensors), tuple(held), cut) for cut in self.weights]
 
 
-def _held_before(tensors: Sequence[int], held: Sequence[int], offset: int) -> int:
+@lru_cache(2**12)
+def _held_before(tensors: tuple[int, ...], held: tuple[int, ...], offset: int) -> int:
     """Return the number of elements of a slab of the held tensors that lie before an offset in the slab of all tensors."""
     start = place = 0
     for numel, kept in zip(tensors, held, strict=True):
         if kept and offset - start < numel:
             return place + max(0, offset - start)
-        start, place = start + slab_elements([numel]), place + slab_elements([kept])
+        start, place = start + _padded(numel), place + _padded(kept)
     return place
 
 
@@ -169,5 +180,5 @@ def scale_at(tensors: Sequence[int], offset: int, row: int | None = None) -> int
         if offset - start < numel:
             first, rest = divmod(max(0, offset - start), row or numel)
             return count + first * num_scales(row or numel) + rest // MOMENT_BLOCK
-        start, count = start + slab_elements([numel]), count + num_scales(numel, row)
+        start, count = start + _padded(numel), count + num_scales(numel, row)
     return count
