@@ -1,7 +1,7 @@
 """Report a step that hangs: the operations that it waits for, and the stacks of all threads."""
 
 import faulthandler
-import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -48,5 +48,7 @@ def _report(name: str, seconds: float, pending_operations: Callable[[], Sequence
         "Operations that are not finished:\n  " + "\n  ".join(pending)
     )
     print_to_stderr("\n".join(f"thread 0x{each.ident or 0:016x} is {each.name}" for each in threading.enumerate()))
-    with suppress(Exception):  # standard error is no file
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    with suppress(OSError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:  # which standard error may not be
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        print_to_stderr(file.read())
