@@ -55,8 +55,8 @@ def test_the_phase_and_the_blocks_of_a_step(settings: dict[str, Any], monkeypatc
         compute, wanted = (
             cursor.compute,
             [
-                (Kind.FORWARD, "block1", "forward, 1 of 2 blocks done, "),
-                (Kind.BACKWARD, "block0", "backward, 1 of 2 blocks done, "),
+                (Kind.FORWARD, "block1", "forward, 1 of 2 blocks, "),
+                (Kind.BACKWARD, "block0", "backward, 1 of 2 blocks, "),
             ],
         )
 
@@ -72,7 +72,7 @@ def test_the_phase_and_the_blocks_of_a_step(settings: dict[str, Any], monkeypatc
     assert any(line.startswith("step 1/2  2 blocks, forward and backward") for line in lines.lines)
     assert not any(line.startswith("step 2/2  2 blocks") for line in lines.lines)
     shown = [line for line in lines.lines if "since its start" in line]
-    assert any(line.startswith("step 1/2  forward, 1 of 2 blocks done, 0 s since its start") for line in shown)
+    assert any(line.startswith("step 1/2  forward, 1 of 2 blocks, 0 s since its start") for line in shown)
 
 
 def test_quick_steps_show_nothing(settings: dict[str, Any]) -> None:

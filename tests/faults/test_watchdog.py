@@ -82,7 +82,9 @@ def test_a_hanging_operation_is_named(base: type, kind: Kind, text: str, monkeyp
     class Report(io.StringIO):
         def write(self, text: str) -> int:
             count = super().write(text)
-            if "most recent call first" in self.getvalue():  # last, also where standard error is no file, as in notebooks
+            if (
+                "most recent call first" in self.getvalue()
+            ):  # last, also where standard error is no file, as in notebooks
                 reported.set()
             return count
 

@@ -1,9 +1,11 @@
 """Lines of metrics as text."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from horizon_lm.training import reporter
 from horizon_lm.training.line_file import LineFile
@@ -64,6 +66,54 @@ def test_steps_show_where_no_line_was_printed_for_long(tmp_path: Path, monkeypat
             now["seconds"] = seconds
             shown.advance(step, 1.5)
     assert lines == ["step 2/50  loss 1.5000", "step 4/50  loss 1.5000"]
+
+
+@pytest.mark.parametrize("width", [70, 80, 100, 120, 200])
+def test_a_line_fits_a_terminal(width: int) -> None:
+    """What matters most stays: the losses, the speed and the remaining time."""
+    training = LINE | {
+        "step": 12_000, "epoch": 12.5, "mean_token_accuracy": 0.512, "entropy": 1.25, "tokens_per_second": 12345.0,
+        "trained_tokens_per_second": 1234.0, "host_joules_per_token": 0.05, "device_joules_per_token": 0.2,
+        "host_bytes": 100 * 2**30, "eta_seconds": 36000.0,
+    }  # fmt: skip
+    evaluation = {"step": 12_000, "eval_loss": 1.25, "eval_tokens": 123_456, "eval_perplexity": 3.49} | {
+        "eval_mean_token_accuracy": 0.512, "eval_entropy": 1.25,
+    }  # fmt: skip
+    for line, kept in (
+        (training, ("step 12000/24000", "loss 1.2500", "tokens/s 12,345", "ETA 10 h")),
+        (evaluation, ("loss 1.2500",)),
+    ):
+        text = format_line(line, 24_000, width)
+        assert len(text) <= width
+        assert all(each in text for each in kept)
+        assert text == format_line(line, 24_000) or len(text) > width - 24  # no more is left out than has to be
+
+
+def test_lines_are_shortened_on_terminals_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for is_terminal in (False, True):
+        monkeypatch.setattr("rich.console.Console.is_terminal", is_terminal)
+        with reporter.Reporter() as shown:
+            shown.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
+            shown.show(LINE)
+        text = capsys.readouterr().out
+        line = next(each for each in text.splitlines() if "loss 1.2500" in each)
+        assert ("host 1.00 GiB" in line, "ETA 1 min" in line) == (not is_terminal, True)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_progress_bar_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    with reporter.Reporter() as shown:
+        shown.begin(LineFile(tmp_path / "metrics.jsonl"), 10_000, lambda line: None)
+        shown.advance(1234, 1.5)
+        shown.note(1235, "backward, 101 of 128 blocks", "")
+        drawn = io.StringIO()
+        Console(file=drawn, width=width).print(shown._bar.get_renderable())
+    assert len(drawn.getvalue().splitlines()) == 1
+    assert all(each in drawn.getvalue() for each in ("1234/10000", "loss 1.5000", "backward, 101 of 128"))
 
 
 def test_the_progress_bar_of_a_resumed_run_begins_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

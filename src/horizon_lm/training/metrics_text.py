@@ -5,23 +5,54 @@ from typing import Any
 from horizon_lm.energy import Energy
 from horizon_lm.quantities import format_bytes, format_seconds
 
+_LEAST_FIRST = (
+    "host", "device", "energy", "entropy", "epoch", "trained", "learning_rate", "eval_tokens", "mean_token_accuracy",
+    "grad_norm", "perplexity",
+)  # fmt: skip
 
-def format_line(line: dict[str, Any], num_steps: int) -> str:
-    """Return a line of metrics as text for people."""
-    start = f"step {line['step']}/{num_steps}  "
+
+def format_line(line: dict[str, Any], num_steps: int, width: int | None = None) -> str:
+    """Return a line of metrics as text for people.
+
+    Args:
+        line: the metrics.
+        num_steps: steps of the run.
+        width: characters of a line, into which only the most important metrics are taken; None for all. Sample answers are
+            never cut.
+    """
+    start = f"step {line['step']}/{num_steps}"
     if "samples" in line:
-        return "\n".join(f"{start}{each['prompt']!r} -> {each['answer']!r}" for each in line["samples"])
-    if "eval_loss" in line:
-        tokens = f" ({line['eval_tokens']:,} tokens)" if "eval_tokens" in line else ""
-        return f"{start}eval loss {line['eval_loss']:.4f}{tokens}{_extra_metrics(line, 'eval_')}"
-    return (
-        f"{start}epoch {line['epoch']:.2f}  loss {_format_or_none(line['loss'], '.4f')}{_extra_metrics(line, '')}  "
-        f"grad norm {_format_or_none(line['grad_norm'], '.2f')}  lr {line['learning_rate']:.2e}  "
-        f"tokens/s {_format_rate(line['tokens_per_second'])} ({_format_rate(line['trained_tokens_per_second'])} trained)  "
-        f"{_energy_of_tokens(line)}"
-        f"device {format_bytes(line['device_bytes_peak'])}  host {format_bytes(line['host_bytes'])}  "
-        f"ETA {format_seconds(line['eta_seconds'])}{_slow_note(line['of_planned_speed'])}"
-    )
+        return "\n".join(f"{start}  {each['prompt']!r} -> {each['answer']!r}" for each in line["samples"])
+    texts = {"start": start} | (_of_eval(line) if "eval_loss" in line else _of_training(line))
+    for name in _LEAST_FIRST:
+        if width is None or sum(map(len, texts.values())) <= width:
+            break
+        texts.pop(name, None)
+    return "".join(texts.values())
+
+
+def _of_eval(line: dict[str, Any]) -> dict[str, str]:
+    """Return the metrics of an eval set as texts, each after its separator."""
+    tokens = {"eval_tokens": f" ({line['eval_tokens']:,} tokens)"} if "eval_tokens" in line else {}
+    return {"loss": f"  eval loss {line['eval_loss']:.4f}", **tokens, **_extra_metrics(line, "eval_")}
+
+
+def _of_training(line: dict[str, Any]) -> dict[str, str]:
+    """Return the metrics of training steps, likewise."""
+    return {
+        "epoch": f"  epoch {line['epoch']:.2f}",
+        "loss": f"  loss {_format_or_none(line['loss'], '.4f')}",
+        **_extra_metrics(line, ""),
+        "grad_norm": f"  grad norm {_format_or_none(line['grad_norm'], '.2f')}",
+        "learning_rate": f"  lr {line['learning_rate']:.2e}",
+        "rate": f"  tokens/s {_format_rate(line['tokens_per_second'])}",
+        "trained": f" ({_format_rate(line['trained_tokens_per_second'])} trained)",
+        "energy": _energy_of_tokens(line),
+        "device": f"  device {format_bytes(line['device_bytes_peak'])}",
+        "host": f"  host {format_bytes(line['host_bytes'])}",
+        "eta": f"  ETA {format_seconds(line['eta_seconds'])}",
+        "slow": _slow_note(line["of_planned_speed"]),
+    }
 
 
 def _slow_note(of_planned: float | None) -> str:
@@ -31,17 +62,17 @@ def _slow_note(of_planned: float | None) -> str:
 
 def _energy_of_tokens(line: dict[str, Any]) -> str:
     total = Energy(line.get("host_joules_per_token"), line.get("device_joules_per_token")).total
-    return "" if total is None else f"{total:.3g} J/token  "
+    return "" if total is None else f"  {total:.3g} J/token"
 
 
-def _extra_metrics(line: dict[str, Any], prefix: str) -> str:
-    """Return the objective's most important metrics as text; for preferences those of pairs, else those of tokens."""
+def _extra_metrics(line: dict[str, Any], prefix: str) -> dict[str, str]:
+    """Return the objective's most important metrics as texts; for preferences those of pairs, else those of tokens."""
     labels = {"perplexity": "perplexity", "mean_token_accuracy": "token accuracy", "entropy": "entropy"}
     if prefix + "rewards/margins" in line:
         labels = {"rewards/margins": "margin", "rewards/accuracies": "accuracy"}
-    return "".join(
-        f"  {label} {_three_digits(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
-    )
+    return {
+        key: f"  {label} {_three_digits(line[prefix + key])}" for key, label in labels.items() if prefix + key in line
+    }
 
 
 def _three_digits(value: float) -> str:

@@ -124,7 +124,8 @@ class Reporter:
 
     def show(self, line: dict[str, Any]) -> None:
         """Print a line of metrics or samples without writing it to ``metrics.jsonl``."""
-        self.print(format_line(line, self._num_steps))
+        width = None if self._bar is None else self._bar.console.width
+        self.print(format_line(line, self._num_steps, width))
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:

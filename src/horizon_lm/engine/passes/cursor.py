@@ -104,7 +104,7 @@ class Cursor:
             return ""
         blocks = [i for i, op in enumerate(schedule.ops) if op.stream == Stream.COMPUTE and op.unit.is_block]
         done = sum(each < position for each in blocks)
-        return f"{schedule.name}, {done} of {len(blocks)} blocks done" if blocks else schedule.name
+        return f"{schedule.name}, {done} of {len(blocks)} blocks" if blocks else schedule.name
 
     def update_begun(self) -> bool:
         """Return whether the running pass has issued an update."""
