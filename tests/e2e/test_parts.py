@@ -1,6 +1,7 @@
 """A part acts at the moments of the loop, what it requests is done, and a step that was interrupted is finished once."""
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 from transformers import TrainerCallback
 
 import horizon_lm
+from horizon_lm.errors import InterruptedRunError
 from horizon_lm.training.intervals import Control
 from horizon_lm.training.loop import Loop
 from horizon_lm.training.part import Part
+from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_state import Value
+from horizon_lm.training.saver import Saver
 from tests.e2e import resuming
 from tests.e2e.resuming import Runs
 
@@ -67,26 +71,56 @@ class Interrupting(TrainerCallback):
             self._runs.loops[-1].interrupts.requested = "SIGTERM"
 
 
+class Leaving(Part):
+    """Requests an end after a step that the run can be resumed from."""
+
+    def __init__(self, at: int) -> None:
+        self._at, self._is_over = at, False
+
+    @property
+    def control(self) -> Control:
+        return Control(interrupt="the test" if self._is_over else "")
+
+    def after_step(self, step: int, due: Any) -> None:
+        self._is_over = step == self._at
+
+
+def add_part(part: Part, monkeypatch: pytest.MonkeyPatch, state: Value[int] | None = None) -> None:
+    """Let the loops of all runs have one more part, before the others, and its state if it has one."""
+    build = Loop.__init__
+
+    def with_part(loop: Loop, run: Any, training: Any) -> None:
+        build(loop, run, training)
+        loop.parts.insert(0, part)
+        if state is not None:
+            training.state.keep("of the part", state)
+
+    monkeypatch.setattr(Loop, "__init__", with_part)
+
+
+def steps_alone(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that neither evaluates nor answers prompts."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith(("eval", "sample", "per_device_eval", "test"))
+    }
+
+
 @pytest.fixture
 def settings(tmp_path: Path, model: Path) -> dict[str, Any]:
     return resuming.settings(tmp_path, model) | {"output_dir": str(tmp_path / "run"), "per_device_eval_batch_size": 1}
 
 
 def test_a_part_acts_at_its_moments(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, build = Recorder(), Loop.__init__
-
-    def with_recorder(loop: Loop, run: Any, training: Any) -> None:
-        build(loop, run, training)
-        loop.parts.insert(0, recorder)
-        training.state.keep("recorder", Value(7))
-
-    monkeypatch.setattr(Loop, "__init__", with_recorder)
+    recorder = Recorder()
+    add_part(recorder, monkeypatch, state=Value(7))
     result = horizon_lm.train(settings, print_fn=lambda line: None)
     of_step = "before step {0}|step {0} begins|before update|after update {0}|step {0} ends|after step {0}"
     assert recorder.moments == [*of_step.format(1).split("|"), *of_step.format(2).split("|"), "finish 2", "end"]
     assert result.num_steps == 2
     state = json.loads((tmp_path / "run" / "checkpoint-1" / "training_state.json").read_text())["state"]
-    assert (state["recorder"], state["finished"]) == (7, True)
+    assert (state["of the part"], state["finished"]) == (7, True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -99,3 +133,53 @@ def test_a_step_that_was_interrupted_is_finished_once(runs: Runs, settings: dict
     outcome, _ = runs.train(settings, callbacks=[second])
     assert (first.steps, second.steps) == ([1, 2, 3], [4, 5, 6, 7, 8])
     assert outcome == expected
+
+
+@pytest.mark.parametrize("step", [2, 3])  # 3 is interrupted in the evaluation that follows it
+def test_a_part_ends_a_run_that_goes_on_later(
+    runs: Runs, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    expected, _ = runs.train(settings | {"output_dir": str(tmp_path / "whole")})
+    save, folder = Saver.save_before_deadline, tmp_path / "run"
+
+    def save_despite_a_signal(saver: Saver, step: int) -> None:
+        signal.raise_signal(signal.SIGTERM)  # the first signal: it does not cut off the checkpoint
+        save(saver, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "save_before_deadline", save_despite_a_signal)
+        add_part(Leaving(at=step), patch)
+        with pytest.raises(
+            InterruptedRunError, match=rf"after step {step} of 8 by the test\. Kept: .*checkpoint-{step}\."
+        ):
+            horizon_lm.train(settings, print_fn=lambda line: None)
+    assert [path.name for path in folder.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    assert not (folder / "model").exists()
+    outcome, _ = runs.train(settings)
+    assert outcome == expected
+
+
+def test_a_part_cannot_interrupt_a_run_after_its_last_step(
+    runs: Runs, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_part(Leaving(at=8), monkeypatch)
+    outcome, _ = runs.train(steps_alone(settings))
+    assert outcome["result"][0] == 8
+
+
+def test_a_signal_while_the_ranks_agree_ends_the_run_a_step_later(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agree, num_calls = Ranks.agree, 0
+
+    def agree_as_a_signal_arrives(ranks: Ranks, place: str, value: str) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        agreed = agree(ranks, place, value)
+        if num_calls == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return agreed
+
+    monkeypatch.setattr(Ranks, "agree", agree_as_a_signal_arrives)
+    with pytest.raises(InterruptedRunError, match=r"after step 1 of 8 by SIGTERM"):
+        horizon_lm.train(steps_alone(settings), print_fn=lambda line: None)

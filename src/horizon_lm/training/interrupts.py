@@ -27,13 +27,15 @@ class Interrupts:
     in other threads this does nothing.
 
     Attributes:
-        requested: the name of the signal that has arrived; empty if there was none.
+        requested: the name of the signal that has arrived, here or at another rank, or the reason that a part of the run has; empty
+            if there is none. Only signals of this process are counted: the first after such a reason cuts nothing off.
     """
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}  # the handlers that were there before
         self._process = os.getpid()
         self._finishes_steps = False  # signals wait for the next `check`
+        self._has_arrived = False  # a signal of this process
         self._leaves = False  # the context ends, so signals are ignored
         self._raised = self._repeats = False  # KeyboardInterrupt was raised, and may be raised again
         self._orders: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # may be used by a signal handler
@@ -95,9 +97,10 @@ class Interrupts:
             return
         if self._leaves:
             return
-        first, self.requested = not self.requested, self.requested or signal.Signals(number).name
+        name, first, self._has_arrived = signal.Signals(number).name, not self._has_arrived, True
+        self.requested = self.requested or name
         if first and self._finishes_steps:
-            _write(f"\n{self.requested}: stopping after this step; interrupt again to stop at once\n")
+            _write(f"\n{name}: stopping after this step; interrupt again to stop at once\n")
         elif (not self._finishes_steps or number in _REPEATS) and (self._repeats or not self._raised):
             # Once only: another KeyboardInterrupt would end the cleaning up.
             self._raised, self._repeats = True, False

@@ -1,8 +1,9 @@
 """The steps after which a run does something besides training: those of its settings, and those that a part requests."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, Self
 
 from horizon_lm.config import RunConfig
 from horizon_lm.planning.request import Saves
@@ -15,12 +16,25 @@ def num_steps_of(number_or_share: float, num_steps: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The actions that parts of a run request."""
+    """The actions that parts of a run request at the end of a step.
+
+    Attributes:
+        log, evaluate, save: do so after this step, whatever the settings are.
+        stop: end as after the last step: export and evaluate the model. The run is finished, and cannot be resumed.
+        interrupt: end as after a signal: write a checkpoint that the run goes on from, export nothing, and exit with code 75.
+            It is the reason, which the message names ("interrupted after step 3 of 8 by REASON"). Empty for none.
+    """
 
     log: bool = False
     evaluate: bool = False
     save: bool = False
     stop: bool = False
+    interrupt: str = ""
+
+    @classmethod
+    def of_all(cls, requests: Iterable[tuple[Any, ...]]) -> Self:
+        """Return the actions that are in any of these requests, each of them the fields of a `Control`."""
+        return cls(*map(max, zip(*requests, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

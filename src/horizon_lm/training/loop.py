@@ -75,8 +75,7 @@ class Loop:
 
     def requests(self) -> Control:
         """Return the actions that parts request now, on any rank; any event may change them."""
-        of_parts = zip(*(astuple(part.control) for part in self.parts), strict=True)
-        return self.ranks.agree_on_control(Control(*map(any, of_parts)))
+        return self.ranks.agree_on_control(Control.of_all(astuple(part.control) for part in self.parts))
 
     def begin(self) -> int:
         """Evaluate before the first step, or finish the last one of a resumed run. Return the number of steps that are done."""
@@ -132,15 +131,18 @@ class Loop:
             part.after_step(step, self.due)
 
     def stop_if_interrupted(self, step: int) -> None:
-        """Save, finish what the parts do and raise InterruptedRunError if a signal has arrived, at any rank."""
-        self.interrupts.requested = self.ranks.agree("the end of a step", self.interrupts.requested)
-        if self.interrupts.requested:
-            if self.settings.config.save_on_signal and step > 0 and not self.run_dir.is_exported:
-                self.saver.save_before_deadline(step)
-            for part in self.parts:
-                part.finish(step)
-            kept = self.ranks.of_first("what the run leaves", self.interrupts.kept())
-            self.interrupts.check(f"after step {step} of {self.intervals.num_steps}", kept)
+        """Save, finish what the parts do and raise InterruptedRunError if a signal has arrived or a part requests it, at any rank."""
+        of_parts = max(part.control.interrupt for part in self.parts)
+        reason = self.ranks.agree("the end of a step", self.interrupts.requested or of_parts)
+        if not reason:  # a signal may have arrived since, which counts after the next step
+            return
+        self.interrupts.requested = reason
+        if self.settings.config.save_on_signal and step > 0 and not self.run_dir.is_exported:
+            self.saver.save_before_deadline(step)
+        for part in self.parts:
+            part.finish(step)
+        kept = self.ranks.of_first("what the run leaves", self.interrupts.kept())
+        self.interrupts.check(f"after step {step} of {self.intervals.num_steps}", kept)
 
     def end(self, step: int) -> RunResult:
         """Export the model, or the best one, and evaluate it. After an error of a callback, keep the weights and raise it."""

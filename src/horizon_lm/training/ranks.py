@@ -191,8 +191,7 @@ class Ranks:
 
     def agree_on_control(self, own: Control) -> Control:
         """Return the actions that are requested on any rank."""
-        flags = self.exchange("the requests of the parts", astuple(own))
-        return Control(*map(any, zip(*flags, strict=True)))
+        return Control.of_all(self.exchange("the requests of the parts", astuple(own)))
 
     def sum(self, place: str, value: float) -> float:
         """Return the sum of a number over all ranks, in their order."""
