@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import horizon_lm
@@ -281,3 +281,16 @@ def test_no_warnings_in_an_ordinary_step() -> None:
         model(**tiny_models.batch()).loss.backward()
         optimizer.step()
     assert caught == []
+
+
+def test_generate_with_a_static_cache_compiles_nothing() -> None:
+    """transformers compiles the call of a model on a GPU that has such a cache; here on any device."""
+    compiling = CompileConfig()
+    compiling._compile_all_devices = True
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    ids = tiny_models.batch(rows=2, padding="none")["input_ids"]
+    expected = tiny_models.build("llama").eval().generate(ids, **settings)
+    model = horizon_lm.stream(tiny_models.build("llama"), "cpu", precision="float32").eval()
+    torch._dynamo.reset()
+    assert torch.equal(model.generate(ids, **settings, compile_config=compiling), expected)
+    assert not torch._dynamo.utils.counters["frames"]

@@ -101,7 +101,9 @@ def test_fp32_master_computes_like_float32_on_rounded_weights(family: str) -> No
             # Two contributions, each rounded.
             assert (gradients(model)[name].float() - theirs).norm() < 0.01 * theirs.norm()
         else:
-            assert torch.equal(gradients(model)[name], theirs.to(torch.bfloat16)), name
+            grad = gradients(model)[name]  # float32 of a weight that this version of transformers keeps in float32
+            assert grad.dtype == (torch.float32 if name in model._horizon.engine.parts.in_float32 else torch.bfloat16)
+            assert torch.equal(grad, theirs.to(grad.dtype)), name
 
 
 def test_dropout_follows_the_micro_batch() -> None:

@@ -214,6 +214,10 @@ class StreamedModel:
     def gradient_checkpointing_disable(self) -> None:
         """Do nothing: a streamed model always recomputes its blocks."""
 
+    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        """Return the call as it is: `generate` would compile the whole model for a static cache, but only blocks can be compiled."""
+        return self.__call__  # type: ignore[operator]
+
     # Moving and casting: without effect, or rejected
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
