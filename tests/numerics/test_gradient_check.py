@@ -53,6 +53,20 @@ def test_a_wrong_gradient_is_named(breaks: Any, settings: str, monkeypatch: pyte
         model(**batch()).loss.backward()
 
 
+def test_masks_need_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that rejects a mask with a gradient is checked, too."""
+    forward, needed = StreamedBlock.forward, []
+
+    def watch(block: Any, *args: Any, **kwargs: Any) -> Any:
+        needed.append(kwargs["attention_mask"].requires_grad)
+        return forward(block, *args, **kwargs)
+
+    monkeypatch.setattr(StreamedBlock, "forward", watch)
+    model = horizon_lm.stream(build("gpt_oss"), check_gradients=2, attn_implementation="eager")
+    model(**batch()).loss.backward()
+    assert set(needed) == {False}
+
+
 def test_blocks_are_spread_over_the_model() -> None:
     model = horizon_lm.stream(build("llama", num_hidden_layers=7), check_gradients=3)
     assert model._horizon.blocks.gradient_check.indices == {0, 3, 6}

@@ -119,10 +119,8 @@ class GradientCheck:
             for name in node.module.param_names()
             for full in [f"{node.module.name}.{name}"]
         }
-        leaves = [
-            t.detach().to(dtype if t.is_floating_point() else t.dtype).requires_grad_(t.is_floating_point())
-            for t in inputs
-        ]
+        # A mask that required a gradient would be another computation.
+        leaves = node.saved.leaves([t.to(dtype) if t.is_floating_point() else t for t in inputs], slice(None))
         for number, part in enumerate(parts):
             with (
                 torch.enable_grad(), no_autocast_cache(), node.module.bound(params), node.module.in_mode(node.mode),
