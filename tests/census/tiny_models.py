@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto
 
 from tests.census.overrides import OVERRIDES
 from tests.census.shrink import DROPOUT, tiny_config
+from tests.support.tiny_models import attending_as_streamed
 
 MAPPINGS = {
     "causal": "CAUSAL_LM", "image_text": "IMAGE_TEXT_TO_TEXT", "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM", "masked": "MASKED_LM",
@@ -45,7 +46,7 @@ def build(model_type: str, mapping: str = "causal", seed: int = 0, **overrides: 
             if param.is_floating_point():
                 param.add_(torch.randn_like(param) * 0.05)
     remove_dropout(model)
-    return model.train()
+    return attending_as_streamed(model).train()
 
 
 def _build(model_type: str, mapping: str, overrides: Mapping[str, Any]) -> Any:

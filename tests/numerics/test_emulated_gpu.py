@@ -221,6 +221,7 @@ def test_a_head_in_float32_beside_blocks_in_16_bits(tmp_path: Path) -> None:
     model, batch = build("hy_v4"), text_batch("hy_v4")
     model.bfloat16().save_pretrained(tmp_path)
     plain = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    tiny_models.attending_as_streamed(plain)
     expected = plain(**batch, use_cache=False).loss
     expected.backward()
     options = {"compute_dtype": torch.bfloat16, "grad_dtype": torch.float32, "compile": False}

@@ -70,6 +70,7 @@ def train_only(model: Any, names: Any) -> None:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_values_and_logits_are_those_of_transformers(model_type: str, precision: str, tmp_path: Path) -> None:
     plain = folder_of(model_type, tmp_path).from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    tiny_models.attending_as_streamed(plain)
     kept, batch = kept_of(plain), text_batch(model_type)
     assert any(not torch.equal(each.bfloat16().float(), each) for each in kept.values())
     model = opened(tmp_path, precision=precision)
@@ -92,6 +93,7 @@ def test_gradients_and_steps_are_those_of_a_float32_parameter(
     model_type: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     plain = folder_of(model_type, tmp_path).from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    tiny_models.attending_as_streamed(plain)
     kept, batch = kept_of(plain), text_batch(model_type)
     model = opened(tmp_path, **options)
     for each in (plain, model):

@@ -27,6 +27,7 @@ from horizon_lm.model.units import find_parts
 from horizon_lm.store.checkpoint_loader import check_folder
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import build
+from tests.support.tiny_models import attending_as_streamed
 
 SMALL = {"vocab_size": 90, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 DEEPSEEK = DeepseekV3Config(
@@ -217,6 +218,7 @@ def test_weights_that_transformers_keeps_in_float32_are_computed_with_in_float32
     model, batch = build(model_type), text_batch(model_type)
     model.bfloat16().save_pretrained(tmp_path)
     plain, again = (type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).train() for _ in range(2))
+    attending_as_streamed(plain)
     options = {"precision": "fp32_master", "compute_dtype": torch.bfloat16, "head": head, "grad_dtype": torch.float32}
     streamed = (
         horizon_lm.from_pretrained(tmp_path, **options)

@@ -14,7 +14,7 @@ from horizon_lm.model.attention import find_segments
 from horizon_lm.model.attention_kernels import kernel_of_segments
 from tests.support import tiny_models
 
-REJECTED = ("gemma2", "gpt_oss", "qwen3_next", "falcon")
+REJECTED = ("gemma2", "qwen3_next", "falcon")
 CPU = torch.device("cpu")
 ONE_BY_ONE = "torch's scaled dot-product attention, one segment at a time, because its flash kernel does not support "
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -169,6 +169,9 @@ def test_a_kernel_that_was_activated_in_torch_goes_before_flash_attn(
         ({"attention_dropout": 0.1}, ONE_BY_ONE + "dropout"),
         ({"head_dim": 264}, ONE_BY_ONE + "head dimensions 264 and 264"),
         (LATENT, ONE_BY_ONE + "head dimensions 192 and 128"),
+        ({"installed": True, "sinks": True}, "FlashAttention-2 of torch 2.99.1"),
+        (LATENT | {"sinks": True}, "FlashAttention-2 of torch 2.99.1"),
+        ({"implementation": "sinks"}, "torch's fused attention with a mask"),
         ({"capability": (7, 5)}, ONE_BY_ONE + "compute capability 7.5"),
         ({"implementation": "sdpa"}, "torch's scaled dot-product attention with a mask"),
         ({"implementation": "flash_attention_3"}, "flash_attention_3"),
@@ -177,13 +180,14 @@ def test_a_kernel_that_was_activated_in_torch_goes_before_flash_attn(
 def test_kernel_of_packed_rows_is_named(setup: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, Any] = {
         "installed": False, "activated": None, "compiled": False, "dtype": torch.bfloat16, "capability": (9, 0),
-        "implementation": "varlen", "head_dim": 128, **setup,
+        "implementation": "varlen", "head_dim": 128, "sinks": False, **setup,
     }  # fmt: skip
     monkeypatch.setattr(torch, "__version__", "2.99.1+cu130")
     monkeypatch.setattr(attention_kernels, "version", lambda name: {"flash-attn": "2.8.3"}[name])
     monkeypatch.setattr(attention_kernels, "activated_kernel", lambda: known["activated"])
     monkeypatch.setattr(attention_kernels, "flash_attn", lambda: print if known["installed"] else None)
     named = kernel_of_segments(
-        SimpleNamespace(**known), known["implementation"], known["dtype"], known["compiled"], known["capability"]
-    )
+        SimpleNamespace(**known), known["implementation"], known["dtype"], known["compiled"], known["capability"],
+        known["sinks"],
+    )  # fmt: skip
     assert named == kernel

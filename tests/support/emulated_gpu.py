@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from horizon_lm.device.page_locks import PageLocks
-from horizon_lm.model import segment_attention
+from horizon_lm.model import segment_attention, sink_attention
 
 GPU = torch.device("cuda", 0)
 _FACTORIES = ["arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "tensor", "zeros", "zeros_like"]  # fmt: skip
@@ -315,7 +315,8 @@ def emulated_gpu(free_bytes: int = 10**9, index: int = 0) -> Iterator[EmulatedGp
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: gpu.begins_locked(tensor))
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: _locked(tensor.clone()))
         patch.setattr(torch, "Generator", _Generator)
-        patch.setattr(segment_attention, "has_kernel", lambda *_: False)  # its kernel needs a real GPU
+        patch.setattr(segment_attention, "has_kernel", lambda *_, **__: False)  # its kernel needs a real GPU
+        patch.setattr(sink_attention, "_is_on_cpu", lambda _: True)  # so do its kernels
         try:
             yield gpu
         finally:

@@ -68,7 +68,8 @@ def save_by_bitsandbytes(folder: Path, nested: bool) -> Path:
 def dequantized(folder: Path, kind: str, streamed: Any) -> Any:
     """Return the plain model with the weights that transformers decodes; for bitsandbytes, those of its own decoder."""
     if kind in ("mxfp4", "fp8"):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+        return tiny_models.attending_as_streamed(plain)
     config = streamed.config
     plain = AutoModelForCausalLM.from_config(config).float()
     state = {} if kind == "4bit" else load_file(folder / "model.safetensors")

@@ -5,6 +5,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from horizon_lm.model import attention
+
+attention.register()
+
 VOCABULARY = 97
 
 _COMMON: dict[str, Any] = {
@@ -41,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6,
-        "output_router_logits": True, "attn_implementation": "eager",
+        "output_router_logits": True, "attn_implementation": "sinks",  # plain models compute as streamed ones do
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "granite": {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5},
@@ -60,16 +64,22 @@ MOE_WITH_AUXILIARY_LOSS = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss")
 def build(family: str, seed: int = 0, model_class: Any = AutoModelForCausalLM, **overrides: Any) -> Any:
     """Build a Hugging Face model with random weights, large enough for visible gradients everywhere."""
     settings = _COMMON | FAMILIES[family] | overrides
-    attention = settings.pop("attn_implementation", "sdpa")
+    implementation = settings.pop("attn_implementation", "sdpa")
     if "layer_types" in settings:
         settings["num_hidden_layers"] = overrides.get("num_hidden_layers", len(settings["layer_types"]))
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
-    model = model_class.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model = model_class.from_config(config, attn_implementation=implementation, dtype=torch.float32)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.05)
     return model.train()
+
+
+def attending_as_streamed(model: Any) -> Any:
+    """Return a plain model whose attention is computed as in a streamed one, by the same kernels if it has sinks."""
+    attention.choose(model, None, on_accelerator=False)
+    return model
 
 
 def batch(rows: int = 3, length: int = 11, padding: str = "right", seed: int = 1) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ class ModelSettings(Settings):
     attn_implementation: Annotated[str | None, OnResume.ROUNDING] = Field(
         None,
         description="Attention implementation of transformers, such as sdpa; varlen computes no attention to padding or to other packed rows. "
-        "Default: the model's.",
+        "Default: the model's, but not eager for a model with sinks.",
     )
     chat_template_path: Annotated[str | None, OnResume.FREE, PerMachine()] = Field(
         None,

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
+from horizon_lm.model import attention_with_sinks
 from horizon_lm.model.compiling import mark_varying
 from horizon_lm.model.segment_attention import Offsets, causal, segment_attention, visible
+from horizon_lm.model.sink_attention import sink_attention
 from horizon_lm.quantities import counted, format_bytes
 
 NAME = "varlen"
@@ -123,8 +125,9 @@ def large_mask(
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
-    num_bytes = rows * length**2 * (itemsize if implementation == "eager" else 1)
-    if implementation not in ("eager", "sdpa") or num_bytes <= LARGEST_MASK:
+    additive = implementation in ("eager", attention_with_sinks.NAME)
+    num_bytes = rows * length**2 * (itemsize if additive else 1)
+    if not (additive or implementation == "sdpa") or num_bytes <= LARGEST_MASK:
         return None
     windowed = window is not None and window < length and "sliding_attention" in kinds
     if implementation == "sdpa" and not windowed and not segmented():
@@ -177,7 +180,7 @@ def varlen_attention(
     Returns:
         Output (B, T, heads, D), and None for attention weights.
     """
-    unknown = [name for name in ("softcap", "s_aux", "position_bias", "cache") if kwargs.get(name) is not None]
+    unknown = [name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None]
     if unknown or not (kwargs.get("is_causal") or getattr(module, "is_causal", True)):
         what = ", ".join(unknown) or "attention that is not causal"
         raise ModelNotSupportedError(f"attn_implementation='varlen' cannot do {what}; choose 'sdpa' or 'eager'")
@@ -188,6 +191,11 @@ def varlen_attention(
         )
     rows = getattr(_current, "rows", None)
     length = query.shape[2]
+    plain = not torch.compiler.is_compiling() and getattr(_current, "plain", False)
+    sinks = kwargs.get("s_aux")
+    attention_with_sinks.reject_unknown(NAME, module, dropout, None, sinks, kwargs)
+    if sinks is not None:
+        return sink_attention(query, key, value, sinks, None, rows, scaling, window=sliding_window, plain=plain), None
     if key.shape[2] != length:  # with a cache, the queries are the last tokens of longer rows
         mask = visible(length, key.shape[2], sliding_window, query.device)
         output = causal(query, key, value, scaling, dropout, mask)
@@ -196,7 +204,6 @@ def varlen_attention(
     elif _supports_flash_attn(query):
         return _by_flash_attn(rows, query, key, value, dropout, scaling, sliding_window), None
     else:
-        plain = not torch.compiler.is_compiling() and getattr(_current, "plain", False)
         return segment_attention(query, key, value, rows, scaling, dropout, sliding_window, plain), None
     return output.transpose(1, 2).contiguous(), None
 
@@ -250,21 +257,27 @@ def _whole_rows(size: int, length: int, device: torch.device) -> Segments:
 
 
 def register() -> None:
-    """Register the implementation in transformers, which makes no masks because no mask function has this name."""
+    """Register our implementations in transformers, which makes no masks for varlen because no mask function has this name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, varlen_attention)
+    attention_with_sinks.register()
 
 
 def choose(model: Any, wanted: str | None, on_accelerator: bool) -> str:
     """Set the requested attention implementation, or the best one for the device, and return its name.
 
+    transformers computes models with sinks eagerly because it has no other way; such models are eager only if that is requested.
+
     Raises:
         ModelNotSupportedError: varlen was requested, and the model does not support it.
     """
     present: str = model.config.get_text_config()._attn_implementation
-    if wanted is None and present == "sdpa" and on_accelerator and can_varlen(model):
+    sinks = wanted is None and present == "eager" and attention_with_sinks.replaces_eager(model)
+    if wanted is None and (present == "sdpa" or sinks) and on_accelerator and can_varlen(model):
         wanted = NAME
+    elif sinks:
+        wanted = attention_with_sinks.NAME
     if wanted == NAME:
         require_varlen(model)
     if wanted is not None and wanted != present:
@@ -286,7 +299,10 @@ def can_varlen(model: Any) -> bool:
 
 def _obstacle(model: Any) -> str | None:
     """Return why attention of this package cannot compute a model; None if it can."""
-    if not (getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)):
+    through_interface = getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)
+    # A model with sinks that supports flash attention can do without a mask.
+    without_mask = getattr(model, "_supports_flash_attn", False) and attention_with_sinks.has_sinks(model)
+    if not (through_interface or without_mask):
         return "its attention does not go through transformers' AttentionInterface"
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):  # transformers 5.17 claims sdpa support for these models

@@ -8,12 +8,17 @@ import torch
 from horizon_lm.model.attention import NAME, activated_kernel, flash_attn
 from horizon_lm.model.segment_attention import KERNEL_CAPABILITY, kernel_obstacle
 
-_WITH_MASK = {"sdpa": "torch's scaled dot-product attention", "eager": "eager attention"}
+_WITH_MASK = {
+    "sdpa": "torch's scaled dot-product attention",
+    "eager": "eager attention",
+    "sinks": "torch's fused attention",
+}
 
 
 def kernel_of_segments(
-    config: Any, implementation: str, dtype: torch.dtype, compiled: bool, capability: tuple[int, int] | None = None
-) -> str:
+    config: Any, implementation: str, dtype: torch.dtype, compiled: bool, capability: tuple[int, int] | None = None,
+    sinks: bool = False,
+) -> str:  # fmt: skip
     """Return the name and version of the kernel for rows with several documents, or with padding.
 
     Args:
@@ -22,6 +27,7 @@ def kernel_of_segments(
         dtype: dtype of hidden states.
         compiled: blocks are compiled.
         capability: compute capability of the GPU; None if unknown.
+        sinks: the model has sinks, for which torch's kernels are used.
     """
     if implementation in _WITH_MASK:
         return f"{_WITH_MASK[implementation]} with a mask"
@@ -29,9 +35,12 @@ def kernel_of_segments(
         return implementation
     activated = activated_kernel()
     halves = dtype in (torch.float16, torch.bfloat16)
-    if halves and not compiled and activated is None and flash_attn() is not None:
+    if halves and not compiled and activated is None and not sinks and flash_attn() is not None:
         return f"FlashAttention-2 of flash-attn {version('flash-attn')}"
-    obstacle = kernel_obstacle(head_dimensions(config), dtype, getattr(config, "attention_dropout", None) or 0.0)
+    widths = head_dimensions(config)
+    if sinks:  # heads are filled up to one width
+        widths = (max(widths) + -max(widths) % 8,) * 2
+    obstacle = kernel_obstacle(widths, dtype, getattr(config, "attention_dropout", None) or 0.0)
     if capability is not None and capability < KERNEL_CAPABILITY:
         obstacle = f"compute capability {'.'.join(map(str, capability))}"
     if obstacle:

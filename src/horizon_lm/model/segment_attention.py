@@ -54,7 +54,7 @@ def by_segment(
     """
     outputs = [
         causal(q, k, v, scaling, dropout, _mask(q, window))[0].transpose(0, 1)
-        for q, k, v in _cut((query, key, value), borders)
+        for q, k, v in cut((query, key, value), borders)
     ]
     return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2]))
 
@@ -107,6 +107,33 @@ def _has_flash(device: torch.device) -> bool:
     )
 
 
+def flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
+    scaling: float | None, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Call torch's flash kernel for segments; output (B, T, heads, D) and log-sum-exps (heads, B·T)."""
+    offsets, longest = _kernel_arguments(query, offsets, ends)
+    output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        *map(_flat, (query, key, value)), offsets, offsets, longest, longest, 0.0, window is None, False,
+        scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )  # fmt: skip
+    return output.unflatten(0, (query.shape[0], query.shape[2])), logsumexp
+
+
+def flash_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+    logsumexp: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None, scaling: float | None, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of query, key and value, (B, T, heads, D), of what `flash_forward` returned."""
+    offsets, longest = _kernel_arguments(query, offsets, ends)
+    grads = torch.ops.aten._flash_attention_backward(
+        grad.flatten(0, 1).contiguous(), *map(_flat, (query, key, value)), output.flatten(0, 1), logsumexp, offsets, offsets,
+        longest, longest, 0.0, window is None, torch.zeros(2, dtype=torch.uint64, device=query.device),
+        query.new_empty(0), scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )  # fmt: skip
+    return tuple(g.unflatten(0, (query.shape[0], query.shape[2])) for g in grads)  # type: ignore[return-value]
+
+
 # The operation and its backward operation, because compiled graphs cannot depend on segments
 
 
@@ -120,19 +147,14 @@ def _attend(
     """
     seed, nothing = torch.zeros((), dtype=torch.int64), query.new_empty(0, dtype=torch.float32)
     if has_kernel(query, value, dropout):
-        offsets, longest = _kernel_arguments(query, offsets, ends)
-        output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-            *map(_flat, (query, key, value)), offsets, offsets, longest, longest, 0.0, window is None, False,
-            scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        )  # fmt: skip
-        return output.unflatten(0, (query.shape[0], query.shape[2])), logsumexp, seed
+        return *flash_forward(query, key, value, offsets, ends, scaling, window), seed
     borders = _borders(query, ends)
     if not dropout:
         return by_segment(query, key, value, borders, scaling, 0.0, window), nothing, seed
     seed = torch.randint(2**62, ())  # from the generator whose state the recomputation restores
     generator = _generator(query, seed)
     outputs = []
-    for q, k, v in _cut((query, key, value), borders):
+    for q, k, v in cut((query, key, value), borders):
         kept = _weights(q, k, scaling, window) * _drawn(q, dropout, generator)
         outputs.append((kept.to(v.dtype) @ _repeated(v, q))[0].transpose(0, 1))
     return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])), nothing, seed
@@ -155,17 +177,11 @@ def _differentiate(
     """Return the gradients of query, key and value, contiguous as (B, T, heads, D)."""
     sizes = (query.shape[0], query.shape[2])
     if has_kernel(query, value, dropout):
-        offsets, longest = _kernel_arguments(query, offsets, ends)
-        grads = torch.ops.aten._flash_attention_backward(
-            grad.flatten(0, 1).contiguous(), *map(_flat, (query, key, value)), output.flatten(0, 1), logsumexp, offsets, offsets,
-            longest, longest, 0.0, window is None, torch.zeros(2, dtype=torch.uint64, device=query.device),
-            query.new_empty(0), scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-        )  # fmt: skip
-        return tuple(g.unflatten(0, sizes) for g in grads)  # type: ignore[return-value]
+        return flash_backward(grad, query, key, value, output, logsumexp, offsets, ends, scaling, window)
     borders = _borders(query, ends)
     generator = _generator(query, seed) if dropout else None
     pieces = []
-    for (q, k, v), (g,) in zip(_cut((query, key, value), borders), _cut((grad.transpose(1, 2),), borders), strict=True):
+    for (q, k, v), (g,) in zip(cut((query, key, value), borders), cut((grad.transpose(1, 2),), borders), strict=True):
         pieces.append(_differentiate_segment(q, k, v, g, scaling, dropout, window, generator))
     return tuple(torch.cat(parts).unflatten(0, sizes) for parts in zip(*pieces, strict=True))  # type: ignore[return-value]
 
@@ -194,8 +210,8 @@ _attend.register_autograd(_grads, setup_context=_keep)
 # Segments
 
 
-def _cut(tensors: tuple[torch.Tensor, ...], borders: list[int]) -> list[tuple[torch.Tensor, ...]]:
-    """Split tensors (B, heads, T, D) into segments (1, heads, length, D)."""
+def cut(tensors: tuple[torch.Tensor, ...], borders: list[int]) -> list[tuple[torch.Tensor, ...]]:
+    """Split tensors (B, heads, T, D) into segments (1, heads, length, D), which end at these borders."""
     flat = [_flat(t) for t in tensors]
     return [tuple(t[start:stop].transpose(0, 1)[None] for t in flat) for start, stop in pairwise(borders)]
 

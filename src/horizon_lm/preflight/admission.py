@@ -101,6 +101,7 @@ def _collective_bytes(num_ranges: int, num_ranks: int, links: Interconnect | Non
 def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShape) -> list[str]:
     """Return the kernel of packed and padded rows on a GPU, if there are any."""
     from horizon_lm.model.attention_kernels import kernel_of_segments
+    from horizon_lm.model.attention_with_sinks import has_sinks
 
     config, hardware = source.config.get_text_config(), plan.machine.hardware
     if plan.machine.on_host or not rows.masked or not isinstance(getattr(config, "num_attention_heads", None), int):
@@ -109,7 +110,8 @@ def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShap
     if hardware is not None and hardware.capability:
         capability = int(hardware.capability), round(10 * hardware.capability) % 10
     used = plan.step.outline.attention
-    kernel = kernel_of_segments(config, used, compute_dtype(run), plan.request.compiled, capability)
+    sinks = has_sinks(source.model.skeleton())
+    kernel = kernel_of_segments(config, used, compute_dtype(run), plan.request.compiled, capability, sinks)
     return [f"attention: packed and padded rows use {kernel}"]
 
 

@@ -1,0 +1,246 @@
+"""Attention with sinks through fused kernels that know of none.
+
+A sink is a score of a head that belongs to no token: it takes a share of the softmax and adds no value. With the log-sum-exp
+L of a query's scores and the sink s of its head, attention with a sink is attention without one, scaled:
+
+    L' = logaddexp(L, s),    O' = O * exp(L - L').
+
+The backward pass of a fused kernel takes the weights from exp(scores - L') and the product dO' . O', so it is exact if it is given
+O' and L'. The gradient of a sink is the sum of -exp(s - L') * (dO' . O') over the queries. L' is in float32 or better.
+
+Shapes: B batch, T tokens, S keys, D head dimension; queries are (B, heads, T, D), outputs (B, T, heads, D), log-sum-exps (B, T, heads, 1).
+"""
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from horizon_lm.model import segment_attention
+from horizon_lm.model.segment_attention import Offsets, cut, flash_backward, flash_forward, visible
+
+_MULTIPLE = 8  # of the head dimension and of a mask's rows, for kernels that read 16 bytes at once
+Pieces = list[tuple[torch.Tensor, ...]]
+
+
+def sink_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, mask: torch.Tensor | None = None,
+    rows: Offsets | None = None, scaling: float | None = None, causal: bool = True, window: int | None = None, plain: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Compute attention with sinks.
+
+    Args:
+        query: queries (B, heads, T, D).
+        key, value: keys and values (B, heads, S, D), possibly with fewer heads; values may have another head dimension.
+        sinks: (heads,).
+        mask: boolean or additive, (B or 1, 1, T, S); None for none.
+        rows: segments of the rows, which do not attend to each other; None if every row is a single segment.
+        scaling: factor of the scores; None for 1 / sqrt(D).
+        causal: without a mask, tokens attend to themselves and earlier tokens, as many as keys.
+        window: in causal attention, the number of tokens that a token attends to, including itself; None for all earlier tokens.
+        plain: do not use the kernel for segments.
+
+    Returns:
+        Output (B, T, heads, D), contiguous.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    offsets, ends = (None, None) if rows is None else rows
+    sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
+    output: torch.Tensor = _attend(query, key, value, sinks, mask, offsets, ends, scaling, causal, window, plain)[0]
+    return output
+
+
+def add_sinks(output: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale an output (B, T, heads, D) in place; return it, and the log-sum-exps (B, T, heads, 1) with the sinks (heads,)."""
+    total = torch.logaddexp(sums, sinks[:, None])
+    return output.mul_((sums - total).exp_()), total
+
+
+def grad_of_sinks(grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks (heads,), given the results of `add_sinks` and the gradient of the output."""
+    exact = [(g.to(sinks.dtype) * o).sum(-1) for g, o in zip(grad, output, strict=True)]  # row by row: it is large
+    return -((sinks - total.squeeze(-1)).exp_() * torch.stack(exact)).sum((0, 1))
+
+
+# The operation and its backward operation, because compiled graphs cannot depend on segments
+
+
+@torch.library.custom_op("horizon_lm::sink_attention", mutates_args=())
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, mask: torch.Tensor | None,
+    offsets: torch.Tensor | None, ends: torch.Tensor | None, scaling: float, causal: bool, window: int | None, plain: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the output (B, T, heads, D), and log-sum-exps (B, T, heads, 1) for the backward pass."""
+    width = value.shape[-1]
+    query, key, value = _of_one_width(query, key, value)
+    if _has_kernel(query, value, mask, causal, plain):
+        output, sums = flash_forward(query, key, value, offsets, ends, scaling, window)
+        sums = sums.t().unflatten(0, output.shape[:2]).unsqueeze(-1)
+    else:
+        pieces = []
+        for q, k, v in _pieces((query, key, value), ends):
+            bias, causes = _bias(q, k, mask, causal, window)
+            out, per_query = (_on_cpu if _is_on_cpu(q) else _on_accelerator)(q, k, v, bias, causes, scaling)
+            pieces.append((out, per_query.unsqueeze(-1)))
+        output, sums = (_joined(parts, query, ends) for parts in zip(*pieces, strict=True))
+    return add_sinks(output[..., :width].contiguous(), sums.contiguous(), sinks)
+
+
+@_attend.register_fake
+def _(query, key, value, sinks, *_):  # type: ignore[no-untyped-def]
+    rows, heads, length, _ = query.shape
+    return query.new_empty(rows, length, heads, value.shape[-1]), sinks.new_empty(rows, length, heads, 1)
+
+
+@torch.library.custom_op("horizon_lm::sink_attention_backward", mutates_args=())
+def _differentiate(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, total: torch.Tensor,
+    mask: torch.Tensor | None, offsets: torch.Tensor | None, ends: torch.Tensor | None,
+    scaling: float, causal: bool, window: int | None, plain: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of query, key and value, contiguous as (B, T, heads, D)."""
+    widths = query.shape[-1], key.shape[-1], value.shape[-1]
+    query, key, value, output, grad = _of_one_width(query, key, value, output, grad)
+    if _has_kernel(query, value, mask, causal, plain):
+        sums = total.squeeze(-1).flatten(0, 1).t().contiguous()
+        grads = flash_backward(grad, query, key, value, output, sums, offsets, ends, scaling, window)
+    else:
+        tensors = (query, key, value, output.transpose(1, 2), grad.transpose(1, 2), total.transpose(1, 2))
+        pieces = []
+        for q, k, v, out, of_out, sums in _pieces(tensors, ends):
+            bias, causes = _bias(q, k, mask, causal, window)
+            backward = _back_on_cpu if _is_on_cpu(q) else _back_on_accelerator
+            pieces.append(backward(of_out, q, k, v, bias, out, sums.squeeze(-1), causes, scaling))
+        grads = tuple(_joined(parts, query, ends) for parts in zip(*pieces, strict=True))  # type: ignore[assignment]
+    return tuple(g[..., :width].contiguous() for g, width in zip(grads, widths, strict=True))  # type: ignore[return-value]
+
+
+@_differentiate.register_fake
+def _(grad, query, key, value, *_):  # type: ignore[no-untyped-def]
+    return tuple(
+        torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)
+    )
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    query, key, value, sinks, mask, offsets, ends, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, mask, offsets, ends)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _grads(ctx, grad, _):  # type: ignore[no-untyped-def]
+    query, key, value, sinks, output, total, mask, offsets, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    grads = _differentiate(grad, query, key, value, output, total, mask, offsets, ends, *ctx.options)
+    of_sinks = grad_of_sinks(grad, output, total, sinks) if ctx.needs_input_grad[3] else None
+    return *(g.transpose(1, 2) for g in grads), of_sinks, *[None] * (3 + len(ctx.options))
+
+
+_attend.register_autograd(_grads, setup_context=_keep)
+
+
+# Kernels that return log-sum-exps
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, plain: bool) -> bool:
+    """Return whether torch's flash kernel for segments computes this."""
+    square = query.shape[2] == value.shape[2]
+    return not plain and mask is None and causal and square and segment_attention.has_kernel(query, value, dropout=0.0)
+
+
+def _is_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output (B, heads, T, D) and log-sum-exps (B, heads, T) of torch's flash kernel for CPUs."""
+    output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=bias, scale=scaling
+    )
+    return output, sums
+
+
+def _back_on_cpu(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
+    output: torch.Tensor, sums: torch.Tensor, causal: bool, scaling: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grads: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, output, sums, 0.0, causal, attn_mask=bias, scale=scaling
+    )
+    return grads
+
+
+def _on_accelerator(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and log-sum-exps of torch's memory-efficient kernel, which takes masks, float32 and all widths of heads."""
+    key, value = _for_all_heads(query, key, value)
+    output, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, _aligned(bias, query), True, 0.0, causal, scale=scaling
+    )
+    return output, sums[..., : query.shape[2]]
+
+
+def _back_on_accelerator(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
+    output: torch.Tensor, sums: torch.Tensor, causal: bool, scaling: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    keys, values = _for_all_heads(query, key, value)
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which there is none of
+    # The kernel reads log-sum-exps in blocks of 32 queries, and its own forward pass fills the last one with infinity.
+    sums = F.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
+    of_query, of_keys, of_values, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, keys, values, _aligned(bias, query), output, sums, seed, seed, 0.0, [True, True, True, False], causal,
+        scale=scaling,
+    )  # fmt: skip
+    # Query heads that share a key and value head add up their gradients.
+    shared = [t.unflatten(1, (key.shape[1], -1)).sum(2) for t in (of_keys, of_values)]
+    return of_query, *shared
+
+
+# Shapes
+
+
+def _of_one_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Fill head dimensions with zeros up to the largest, which changes no score, and no output except for more zeros."""
+    width = max(t.shape[-1] for t in tensors)
+    width += -width % _MULTIPLE
+    return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
+
+
+def _for_all_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in tensors]
+
+
+def _bias(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, window: int | None
+) -> tuple[torch.Tensor | None, bool]:
+    """Return an additive mask, and whether a kernel has to be causal by itself."""
+    length, keys = query.shape[2], key.shape[2]
+    if mask is None and causal and (length != keys or (window is not None and window < length)):
+        mask = visible(length, keys, window, query.device)[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return (None if mask is None else mask.to(query.dtype)), causal and mask is None
+    hidden = torch.finfo(query.dtype).min
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, hidden), False
+
+
+def _aligned(bias: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Return a mask whose rows begin at multiples of 16 bytes, for all rows and heads."""
+    if bias is None:
+        return None
+    rows, heads, length, _ = query.shape
+    keys = bias.shape[-1]
+    return F.pad(bias, (0, -keys % _MULTIPLE))[..., :keys].expand(rows, heads, length, keys)
+
+
+def _pieces(tensors: tuple[torch.Tensor, ...], ends: torch.Tensor | None) -> Pieces:
+    """Return tensors (B, heads, T, D) whole, or cut into segments (1, heads, length, D)."""
+    return [tensors] if ends is None else cut(tensors, ends.tolist())
+
+
+def _joined(pieces: tuple[torch.Tensor, ...], query: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+    """Return pieces as one tensor (B, T, heads, D)."""
+    if ends is None:
+        return pieces[0].transpose(1, 2)
+    return torch.cat([piece[0].transpose(0, 1) for piece in pieces]).unflatten(0, (query.shape[0], query.shape[2]))
