@@ -252,11 +252,28 @@ def test_frozen_blocks_have_no_boundaries() -> None:
 
 def test_eager_scores_are_planned_quadratically() -> None:
     config = tiny_models.build("gpt_oss").config
-    short, long = (outline_model(ModelSource(config, "tiny"), length=n, dtype=torch.float32) for n in (64, 512))
+    source = ModelSource(config, "tiny", attn_implementation="eager")
+    short, long = (outline_model(source, length=n, dtype=torch.float32) for n in (64, 512))
     batch = ForwardBatch(1, 512)
     settings = {"per_device_train_batch_size": 1, "forwards": (batch,)}
     planned, exact = (choose(each, Request(**settings), HERE).step for each in (short, long))
     assert device_use(planned).activations >= max(kind.forward_peak.at(1) for kind in exact.outline.kinds)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torch, which compiles the masks of flex_attention
+def test_fused_attention_with_sinks_is_planned_linearly() -> None:
+    """With masks, without them, and with flex_attention, whose masks are no tensors."""
+    config = tiny_models.build("gpt_oss").config
+
+    def peak(name: str, length: int) -> float:
+        source = ModelSource(config, "tiny", attn_implementation=name)
+        outline = outline_model(source, length=length, dtype=torch.bfloat16, on_accelerator=True)
+        assert not outline.unknown
+        assert all(kind.forward.at(1).attention for kind in outline.kinds) == (name != "eager")
+        return max(kind.peak.at(1) for kind in outline.kinds)
+
+    for name, growth in (("sinks", 8), ("varlen", 8), ("flex_attention", 8), ("eager", 60)):
+        assert peak(name, 2048) / peak(name, 256) == pytest.approx(growth, rel=0.1), name
 
 
 @pytest.mark.parametrize("values", [("logprobs",), ("logprobs", "mean")])

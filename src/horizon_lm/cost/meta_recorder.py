@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from horizon_lm.model import attention_with_sinks
+from horizon_lm.model.sink_attention import add_sinks, grad_of_sinks
 from horizon_lm.planning.outline import Work
 
 _STAND_IN = "horizon_lm_fused"  # the name under which transformers finds the stand-in kernels
-_FUSED = ("flash_attention_2", "flash_attention_3", "varlen")
+_FUSED = ("flash_attention_2", "flash_attention_3", "flex_attention", "varlen", attention_with_sinks.NAME)
 _BACKWARD = 2.5  # work of a fused backward pass, relative to its forward pass (Dao, "FlashAttention-2", section 4.1)
 
 
@@ -134,28 +136,35 @@ def _stand_ins(module: nn.Module, recorder: Recorder, accelerated: bool) -> Iter
 
 
 class _Fused(torch.autograd.Function):
-    """A stand-in for fused attention that keeps the same tensors: query, key, value (B, heads, T, D), output
-    and mask.
+    """A stand-in for fused attention that keeps the same tensors: query, key, value (B, heads, T, D), output,
+    mask, and sinks (heads,), whose own operations are counted as they are.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-        recorder: Recorder, pairs: float,
+        sinks: torch.Tensor | None, recorder: Recorder, pairs: float,
     ) -> torch.Tensor:  # fmt: skip
         rows, heads, _, width = query.shape
         output = _output_like(query, value.shape[-1])
         per_query = query.new_empty(query.shape[:-1], dtype=torch.float32)  # log-sum-exp, (B, heads, T)
-        ctx.save_for_backward(query, key, value, output, per_query, *([] if mask is None else [mask]))
+        if sinks is not None:
+            by_token, per_query = output.transpose(1, 2), per_query.transpose(1, 2).unsqueeze(-1)
+            per_query = add_sinks(by_token, per_query, sinks)[1]
+        ctx.save_for_backward(query, key, value, output, per_query, mask, sinks)
         ctx.recorder, ctx.operations = recorder, 2.0 * rows * heads * pairs * (width + value.shape[-1])
         recorder.attend(ctx.operations)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, *_ = ctx.saved_tensors
+        query, key, value, output, per_query, _, sinks = ctx.saved_tensors
         ctx.recorder.attend(_BACKWARD * ctx.operations)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        of_sinks = None
+        if ctx.needs_input_grad[4]:
+            of_sinks = grad_of_sinks(grad.transpose(1, 2), output.transpose(1, 2), per_query, sinks)
+        return *grads, None, of_sinks, None, None
 
 
 def _output_like(query: torch.Tensor, width: int) -> torch.Tensor:
@@ -192,7 +201,7 @@ class _ScaledDotProduct(TorchFunctionMode):
             mask = torch.empty_like(mask, dtype=query.dtype)  # kernels add the mask to the scores
         causal = kwargs.get("is_causal") and query.shape[2] == key.shape[2]
         pairs = _pairs(query.shape[2], None) if causal else float(query.shape[2] * key.shape[2])
-        return _Fused.apply(query, key, value, mask, self._recorder, pairs)
+        return _Fused.apply(query, key, value, mask, None, self._recorder, pairs)
 
 
 @contextmanager
@@ -200,9 +209,14 @@ def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Context manager: replace kernels that transformers looks up by name and that skip tokens outside of a window."""
     from transformers import AttentionInterface
 
-    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
-        pairs = _pairs(query.shape[2], kwargs.get("sliding_window"))
-        return _Fused.apply(query, key, value, None, recorder, pairs).transpose(1, 2), None
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
+        pairs, sinks = _pairs(query.shape[2], kwargs.get("sliding_window")), kwargs.get("s_aux")
+        if isinstance(mask, torch.Tensor):  # the kernel skips nothing; flex_attention has no tensor, and skips blocks
+            pairs = float(query.shape[2] * key.shape[2])
+        else:
+            mask = None
+        sinks = None if sinks is None else sinks.float()
+        return _Fused.apply(query, key, value, mask, sinks, recorder, pairs).transpose(1, 2), None
 
     AttentionInterface.register(_STAND_IN, attend)
     configs = {id(c): c for part in module.modules() if (c := part.__dict__.get("config")) is not None}
