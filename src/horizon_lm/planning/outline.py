@@ -1,7 +1,8 @@
 """A model as seen by the planner: sizes of its units and costs of their computations, as plain data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import add, attrgetter, sub
 from typing import Generic, TypeVar
 
 from horizon_lm.planning.memory import ModelSizes
@@ -39,14 +40,16 @@ class Work:
     num_ops: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Work(*map(add, _figures(self), _figures(other)))
 
     def __sub__(self, other: "Work") -> "Work":
-        return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Work(*map(sub, _figures(self), _figures(other)))
 
     def __mul__(self, factor: float) -> "Work":
-        return Work(*(a * factor for a in astuple(self)))
+        return Work(*(figure * factor for figure in _figures(self)))
 
+
+_figures = attrgetter(*(each.name for each in fields(Work)))  # astuple takes ten times as long
 
 T = TypeVar("T", int, Work)
 
