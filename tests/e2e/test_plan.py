@@ -13,6 +13,7 @@ import pytest
 
 from horizon_lm import resources
 from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.model.known_models import known_models
 from horizon_lm.planning.catalog import own_profile_path
 from tests.e2e import tiny
 from tests.e2e.command import run
@@ -30,6 +31,13 @@ def run_file(tmp_path: Path, model: Path) -> Path:
         "per_device_train_batch_size: 2\ngradient_accumulation_steps: 3\nmax_length: 128\n"
     )
     return path
+
+
+@pytest.fixture
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search only small models and a mixture of experts, because a model's outline takes seconds."""
+    small = [each for each in known_models() if each.parameters < 2e9 or each.name == "openai/gpt-oss-20b"]
+    monkeypatch.setattr("horizon_lm.cli.plan.known_models", lambda: small)
 
 
 def plan(*arguments: Any) -> dict[str, Any]:
@@ -478,6 +486,7 @@ def test_processes_of_this_machine_are_planned_without_times(run_file: Path) -> 
     assert "links between the GPUs are unknown" in run("plan", run_file, "--gpus", "4").stdout
 
 
+@pytest.mark.usefixtures("small_models")
 def test_largest_models_of_several_gpus() -> None:
     largest = ("plan", "--largest", "--device", "rtx-3090", "--host-memory", "32GB", "--gpus", "2", "--json")
     result = run(*largest)
@@ -642,6 +651,7 @@ def test_the_page_has_the_largest_models() -> None:
     assert "\n".join(result.stdout.splitlines()[2:]) in page
 
 
+@pytest.mark.usefixtures("small_models")
 def test_largest_models_are_planned_to_fit() -> None:
     result = run("plan", "--largest", "--device", "h200", "--host-memory", "16GB", "--json")
     assert result.exit_code == 0, result.stderr
