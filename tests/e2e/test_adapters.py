@@ -258,6 +258,18 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "unused": ({"use_peft": False}, "lora_r.*is not used without use_peft"),
     "trainable": ({"trainable": "lm_head"}, "trains adapters alone, so trainable is not used"),
     "no such layer": ({"lora_target_modules": ["nothing"]}, "PEFT cannot add these adapters.*nothing"),
+    "no such module": (
+        {"lora_modules_to_save": ["embed_token"]},
+        "lora_modules_to_save: embed_token: the model has nothing of this name; did you mean embed_tokens",
+    ),
+    "one module of two": (
+        {"lora_modules_to_save": ["embed_tokens", "wte"]},
+        "lora_modules_to_save: wte: .*; name one of the model's",
+    ),
+    "no such parameter": (
+        {"lora_target_parameters": ["mlp.experts.gate_up_proj"]},
+        "lora_target_parameters: mlp.experts.gate_up_proj: ",
+    ),
     "not an adapter": (
         {"lora_r": 16, "lora_target_modules": None, "adapter_name_or_path": "."},
         "has no adapter_config.json",
@@ -273,7 +285,8 @@ def test_a_target_may_be_one_name(base: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_bad_settings(base: dict[str, Any], tmp_path: Path, case: str) -> None:
+def test_bad_settings(base: dict[str, Any], tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, message = REJECTED[case]
+    monkeypatch.setattr("horizon_lm.training.setup.load_model", lambda *args: pytest.fail("the weights were read"))
     with pytest.raises(ConfigError, match=message):
         horizon_lm.train({**base, **changes, "output_dir": str(tmp_path / "run")}, print_fn=lambda _: None)

@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from horizon_lm.model import hub
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, require_quick_names
 from horizon_lm.model.adapter_kinds import require_kind_that_streams
 from horizon_lm.model.adapter_layers import adapted_model
+from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import lasting_name, require_inside
 
 
@@ -92,6 +93,10 @@ class Adapters:
             modules = _default_layers(peft, model)
         if isinstance(modules, str):
             require_quick_names({"target_modules": modules}, _module_names(model), "lora_target_modules")
+        # As PEFT compares them; it would train without what it does not find.
+        _require_names("lora_modules_to_save", self.modules_to_save, _module_names(model))
+        parameters = [f".{name}" for name, _ in adapted_model(model).named_parameters()]
+        _require_names("lora_target_parameters", self.target_parameters, parameters, separator=".")
         return peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=self.r,
@@ -224,6 +229,15 @@ def open_adapter_config(folder: Path, model: Any) -> Any:
 
 def _module_names(model: Any) -> list[str]:
     return [name for name, _ in adapted_model(model).named_modules()]
+
+
+def _require_names(setting: str, wanted: Iterable[str] | None, found: Sequence[str], separator: str = "") -> None:
+    """Raise ConfigError if a name in a setting is the end of none of those that are found."""
+    for name in wanted or ():
+        if not any(each.endswith(separator + name) for each in found):
+            meant = closest_setting(name.rpartition(".")[2], {each.rpartition(".")[2] for each in found})
+            hint = "; name one of the model's" if meant is None else f"; did you mean {meant}?"
+            raise ConfigError(f"{setting}: {name}: the model has nothing of this name{hint}")
 
 
 def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
