@@ -76,9 +76,14 @@ def require_small_buffer(sizes: Iterable[Any]) -> None:
     Args:
         sizes: arguments of the torch function that makes the tensor; its sizes are the whole numbers among them.
     """
-    flat = [each for size in sizes for each in (size if isinstance(size, tuple | list) else [size])]
-    elements = math.prod(each for each in flat if isinstance(each, int) and each > 0)
+    elements = num_elements(sizes)
     if elements > _MAX_BUFFER:
         raise ConfigError(
             f"a table of {elements:,} elements would be computed to build the model; correct the sizes in its config"
         )
+
+
+def num_elements(sizes: Iterable[Any]) -> int:
+    """Return the number of elements of a tensor that a torch function makes of these arguments."""
+    flat = [each for size in sizes for each in (size if isinstance(size, tuple | list) else [size])]
+    return math.prod(each for each in flat if isinstance(each, int) and each > 0)

@@ -13,7 +13,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, ModelNotSupportedError, first_line, warn
-from horizon_lm.model.config_limits import require_few_parameters, require_sane_config, require_small_buffer
+from horizon_lm.model.config_limits import (
+    num_elements,
+    require_few_parameters,
+    require_sane_config,
+    require_small_buffer,
+)
 from horizon_lm.model.gguf_header import read_gguf_header
 from horizon_lm.model.known_models import KnownModel, find_known, known_models
 from horizon_lm.model.opening import open_like_transformers
@@ -353,27 +358,36 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
     return model
 
 
-_FACTORIES = (torch.ones, torch.zeros, torch.full, torch.rand, torch.randn, torch.arange)  # of buffers, mostly
+_FACTORIES = (torch.ones, torch.zeros, torch.full, torch.rand, torch.randn, torch.arange)
+_LARGE = 2**24  # elements; few buffers have as many, but the experts of one block may exceed host memory
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """A mode that allocates ``torch.empty`` on the meta device, as the experts of one block may exceed host memory.
+class _LargeOnMeta(TorchFunctionMode):
+    """A mode that allocates ``torch.empty``, and what other factories make of more elements than a limit, on the meta device.
 
-    Buffers are computed, so an absurd size is rejected before it is allocated.
+    Without a limit all of it is computed, as buffers are, and an absurd size is rejected before it is allocated.
     """
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self._limit = limit
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
         elif func in _FACTORIES:  # of `torch.full`, the first argument alone is a size
-            require_small_buffer([*args[: 1 if func is torch.full else None], kwargs.get("size", ())])
+            sizes = [*args[: 1 if func is torch.full else None], kwargs.get("size", ())]
+            if self._limit is None:
+                require_small_buffer(sizes)
+            elif num_elements(sizes) > self._limit:
+                kwargs["device"] = "meta"
         return func(*args, **kwargs)
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Context manager: turn every registered parameter into a meta tensor, but compute buffers.
+def parameters_on_meta(limit: int | None) -> Iterator[None]:
+    """Context manager: turn every registered parameter into a meta tensor, but compute buffers: all, or those within a limit.
 
     ``torch.device("meta")`` would also put buffers (rotary frequencies, scales) on the meta device.
     """
@@ -387,10 +401,24 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
-        with _EmptyOnMeta():
+        with _LargeOnMeta(limit):
             yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _build(config: Any, model_class: Any, limit: int | None, options: dict[str, Any]) -> Any:
+    """Return the model of a config as its class builds it, without weights. ``limit``: see `parameters_on_meta`."""
+    from transformers.initialization import no_init_weights
+
+    # Random initialization on the meta device has no effect, but takes most of the time of building a model. Some classes draw
+    # parameters by themselves; in transformers they do so on the meta device, which leaves the caller's random state alone.
+    with no_init_weights(), parameters_on_meta(limit), torch.random.fork_rng(devices=()):
+        return auto_class(model_class).from_config(config, **{"trust_remote_code": False, **options})
+
+
+def _buffers_on_meta(model: nn.Module) -> list[str]:
+    return [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
 
 
 def build_skeleton(config: Any, model_class: Any = None, **options: Any) -> nn.Module:
@@ -399,13 +427,13 @@ def build_skeleton(config: Any, model_class: Any = None, **options: Any) -> nn.M
     Its buffers, and the dtypes of all its tensors, are those that transformers gives a model that is opened with the option
     ``dtype``; without this option, with the dtype of the config.
     """
-    from transformers.initialization import no_init_weights
-
-    # Random initialization on the meta device has no effect, but takes most of the time of building a model. Some classes draw
-    # parameters by themselves; in transformers they do so on the meta device, which leaves the caller's random state alone.
-    with no_init_weights(), parameters_on_meta(), torch.random.fork_rng(devices=()):
-        model = auto_class(model_class).from_config(config, **{"trust_remote_code": False, **options})
-    lost = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+    try:
+        model = _build(config, model_class, _LARGE, options)
+    except RuntimeError:  # it computes with a large table
+        model = None
+    if model is None or _buffers_on_meta(model):
+        model = _build(config, model_class, None, options)
+    lost = _buffers_on_meta(model)
     assert not lost, f"{type(model).__name__}: the buffer {lost[0]} was made by torch.empty"
     open_like_transformers(model)
     model.tie_weights()
