@@ -321,7 +321,7 @@ def _slab_bytes(
         "low_halves": _own_bytes(masters, LOW_HALF_BYTES[settings.precision]),
         "grads": used_bytes(kept, settings.grad_bytes),
         "moments": _moments(cuts, trained, settings),
-        "landing": _landing(trained, ranges, settings) if settings.update_in_backward else 0,
+        "landing": _landing_slot_bytes(trained, ranges, settings) if settings.update_in_backward else 0,
     }
     if sizes.in_float32 is not None:
         assert trained.in_float32 is not None
@@ -420,7 +420,7 @@ def _scales(trained: ModelSizes, ranges: Sequence[slice]) -> list[slice]:
     ]
 
 
-def _landing(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:
+def _landing_slot_bytes(trained: ModelSizes, ranges: Sequence[slice], settings: HostSettings) -> int:
     """Return the bytes of the landing slots: two for blocks, one for each other unit. A tied table has a gradient slab
     instead.
     """

@@ -72,7 +72,7 @@ def _stream_in(unit: Unit, into: Buffer, layout: Layout) -> list[Op]:
     return [copy, *([Op(Kind.GATHER, unit, Stream.COLLECTIVE, buffers, buffers)] if layout.sharded else [])]
 
 
-def _landing(unit: Unit, layout: Layout) -> Buffer:
+def _landing_buffer(unit: Unit, layout: Layout) -> Buffer:
     """Return the host buffer in which a unit's gradients land."""
     if not layout.update_in_backward or (layout.tied and unit in (EMBED, HEAD)):
         return _host(Buf.HOST_GRADS, unit, layout)
@@ -83,11 +83,11 @@ def _stream_out(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
     """Return the landing of a gradient, after the gradients of several ranks are summed, and, in the backward pass, its
     update. The table is updated in the next forward pass.
     """
-    landing = _landing(unit, layout)
+    host = _landing_buffer(unit, layout)
     # A landing is added to the gradients in the slab, so it also reads the slab.
-    reads = (source, landing) if landing.kind == Buf.HOST_GRADS else (source,)
+    reads = (source, host) if host.kind == Buf.HOST_GRADS else (source,)
     ops = [Op(Kind.REDUCE, unit, Stream.COLLECTIVE, (source,), (source,))] if layout.sharded else []
-    ops.append(Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (landing,)))
+    ops.append(Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (host,)))
     if layout.update_in_backward and unit != EMBED and not (layout.tied and unit == HEAD):
         ops.append(_update(unit, layout))
     return ops
@@ -96,7 +96,7 @@ def _stream_out(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
 def _update(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
     """Return the update of a unit, which reads its gradients where they have landed."""
     weights = _host(Buf.HOST_WEIGHTS, unit, layout)
-    return Op(kind, unit, stream, (_landing(unit, layout), weights), (weights,))
+    return Op(kind, unit, stream, (_landing_buffer(unit, layout), weights), (weights,))
 
 
 def _compute(kind: Kind, unit: Unit, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...] = ()) -> Op:
@@ -284,7 +284,7 @@ def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozen
     for unit in units:
         if unit in orthogonalized:
             stream_next()
-            slot, host = _slot_of_matrices(unit, layout), _landing(unit, layout)
+            slot, host = _slot_of_matrices(unit, layout), _landing_buffer(unit, layout)
             ops.append(Op(Kind.ORTHOGONALIZE, unit, Stream.COMPUTE, (slot,), (slot,)))
             ops.append(Op(Kind.RETURN_MATRICES, unit, Stream.COPY_OUT, (slot,), (host,)))
         ops.append(_update(unit, layout))
@@ -298,7 +298,11 @@ def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
 
 def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:
     """Return the first part of a block's update, and the copy of what it leaves in the gradients' slab to the device."""
-    slot, host, weights = _slot_of_matrices(unit, layout), _landing(unit, layout), _host(Buf.HOST_WEIGHTS, unit, layout)
+    slot, host, weights = (
+        _slot_of_matrices(unit, layout),
+        _landing_buffer(unit, layout),
+        _host(Buf.HOST_WEIGHTS, unit, layout),
+    )
     ops = [
         Op(Kind.ADVANCE, unit, Stream.HOST, (host, weights), (host, weights)),
         Op(Kind.STREAM_MATRICES, unit, Stream.COPY_IN, (host,), (slot,)),

@@ -26,7 +26,7 @@ class SquaredNorms:
     def __init__(self) -> None:
         self._sums: dict[str, list[SquaredNorm]] = {}
 
-    def landing(self, unit: Unit, whole: bool) -> Callable[[SquaredNorm], None]:
+    def reporter_of(self, unit: Unit, whole: bool) -> Callable[[SquaredNorm], None]:
         """Return a function that takes the sum of squares of a landing.
 
         Args:
@@ -108,7 +108,7 @@ class LandingSlots:
         """Return the slot of slabs other than the embedding's, with the length of the part of their gradients that this
         rank owns.
         """
-        # Blocks by parity, as in the schedule (`build._landing`), whose waits keep a landing from an update that
+        # Blocks by parity, as in the schedule (`build._landing_buffer`), whose waits keep a landing from an update that
         # still reads the slot.
         slots = self._in_float32 if unit.is_float32 else self._units
         place = block(unit.block_index % 2) if unit.is_block else unit.home
@@ -166,7 +166,7 @@ class HostGrads:
         self.squared_norms = SquaredNorms()
         self.slots: LandingSlots | None = None
         self.invalid = False
-        self._landing: list[Task] = []
+        self._running_landings: list[Task] = []
         # The rows of the embedding's gradient that may be nonzero; None if any may be.
         self._table_rows: torch.Tensor | None = None
         self._table_is_exclusive = True  # no other code has access to the embedding's gradient
@@ -199,7 +199,7 @@ class HostGrads:
         if unit == EMBED:  # the gradient of a tied head, which has no zero rows
             self._table_rows = None
         slabs = self._store.units[unit]
-        report = self.squared_norms.landing(unit, whole=True)
+        report = self.squared_norms.reporter_of(unit, whole=True)
         own = slabs.own_grads  # with several ranks, only this part of the source has their sum
         if self.slots is not None and not self.slots.keeps_slab(unit):
             return [Land(self.slots.slot_of(unit), source[own], report, add=False)]
@@ -244,18 +244,18 @@ class HostGrads:
 
     def track_landings(self, tasks: list[Task]) -> None:
         """Remember the landing tasks of a backward pass, for `wait`."""
-        self._landing = tasks
+        self._running_landings = tasks
 
     def wait(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""
         try:
-            self._device.wait(self._landing)
+            self._device.wait(self._running_landings)
         except Exception:  # a copy failed, so a gradient is incomplete; after an interrupt, gradients still land
-            self._device.cancel(self._landing)
-            self._landing = []
+            self._device.cancel(self._running_landings)
+            self._running_landings = []
             self.break_off()
             raise
-        self._landing = []
+        self._running_landings = []
 
     def break_off(self) -> None:
         """Mark the gradients invalid, because a fault has left some of them incomplete."""

@@ -186,7 +186,7 @@ class StreamedEmbedding:
     def _is_trained(self) -> bool:
         return self._unit == EMBED and bool(self.engine.trained(EMBED))
 
-    def landing(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
+    def landing_move(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
         """Return the move that lands the gradients of distinct rows.
 
         Args:
@@ -196,12 +196,12 @@ class StreamedEmbedding:
         """
         engine = self.engine
         if engine.grads.slots is not None and not engine.grads.slots.keeps_slab(EMBED):
-            report = engine.grads.squared_norms.landing(EMBED, whole=True)
+            report = engine.grads.squared_norms.reporter_of(EMBED, whole=True)
             engine.updates.finish()  # the last update of the table reads the slot that is written now
             return Land(engine.grads.slots.slot_of_rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
         # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
-        report = engine.grads.squared_norms.landing(EMBED, whole=empty)
+        report = engine.grads.squared_norms.reporter_of(EMBED, whole=empty)
         clear = engine.grads.rows_to_clear(rows, empty)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not empty, report=report)
 
@@ -276,7 +276,7 @@ class _Lookup:
             engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
         # Bound before the computation, at whose end the cursor issues it. Of a sum over ranks, each lands the rows
         # that it owns.
-        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing(self.rows[mine], outgoing[mine], self.room)])
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing_move(self.rows[mine], outgoing[mine], self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
                 weight = torch.zeros((), dtype=engine.options.compute_dtype, device=outgoing.device).expand(shape)
