@@ -12,7 +12,7 @@ from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, Par
 from horizon_lm.optim import update_tasks
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
-from tests.support.training_steps import masters
+from tests.support.training_steps import feed, masters
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
 
@@ -173,19 +173,6 @@ def real_shapes() -> Any:
     return LlamaForCausalLM(config)
 
 
-def fed(model: Any, optimizer: Any, num_steps: int) -> dict[str, torch.Tensor]:
-    """Return the weights after steps with given gradients, which are heavy-tailed with a scale that differs by
-    parameter.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(num_steps):
-        for index, param in enumerate(model.parameters()):
-            grad = torch.randn(param.shape, generator=generator)
-            param.grad.copy_(grad * grad.abs() * 10.0 ** (-(index % 5)))
-        optimizer.step()
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
 def rms(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float(torch.stack([(a[n] - b[n]).double().square().sum() for n in a]).sum().sqrt())
 
@@ -198,12 +185,13 @@ def test_fifty_steps_on_real_shapes_equal_torch() -> None:
         model = real_shapes()
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
-        ends[name] = fed(model, torch.optim.AdamW(model.parameters(), **hyper, **options), 50)
+        feed(model, [torch.optim.AdamW(model.parameters(), **hyper, **options)], 50)
+        ends[name] = {name: param.detach().clone() for name, param in model.named_parameters()}
     model = horizon_lm.stream(real_shapes(), precision="float32", head="whole")
     optimizer = horizon_lm.AdamW(model, **hyper)
     ids = torch.arange(8)[None]
     model(input_ids=ids, labels=ids).loss.backward()  # allocates the gradients
-    fed(model, optimizer, 50)
+    feed(model, [optimizer], 50)
     ours = masters(model)
     movement = rms(ends["foreach"], start)
     print(f"ours to foreach {rms(ours, ends['foreach']) / movement:.1e}, to fused {rms(ours, ends['fused']) / movement:.1e}; "

@@ -11,6 +11,7 @@ import torch
 import horizon_lm
 from horizon_lm.errors import ConfigError
 from tests.support import tiny_models
+from tests.support.training_steps import feed, masters, same, train
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
@@ -39,33 +40,6 @@ def streamed(precision: str = "float32", **options: Any) -> tuple[Any, Any]:
     return model, horizon_lm.Lion(model, **(HYPER | options))
 
 
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        model(**tiny_models.batch(seed=step)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    horizon_lm.synchronize(model)
-
-
-def masters(model: Any) -> dict[str, torch.Tensor]:
-    store = model._horizon.engine.store
-    return {name: store.master(name).clone() for name in store.unit_of}
-
-
-def same(model: Any, other: Any) -> bool:
-    return all(torch.equal(master, masters(other)[name]) for name, master in masters(model).items())
-
-
-def fed(model: Any, optimizer: Any, num_steps: int) -> None:
-    """Make steps with given gradients, which are heavy-tailed with a scale that differs by parameter."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(num_steps):
-        for index, param in enumerate(model.parameters()):
-            grad = torch.randn(param.shape, generator=generator)
-            param.grad.copy_(grad * grad.abs() * 10.0 ** (-(index % 5)))
-        optimizer.step()
-
-
 def test_twenty_steps_equal_the_published_optimizer() -> None:
     model, optimizer = streamed()
     model(**tiny_models.batch()).loss.backward()  # allocates the gradients
@@ -73,8 +47,8 @@ def test_twenty_steps_equal_the_published_optimizer() -> None:
     for param in reference.parameters():
         param.grad = torch.zeros_like(param)
     start = copy.deepcopy(reference.state_dict())
-    fed(reference, PublishedLion(reference.parameters(), **HYPER), 20)
-    fed(model, optimizer, 20)
+    feed(reference, [PublishedLion(reference.parameters(), **HYPER)], 20)
+    feed(model, [optimizer], 20)
     horizon_lm.synchronize(model)
     for name, master in masters(model).items():
         theirs = reference.get_parameter(name).detach()
@@ -100,12 +74,12 @@ def test_bf16_follows_float32_on_average() -> None:
     model, optimizer = streamed("bf16", lr=1e-4)  # far below the spacing of bf16 weights
     start = masters(model)
     model(**tiny_models.batch()).loss.backward()
-    fed(model, optimizer, 20)
+    feed(model, [optimizer], 20)
     horizon_lm.synchronize(model)
     exact, exact_optimizer = streamed("float32", lr=1e-4)
     exact.load_state_dict(start)
     exact(**tiny_models.batch()).loss.backward()
-    fed(exact, exact_optimizer, 20)
+    feed(exact, [exact_optimizer], 20)
     horizon_lm.synchronize(exact)
     name = "model.layers.1.mlp.up_proj.weight"
     got, expected = ((masters(each)[name] - start[name]).flatten() for each in (model, exact))

@@ -18,7 +18,7 @@ from horizon_lm.units import HEAD, OUTER, block
 from tests.support import tiny_models
 from tests.support.pass_sequences import SETTINGS
 from tests.support.schedule_proofs import each_wait, without_wait
-from tests.support.training_steps import masters
+from tests.support.training_steps import feed, masters, same, train
 
 HYPER = {"lr": 1e-3, "momentum": 0.9, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -26,22 +26,6 @@ HYPER = {"lr": 1e-3, "momentum": 0.9, "betas": (0.9, 0.95), "eps": 1e-8, "weight
 def streamed(precision: str = "float32", model_type: str = "llama", **options: Any) -> tuple[Any, Any]:
     model = horizon_lm.stream(tiny_models.build(model_type), precision=precision)
     return model, horizon_lm.Muon(model, **(HYPER | options))
-
-
-def train(model: Any, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = model(**tiny_models.batch(seed=step)).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    horizon_lm.synchronize(model)
-    return losses
-
-
-def same(model: Any, other: Any) -> bool:
-    expected = masters(other)
-    return all(torch.equal(master, expected[name]) for name, master in masters(model).items())
 
 
 def matrices_of(model: Any) -> set[str]:
@@ -59,25 +43,14 @@ def torch_optimizers(model: Any, matrices: set[str]) -> list[torch.optim.Optimiz
     ]
 
 
-def fed(model: Any, optimizers: list[Any], num_steps: int) -> None:
-    """Make steps with given gradients, which are heavy-tailed with a scale that differs by parameter."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(num_steps):
-        model(**tiny_models.batch()).loss.backward()  # as gradients are gone after a step
-        for index, param in enumerate(model.parameters()):
-            grad = torch.randn(param.shape, generator=generator)
-            param.grad.copy_(grad * grad.abs() * 10.0 ** (-(index % 5)))
-        for optimizer in optimizers:
-            optimizer.step()
-
-
 def test_twenty_steps_equal_torch() -> None:
     model, optimizer = streamed()
     reference = tiny_models.build("llama")
     start, matrices = copy.deepcopy(reference.state_dict()), matrices_of(model)
     assert len(matrices) == 7 * 3
-    fed(reference, torch_optimizers(reference, matrices), 20)
-    fed(model, [optimizer], 20)
+    for each, optimizers in ((reference, torch_optimizers(reference, matrices)), (model, [optimizer])):
+        # A step of ours leaves no gradients.
+        feed(each, optimizers, 20, lambda each=each: each(**tiny_models.batch()).loss.backward())
     for name, master in masters(model).items():
         theirs = reference.get_parameter(name).detach()
         torch.testing.assert_close(master, theirs, rtol=0, atol=1e-6)
