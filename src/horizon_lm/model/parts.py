@@ -28,10 +28,10 @@ class ParamRef:
         other weights.
         """
         module, name = self.places[0]
-        shape, has_experts = tuple(self.param.shape), hasattr(module, "num_experts")
-        if len(shape) == 3 and has_experts:
+        shape = tuple(self.param.shape)
+        if len(shape) == 3 and hasattr(module, "num_experts"):
             return shape
-        is_layer = (name == "weight" or has_experts) and not isinstance(module, nn.Embedding)
+        is_layer = name == "weight" and not isinstance(module, nn.Embedding)
         return (1, *shape) if len(shape) == 2 and is_layer else None
 
 
