@@ -266,6 +266,19 @@ def test_damaged_descriptions_are_rejected(published: Any, tmp_path: Path, state
         opened(tmp_path, "nf4")
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_a_missing_description_is_named(published: Any, tmp_path: Path, kind: str) -> None:
+    folder = published("llama", "nf4")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[next(name for name in tensors if "quant_state" in name)]
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["bnb_4bit_quant_type"] = kind
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"has no quant_state\.bitsandbytes__{kind}; download it again"):
+        opened(tmp_path, "nf4")
+
+
 def test_names_that_are_left_out(tmp_path: Path) -> None:
     """Names and patterns of modules that are not quantized; what is no pattern is a name."""
     save_plain("llama", tmp_path)

@@ -140,9 +140,13 @@ class QuantizedCheckpoint(Checkpoint):
             weight, is_state, kind = name.partition(_STATE)
             if is_state:
                 found[weight] = self._read_state(weight, name, kind, headers)
+        # Codes without their state cannot be decoded, and would be read as a weight of bytes.
+        assert isinstance(codec, Bnb4Bit)
         for name, header in headers.items():
             if name not in found and header.dtype == "U8" and f"{name}.absmax" in headers:
-                raise ConfigError(f"{self.file_of(name)}: {name} has no {_STATE.strip('.')}nf4; download it again")
+                raise ConfigError(
+                    f"{super().file_of(name)}: {name} has no {_STATE.strip('.')}{codec.quant_type}; download it again"
+                )
         return found
 
     def _read_state(self, weight: str, name: str, kind: str, headers: Mapping[str, Header]) -> QuantizedWeight:
