@@ -315,7 +315,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         squared_norms = self._engine.grads.squared_norms
         return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
 
-    # The interface for updates in a backward pass (`engine.updates.UnitOptimizer`)
+    # The interface for updates in a backward pass (`engine.host.updates.UnitOptimizer`)
 
     def begin(self) -> None:
         if self.pending:
@@ -422,7 +422,7 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from `state_dict` of this class, or of torch's optimizer of this name.
+        """Load a state from `state_dict` of this class, or of torch's optimizer of this name if that counts its steps as ``step``.
 
         Moments in other floating-point formats are converted. In precision ``fp32_master`` the state holds the low halves
         of the weights, so call the model's ``load_state_dict`` first.

@@ -286,7 +286,7 @@ class _Placed:
 
 
 class TableRows:
-    """The update of the embedding (V, H) in one step, by row; see `engine.updates.TableUpdate`."""
+    """The update of the embedding (V, H) in one step, by row; see `engine.host.updates.TableUpdate`."""
 
     def __init__(self, arrays: UnitArrays, grads: TableGrads, span: Span, record: Record, guard: Guard) -> None:
         (place,) = arrays.layout.entries.values()

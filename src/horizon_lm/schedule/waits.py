@@ -13,7 +13,8 @@ from dataclasses import replace
 from horizon_lm.schedule.ops import After, Buf, LastUse, Op, Stream, Wait
 
 # (stream of an operation, kind of buffer that it accesses) -> the stream whose last use of that buffer, in earlier passes,
-# it waits for. Missing pairs are implied by these.
+# it waits for. Missing pairs are implied by these. (COMPUTE, WEIGHTS) is missing: a computation waits in its own pass for the copy
+# that fills the slot, and this copy has waited for the last computation in the slot, by the first row.
 ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_IN, Buf.WEIGHTS): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.PACKED): Stream.COLLECTIVE,
