@@ -205,11 +205,7 @@ class StreamDevice(ABC):
         try:
             if task.done:  # cancelled
                 return
-            for before in self._failed:
-                if before.op.stream == task.op.stream and before.error is not None:
-                    raise before.error
-            if task.op.stream in self.broken_streams:
-                raise self.broken_streams[task.op.stream]
+            self._raise_if_failed(task.op.stream)
             if task.op.kind == Kind.UPDATE_ROWS:  # host work in a copy stream: the next copy reads these rows
                 self.wait(task.waits)
                 self._pool(Stream.HOST).submit(task, trace=self.trace, urgent=True)
@@ -221,7 +217,7 @@ class StreamDevice(ABC):
             began = self._record(stream) if self.trace is not None else None
             assert task.moves is not None
             with self._use_stream(stream):
-                for move in () if task.done else task.moves:
+                for move in () if task.done else task.moves:  # cancelled while it waited
                     move.run(link)
                     self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += move.host_bytes
                 link.finish()
@@ -234,6 +230,14 @@ class StreamDevice(ABC):
                 task.error = error
                 self._failed.append(task)
                 self._changed.notify_all()
+
+    def _raise_if_failed(self, stream: Stream) -> None:
+        """Raise the error of an earlier task of a stream, or of an event that the stream could not be made to wait for."""
+        for task in self._failed:
+            if task.op.stream == stream and task.error is not None:
+                raise task.error
+        if stream in self.broken_streams:
+            raise self.broken_streams[stream]
 
     def _await_dependencies(self, stream: Any, task: Task) -> None:
         """Make a stream (None: the caller's) wait for the dependencies of a task."""

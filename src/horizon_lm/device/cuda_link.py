@@ -88,10 +88,12 @@ class CudaLink:
 
     def __init__(self, device: torch.device, locks: PageLocks | None = None) -> None:
         self._device = device
-        self._scratch = torch.empty(4 * _PIECE_ELEMENTS, dtype=torch.uint8, device=device)
+        self._scratch = torch.empty(LINK_SCRATCH_BYTES, dtype=torch.uint8, device=device)
         self._beside = torch.cuda.Stream(device, priority=-1)  # for work beside this link's own stream
-        # It and the copies take turns in two places of the scratch memory, each of which is filled, and then free again.
+        # Two places of the scratch memory take turns, each with an event for when it is filled and one for when it is free again.
+        # `decode` fills them on the link's stream and empties them beside it; `_add` fills them beside it.
         self._filled, self._free = ([torch.cuda.Event(blocking=True) for _ in range(2)] for _ in range(2))
+        # The place that `decode` filled last, and whether one may still be in use.
         self._half, self._is_decoding = 0, False
         self._transport = HostTransport(device, locks or PageLocks(device))
         self._host = HostLink()

@@ -51,7 +51,8 @@ def lend(mesh: Mesh, store: Store) -> None:
     Raises:
         StreamingError: the first rank has failed.
     """
-    while unit := Unit(mesh.receive_text()):
+    while (text := mesh.receive_text()) != _DONE:
+        unit = Unit(text)
         if mesh.rank >= store.shard.count:  # of another copy of the model
             continue
         for slab, cuts in store.units[unit].slabs():

@@ -58,14 +58,13 @@ def open_model(request: OpenRequest) -> Any:
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
+    # Each step takes its own out of these, so the last one can reject what is left by name.
     options = dict(request.options)
     request, folder = _find(request, options)
     precision = read_precision(options.pop("precision", None), options)
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
         config = hub.load_config(folder, request.trust_remote_code, model_class=request.model_class)
-    # Each step takes its options out, so the last one can reject what is left by name: how weights are quantized, changes of
-    # the config, and how the model is streamed.
     quantization = read_quantization(options)
     changes = config_arguments(options, config)
     arguments = StreamArguments(precision=precision, **options)
@@ -80,7 +79,10 @@ def open_model(request: OpenRequest) -> Any:
 
 
 def _find(request: OpenRequest, options: dict[str, Any]) -> tuple[OpenRequest, Path]:
-    """Return the request, and the folder of its model. A folder of adapters becomes a request for their base."""
+    """Return the request, and the folder of its model. A folder of adapters becomes a request for their base.
+
+    The options of a download are taken out of ``options``.
+    """
     download = download_arguments(options)
     if request.source is not None and request.source.folder is not None:
         return request, request.source.folder

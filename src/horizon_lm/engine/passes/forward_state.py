@@ -25,7 +25,8 @@ class Anchor:
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
-        sentinel = torch.zeros((), requires_grad=True)  # a restricted backward pass would not run its node
+        # A backward pass that is restricted to some inputs (torch.autograd.grad) does not run the node of this leaf.
+        sentinel = torch.zeros((), requires_grad=True)
         self._sentinel = torch.autograd.graph.get_gradient_edge(sentinel).node
         self.tensor: torch.Tensor = _Anchor.apply(sentinel, *params)
 

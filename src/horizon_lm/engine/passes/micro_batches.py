@@ -220,6 +220,7 @@ class RowOutputs:
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._tree: Tree | None = None  # the structure of the first micro-batch's output
+        # Of the whole batch's tensors, so that they can be imitated after their release.
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self.tensors: list[torch.Tensor] = []
 

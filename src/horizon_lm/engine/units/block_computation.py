@@ -121,11 +121,7 @@ class BlockComputation:
                     ):
                         tree = Tree(run_block(module, args, kwargs, keys, segments, part.rows, uncompiled))
                     if saved is not None:
-                        if call.containers(args, kwargs) != before:  # autograd would miss gradients through it
-                            raise ModelNotSupportedError(
-                                f"{module.name} passes state to later blocks through a container among its arguments; "
-                                "streaming blocks one by one would give wrong gradients"
-                            )
+                        _require_unchanged(module.name, before, call.containers(args, kwargs))
                         tree.tensors = saved.save(rng_state, inputs, tree.tensors)
                     outputs[part.batch].add(part.rows, tree)
             # Resident weights are read again, in the backward pass and by later passes until an update.
@@ -211,4 +207,13 @@ def _chunk_mlps(module: nn.Module, tokens: int) -> None:
         raise ModelNotSupportedError(
             f"{type(module).__name__} has no feed-forward layer that can be cut into chunks of tokens; leave "
             "mlp_chunk_tokens unset"
+        )
+
+
+def _require_unchanged(name: str, before: Any, after: Any) -> None:
+    """Raise ModelNotSupportedError if a block has changed a container among its arguments: autograd would miss gradients through it."""
+    if after != before:
+        raise ModelNotSupportedError(
+            f"{name} passes state to later blocks through a container among its arguments; "
+            "streaming blocks one by one would give wrong gradients"
         )

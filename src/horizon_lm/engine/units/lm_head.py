@@ -149,7 +149,7 @@ class _Projection:
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
             # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
             leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs_grad, strict=True)]
-            outer = dict(zip(self._outer, leaves, strict=False))
+            outer = dict(zip(self._outer, leaves, strict=False))  # after which the leaves of the hidden states follow
             trained = head.grads()
             weights = {name: w.detach().requires_grad_(name in trained) for name, w in head.weights().items()}
             for name in trained:
