@@ -57,8 +57,10 @@ class Bnb4Bit(Codec):
         return found
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
+        # Cut where a scale begins, or with double quantization a scale of scales: `first` and `last` count these.
         step = self.blocksize * (_NESTED_BLOCK if self.nested else 1)
-        for first, last in spans(-(-prod(shape) // step), step // 2 + step // self.blocksize * 4, max_bytes):
+        bytes_of_step = step // 2 + step // self.blocksize * 4  # codes, and scales in 4 bytes at most
+        for first, last in spans(-(-prod(shape) // step), bytes_of_step, max_bytes):
             start, stop = first * step, min(prod(shape), last * step)
             blocks = slice(start // self.blocksize, -(-stop // self.blocksize))
             rows = {"weight": slice(start // 2, (stop + 1) // 2), "absmax": blocks, "quant_map": slice(None)}
@@ -68,15 +70,20 @@ class Bnb4Bit(Codec):
             yield Part(start, stop, torch.Size((stop - start,)), rows)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
+        """Decode n values, each a table entry times the scale of its block.
+
+        Shapes: weight (ceil(n / 2),), two codes a byte; quant_map (16,); absmax (ceil(n / blocksize),); out any of n elements.
+        """
         codes, table = components["weight"], components["quant_map"]
-        values = table[torch.stack((codes >> 4, codes & 15), dim=-1).int()].view(-1)[: out.numel()]
-        scales = self.scales(components)
+        values = table[torch.stack((codes >> 4, codes & 15), dim=-1).int()].view(-1)[: out.numel()]  # (n,)
+        scales = self.scales(components)  # (ceil(n / blocksize),)
+        # The last block may have fewer values: padded, all blocks are rows of one matrix.
         padded = torch.nn.functional.pad(values, (0, scales.numel() * self.blocksize - values.numel()))
         padded = padded.view(-1, self.blocksize).mul_(scales[:, None])
         out.view(-1).copy_(padded.view(-1)[: out.numel()])
 
     def scales(self, components: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the scale of each block in float32."""
+        """Return the scale of each block in float32: the stored one, or with double quantization 256 of them share an outer scale."""
         if not self.nested:
             return components["absmax"]
         values = components["nested_quant_map"][components["absmax"].int()]
@@ -84,6 +91,7 @@ class Bnb4Bit(Codec):
         return values.mul_(outer).add_(components["nested_offset"])
 
     def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
+        """Quantize a weight, some whole blocks at a time. For the shapes of components, see `decode_components`."""
         table = torch.tensor(TABLES[self.quant_type])
         components["quant_map"].copy_(table)
         flat, found = weight.reshape(-1), []
@@ -98,6 +106,7 @@ class Bnb4Bit(Codec):
             components["absmax"].copy_(scales)
             return
         offset, table = scales.mean(), dynamic_table()
+        # Double quantization: scales minus their mean, in 8-bit codes and with an outer scale for every 256.
         codes, outer = _quantize(scales - offset, table, _NESTED_BLOCK, in_steps=True)
         components["absmax"].copy_(codes)
         components["nested_absmax"].copy_(outer)

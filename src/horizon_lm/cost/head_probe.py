@@ -1,7 +1,7 @@
 """Find the memory and work of the norm, head and loss by running the model's own code on the meta device."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ def head_peak(
         values: per-token values that the loss uses, as in `functional.logprobs_of_logits`; empty for Hugging Face's own loss.
     """
     linear = _ChunkLinear.apply if chunked else F.linear
-    at, at_twice = (_run(parts, trunk, dtype, n * _TOKENS, linear, not chunked, values)[0] for n in (1, 2))
+    at, at_twice = (_run(parts, trunk, dtype, n * _TOKENS, linear, not chunked, values).peak for n in (1, 2))
     of_token = (at_twice - at) // _TOKENS
     one = at - (_TOKENS - 1) * of_token
     return Linear(one, one + of_token)  # which is given by its values for one token and for two
@@ -39,9 +39,16 @@ def head_peak(
 
 def head_work(parts: ModelParts, trunk: nn.Module, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
     """Return the work of norm, head and loss per token count, for the forward pass and for the backward pass."""
-    runs = [_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2)]
-    forward = Linear(*(forward for _, forward, _ in runs))
-    return forward, Linear(*(both - forward for _, forward, both in runs))
+    one, two = (_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2))
+    return Linear(one.forward, two.forward), Linear(one.both - one.forward, two.both - two.forward)
+
+
+class _Trial(NamedTuple):
+    """The peak bytes of a trial, the work of its forward pass, and that of forward and backward pass."""
+
+    peak: int
+    forward: Work
+    both: Work
 
 
 def _run(
@@ -52,8 +59,8 @@ def _run(
     linear: Callable[..., torch.Tensor],
     holds_logits: bool,
     values: Sequence[str] = (),
-) -> tuple[int, Work, Work]:
-    """Return the peak memory, the work of the forward pass, and the work of the forward and backward pass.
+) -> _Trial:
+    """Run norm, head and loss, forward and backward.
 
     Args:
         parts, trunk, dtype, values: as in `head_peak`.
@@ -71,17 +78,9 @@ def _run(
         parts.head: lambda states: linear(states, weight),
     }
     options = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
-    outer = [
-        (module, attribute, torch.empty(ref.param.shape, dtype=own_dtype, device="meta", requires_grad=True))
-        for ref in parts.units[OUTER]
-        for own_dtype in [parts.computed_dtype(ref.name, dtype)]
-        for module, attribute in ref.places
-    ]
-    # A model that keeps its head in float32 reads the dtype of this weight.
-    kept = [(*place, weight) for ref in parts.units[HEAD] if ref.name in parts.in_float32 for place in ref.places]
     with (
         forwards(replaced),
-        in_place([*outer, *kept]),
+        in_place(_read_weights(parts, dtype, weight)),
         recording(norm, weight, hidden, labels, accelerated=True) as recorder,
         torch.enable_grad(),
     ):
@@ -104,7 +103,22 @@ def _run(
         if not holds_logits:
             del output
         torch.autograd.backward(loss, torch.empty_like(loss))
-    return recorder.peak, forward, recorder.work
+    return _Trial(recorder.peak, forward, recorder.work)
+
+
+def _read_weights(
+    parts: ModelParts, dtype: torch.dtype, head: torch.Tensor
+) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Return the weights that the model's own code reads beside norm and head, with the places that it reads them from."""
+    outer = [
+        (module, attribute, torch.empty(ref.param.shape, dtype=own_dtype, device="meta", requires_grad=True))
+        for ref in parts.units[OUTER]
+        for own_dtype in [parts.computed_dtype(ref.name, dtype)]
+        for module, attribute in ref.places
+    ]
+    # A model that keeps its head in float32 reads the dtype of this weight.
+    kept = [(*place, head) for ref in parts.units[HEAD] if ref.name in parts.in_float32 for place in ref.places]
+    return [*outer, *kept]
 
 
 class _ChunkLinear(torch.autograd.Function):

@@ -156,8 +156,10 @@ class ChatRenderer:
         encoded = self._apply(conversation, chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
-        last = np.flatnonzero(assistant & ~np.append(assistant[1:], False))
-        return TokenizedConversation(ids, assistant, all(self._ends_turn(ids[: index + 1]) for index in last))
+        is_followed = np.append(assistant[1:], False)  # by another token of the same answer
+        last_tokens = np.flatnonzero(assistant & ~is_followed)
+        has_end = all(self._ends_turn(ids[: index + 1]) for index in last_tokens)
+        return TokenizedConversation(ids, assistant, has_end=has_end)
 
     def _ends_turn(self, ids: np.ndarray) -> bool:
         """Return whether the last token other than whitespace is a special token."""

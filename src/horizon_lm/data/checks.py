@@ -20,16 +20,16 @@ class Finding:
     """A likely mistake and the rows that have it.
 
     Attributes:
-        is_error: True if a run with these rows is rejected.
         problem: the mistake as a predicate of the rows, such as "are copies of others".
         remedy: consequence of the mistake, and what to do.
         rows: number of rows and places of the first ones.
+        is_error: a run with these rows is rejected.
     """
 
-    is_error: bool
     problem: str
     remedy: str
     rows: ExampleCounts
+    is_error: bool = False
 
     def __str__(self) -> str:
         return f"rows that {self.problem}: {self.rows.count:,} ({self.rows}); {self.remedy}"
@@ -48,39 +48,39 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
         copies.add(part.indices[is_copy], part.place)
     findings = [
         Finding(
-            True, "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text",
-            doubled,
+            "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text", doubled,
+            is_error=True,
         ),
-        Finding(False, "have no token to train on", "they are left out; raise max_length, or check their answers", report.without_targets),
+        Finding("have no token to train on", "they are left out; raise max_length, or check their answers", report.without_targets),
         Finding(
-            False, "lost tokens to train on by truncation", "the model learns answers without their end; raise max_length",
+            "lost tokens to train on by truncation", "the model learns answers without their end; raise max_length",
             report.flagged[RowFlag.LOST_TARGETS],
         ),
         Finding(
-            False, "have an answer that no end-of-turn token follows", "the model may not learn to stop; check the chat template",
+            "have an answer that no end-of-turn token follows", "the model may not learn to stop; check the chat template",
             report.flagged[RowFlag.MISSING_EOS],
         ),
         Finding(
-            False, "have messages, reasoning or tools that the chat template drops",
+            "have messages, reasoning or tools that the chat template drops",
             "the model does not see them; set chat_template_path to a template that renders them", report.flagged[RowFlag.DROPPED_BY_TEMPLATE],
         ),
         Finding(
-            False, f"have fields that are not used ({', '.join(map(repr, sorted(report.unused_fields)))})",
+            f"have fields that are not used ({', '.join(map(repr, sorted(report.unused_fields)))})",
             "nothing is learned from them; if one is meant, name it with columns", report.unused,
         ),
         Finding(
-            False, "have a special token in the text of a prompt",
+            "have a special token in the text of a prompt",
             "the model reads it as such, so a text may end its own turn; remove it, or write it differently", report.flagged[RowFlag.SPECIAL_TEXT],
         ),
         Finding(
-            False, "have prompt and completion as text, so the chat template is not applied",
+            "have prompt and completion as text, so the chat template is not applied",
             "fine for a base model; otherwise write them as messages, or rename the fields to instruction and output", report.flagged[RowFlag.UNTEMPLATED],
         ),
         Finding(
-            False, "train on an empty thinking block", "the model learns not to think; add the reasoning, or remove the blocks",
+            "train on an empty thinking block", "the model learns not to think; add the reasoning, or remove the blocks",
             thinking,
         ),
-        Finding(False, "are copies of others", "remove them, or repeat a dataset with weight instead", copies),
+        Finding("are copies of others", "remove them, or repeat a dataset with weight instead", copies),
     ]  # fmt: skip
     return [finding for finding in findings if finding.rows.count]
 
@@ -95,17 +95,19 @@ def check_lengths(rows: TokenTable, positions: Positions | None) -> list[Finding
     other = "" if positions.is_table else ", or extend its positions in config.json (rope_parameters)"
     reason = "has no more" if positions.is_table else "was not made for such lengths"
     remedy = f"it {reason}; set max_length: {positions.number}{other}"
-    found = Finding(positions.is_table, f"are longer than the model's {positions.number:,} positions", remedy, long)
+    problem = f"are longer than the model's {positions.number:,} positions"
+    found = Finding(problem, remedy, long, is_error=positions.is_table)
     return [found] if long.count else []
 
 
 def check_overlap(eval_rows: TokenTable, training: TokenTable) -> list[Finding]:
     """Return a finding if eval rows are also training rows."""
-    training_hashes, shared = np.concatenate([part.row_hashes for part in training.parts]), ExampleCounts()
+    training_hashes = np.concatenate([part.row_hashes for part in training.parts])
+    shared = ExampleCounts()
     for part in eval_rows.parts:
         shared.add(part.indices[np.isin(part.row_hashes, training_hashes)], part.place)
     remedy = "their loss is too low to measure generalization; remove them from one of the two"
-    return [Finding(False, "are also trained on", remedy, shared)] if shared.count else []
+    return [Finding("are also trained on", remedy, shared)] if shared.count else []
 
 
 def reject_errors(findings: Sequence[Finding]) -> None:

@@ -107,7 +107,7 @@ def _walk(config: DatasetConfig, folder: Path) -> list[Path]:
 
 
 def _by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Return files by the split that a part of their path names; those that name none have the key ``""``."""
+    """Return files by the split that a part of their path names: by the last in `_SPLIT_NAMES` if it names several, and ``""`` if none."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         parts = file.relative_to(folder).with_suffix("").parts

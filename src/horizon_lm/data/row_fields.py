@@ -56,7 +56,7 @@ def reject_placeholders(example: Example) -> None:
     pattern = _TEXT_PLACEHOLDER if isinstance(example, Text) else _PLACEHOLDER
     for text in _prompts(example):
         found = pattern.search(text)
-        name = found and found[found.lastindex or 0]
+        name = found and next(filter(None, found.groups()))  # of the alternative that matched
         if name and f"</{name}>" not in text:
             raise RowError(
                 f"the {'text' if isinstance(example, Text) else 'prompt'} has the placeholder <{name}>, and only text is supported; drop the "

@@ -63,13 +63,15 @@ class TrainerCheckpoints:
         trainer.lr_scheduler.load_state_dict(from_plain(state["scheduler"]))
 
     def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint: from our files in it, or those of its adapters."""
         trainer: Any = self
-        best = _folder(trainer.state.best_model_checkpoint)
+        checkpoint = trainer.state.best_model_checkpoint
+        best = _folder(checkpoint)
         if best.is_dir():
             # All bits of the masters, which model.safetensors may not have.
             load_checkpoint(best, trainer.model, random=False)
         elif hasattr(trainer.model, "peft_config"):
-            load_adapters(trainer.model, best.parent)  # PEFT would replace parameters
+            load_adapters(trainer.model, Path(checkpoint))  # PEFT would replace parameters
         else:
             super()._load_best_model()  # type: ignore[misc]
 

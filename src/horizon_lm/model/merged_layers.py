@@ -141,12 +141,13 @@ class MergedLayers:
             module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
 
     def _take_from_base(self, wrapper: nn.Module) -> None:
-        """Let the base of these layers be what it was when the adapters began: without what the adapters took."""
+        """Subtract from the base of these layers what PEFT's initialisation took from it for the adapters, as when they began."""
         layer: Any
         for layer in wrapper.modules():
             for adapter, matrix in dict(getattr(layer, "lora_A", None) or {}).items():
                 own = (matrix.weight, layer.lora_B[adapter].weight)
                 trained = [param.data for param in own]
+                # Computes the first adapters again, and subtracts them from the base. The trained adapters are put back.
                 layer.olora_init(adapter) if self._takes == "olora" else layer.pissa_init(adapter, self._takes)
                 for param, value in zip(own, trained, strict=True):
                     param.data = value

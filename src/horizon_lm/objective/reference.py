@@ -50,16 +50,17 @@ class PairFile:
             self._read(b"" if file is None else file.read_bytes())
 
     def _read(self, content: bytes) -> None:
-        """Take the pairs whose checksums are right, and count the altered ones. Records after the end count as not written."""
+        """Take the pairs whose checksums are right, and count the altered ones."""
         count = len(self.known)
+        # Records after the end of the file count as not written.
         body = content[len(_MAGIC) :].ljust(count * _RECORD.itemsize, b"\0")
         records = np.frombuffer(body, _RECORD, count)
         self.known = records["checksum"] == self._checksums(records["pair"], 0)
         if not content.startswith(_MAGIC):
             self.known[:] = False
         self.values[self.known] = records["pair"][self.known]
-        written = records["checksum"] != 0
-        written |= records["pair"].any(1)
+        # A record of zeros was never written, so it is missing but not altered.
+        written = (records["checksum"] != 0) | records["pair"].any(1)
         self.num_altered = int((written & ~self.known).sum())
 
     def put(self, first: int, pairs: np.ndarray) -> None:

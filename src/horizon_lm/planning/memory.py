@@ -226,7 +226,9 @@ def sum_buffers(size: int, of_machine: int, at_once: int = COLLECTIVE_BYTES) -> 
     """
     if size == 1:
         return {}
-    return {"received": at_once, "total": 2 * at_once // of_machine}  # in float32, of gradients in 2 bytes or 4
+    # Each of the machine's ranks sends an equal share of what is received. Their total has the length of one share, and is float32: twice
+    # the share's bytes for gradients in bfloat16, and more than enough for those in float32.
+    return {"received": at_once, "total": 2 * at_once // of_machine}
 
 
 WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # bytes of the streamed half

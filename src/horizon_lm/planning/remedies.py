@@ -179,6 +179,7 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
 
 
 def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
+    """Yield the changes that store a parameter, its moments and its gradient in fewer bytes."""
     moment_bytes = request.optimizer.moment_bytes
     if request.moments == "float32":
         less = moment_bytes("float32") - moment_bytes("bfloat16")
@@ -189,7 +190,7 @@ def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
         yield Change({"moments": "8bit"}, f"8-bit moments: {less} bytes less per parameter, but less exact updates")
     if request.precision != "bf16":
         grad_bytes = 2 if request.grad_dtype is None else request.grad_bytes
-        less = 2 + request.grad_bytes - grad_bytes
+        less = 2 + request.grad_bytes - grad_bytes  # a weight takes 4 bytes in both other precisions
         cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
         yield Change({"precision": "bf16"}, cost, {"grad_bytes": grad_bytes})
     if not (request.update_in_backward or request.skips_steps or request.optimizer.orthogonalizes):

@@ -43,7 +43,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
     yield (
         f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
-        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_of_ranks(plan)}"
+        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_and_process(plan)}"
     )
     if outline.routed_tokens and not plan.request.shard.count > 1:
         yield (
@@ -62,8 +62,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from _time_lines(plan)
 
 
-def _of_ranks(plan: Plan) -> str:
-    """Return the number of processes and of copies of the model; empty for one process."""
+def _and_process(plan: Plan) -> str:
+    """Return the end of "... tokens per step and process; 4 processes share the model". Empty for one process."""
     ranks, shard = plan.request.num_ranks, plan.request.shard
     if ranks == 1:
         return ""

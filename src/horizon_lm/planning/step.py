@@ -169,8 +169,8 @@ class Step:
         blocks = range(self.outline.num_blocks) if self.settings.optimizer.orthogonalizes else ()
         return [block(u) for u in blocks if self.outline.trained.matrices_of(u)]
 
-    def save_passes(self) -> list[Pass]:
-        """Return the passes of a step before which a checkpoint is begun."""
+    def passes_with_save(self) -> list[Pass]:
+        """Return the passes of a whole step, and among them those of a checkpoint that is begun before it."""
         forward, *others = self.passes()
         table = bool(self.outline.trained.table)
         save = build.save(self.layout, [unit for unit in self.saved_units if unit != EMBED or not table])

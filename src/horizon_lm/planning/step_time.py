@@ -126,7 +126,8 @@ def save_time(
     """
     passes, cost = step.passes(), StepCost(step, hardware, interconnect)
     speed = rates(hardware, computing_threads, interconnect, step.settings)
-    with_save = simulate([*passes * _STEPS, *step.save_passes(), *passes], cost, speed)
+    # Both are _STEPS + 2 steps: the last but one has the checkpoint, and the last one shows what that has delayed.
+    with_save = simulate([*passes * _STEPS, *step.passes_with_save(), *passes], cost, speed)
     without_save = simulate(passes * (_STEPS + 2), cost, speed)
     saved = [span for span in with_save.spans if span.op.kind == Kind.SAVE]
 

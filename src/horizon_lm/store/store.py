@@ -181,6 +181,7 @@ class Store:
                     f"{unit}: the base of a model with adapters was frozen when it was streamed, and has no fp32 master; "
                     "unfreeze its weights before stream(), or stream with precision='bf16'"
                 )
+        # All units get a layout and a dtype, which slots and moments are made by; only those that keep gradients get memory.
         for slabs in self.units.values():
             slabs.lay_out_grads(trainable)
         for unit, slabs in self.units.items():

@@ -14,6 +14,7 @@ from horizon_lm.training.printing import Printer, encodable, print_to_stdout
 from horizon_lm.visible import visible
 
 _SILENT_SECONDS = 30  # without a line, where there is no progress bar
+_PROGRESS_SECONDS = 10  # between lines about long work, in the same case
 
 
 class Reporter:
@@ -26,16 +27,16 @@ class Reporter:
     def __init__(self, print_fn: Callable[[str], None] | None = None) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._print_fn = print_fn
+        self._given_print_fn = print_fn
         self._print: Printer | None = None
         self._file: LineFile | None = None
-        self._num_steps, self._printed = 0, time.monotonic()
+        self._num_steps, self._last_printed_at = 0, time.monotonic()
         self._logged: Callable[[Mapping[str, Any]], None] = lambda line: None
         self._failed: set[str] = set()  # outputs whose failure was reported
 
     def __enter__(self) -> Self:
-        print_fn = self._print_fn or print_to_stdout
-        if self._print_fn is None:
+        print_fn = self._given_print_fn or print_to_stdout
+        if self._given_print_fn is None:
             from rich.console import Console
 
             console = Console()
@@ -61,7 +62,7 @@ class Reporter:
     def print(self, *lines: str) -> None:
         """Print lines, above the progress bar if there is one."""
         assert self._print is not None
-        self._printed = time.monotonic()
+        self._last_printed_at = time.monotonic()
         for line in lines:
             self._print(visible(line))
 
@@ -100,14 +101,14 @@ class Reporter:
 
     def announce(self, step: int, text: str, seconds: float) -> None:
         """Print a line about a step that begins, if it will take long, or if nothing was printed for as long."""
-        if max(seconds, time.monotonic() - self._printed) > _SILENT_SECONDS:
+        if max(seconds, time.monotonic() - self._last_printed_at) > _SILENT_SECONDS:
             self.print(self._line(step, text))
 
     def _show(self, step: int, text: str, **fields: Any) -> None:
         if self._task is not None:
             with self.attempt("the progress bar"):
                 self._bar.update(self._task, **fields)
-        elif self._bar is None and time.monotonic() - self._printed > _SILENT_SECONDS:
+        elif self._bar is None and time.monotonic() - self._last_printed_at > _SILENT_SECONDS:
             self.print(self._line(step, text))
 
     def _line(self, step: int, text: str) -> str:
@@ -140,7 +141,7 @@ class Reporter:
                         task = self._bar.add_task(label, total=total, loss="", phase="")
                         self._bar.start()
                     self._bar.update(task, completed=done)
-            elif time.perf_counter() - last_print > 10:
+            elif time.perf_counter() - last_print > _PROGRESS_SECONDS:
                 last_print = time.perf_counter()
                 self.print(f"{label}: {done:,} of {total:,}")
 

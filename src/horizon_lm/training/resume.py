@@ -79,7 +79,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def open_point(folder: Path, verifies: bool = True) -> ResumePoint:
-    """Open a checkpoint of a run, unverified if another rank has verified it. Raise ConfigError if it is damaged or none."""
+    """Open a checkpoint of a run, unverified if another rank has verified it. Raise ConfigError if it is damaged, or not one of a run."""
     manifest = read_manifest(folder)
     if verifies:
         verify(folder, manifest)
