@@ -4,12 +4,13 @@
 SHELL := /bin/bash
 export TORCH
 
-.PHONY: help demo golden test test-oldest test-peers lint docs hostile wheel gpu-check
+.PHONY: help demo golden test test-oldest test-newest test-peers lint docs hostile wheel gpu-check
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced limit on device memory, about 5 minutes (FAST=1: 8 steps, about 90 seconds)"
 	@echo "make test   lint, types, imports and the test suite (DURATIONS=30: list the slowest tests)"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
+	@echo "make test-newest  a sample of the tests with the newest transformers (TESTS=..., TORCH=torch for the newest torch)"
 	@echo "make test-peers  a few of PEFT's own tests, from its sdist, on streamed models"
 	@echo "make golden compare losses, weights and plans bit for bit with those of the first call, in .cache/golden.json"
 	@echo "make lint   lint, types and imports alone"
@@ -25,6 +26,9 @@ test: lint
 
 test-oldest:
 	@scripts/test_oldest.sh $(TESTS)
+
+test-newest:
+	@scripts/test_newest.sh $(TESTS)
 
 test-peers:
 	@python=$$(scripts/bootstrap.sh dev) && $$python -m tests.peers sample
