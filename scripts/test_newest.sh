@@ -22,10 +22,11 @@ wanted="$torch $(cat scripts/test_newest.sh pyproject.toml constraints.txt | cks
 if [ "$(cat "$venv/.horizon-lm-newest" 2>/dev/null)" != "$wanted" ]; then
     echo "Creating $venv with $torch and the newest transformers (about 1 GB, or several with a CUDA build of torch)."
     python3 -m venv --clear "$venv"
-    grep -viE '^(torch|transformers|tokenizers|huggingface.hub|hf.xet|safetensors)==' constraints.txt > "$venv/constraints.txt"
+    grep -v '^torch==' constraints.txt > "$venv/constraints.txt"
     pip() { "$python" -m pip --disable-pip-version-check --quiet "$@"; }
     pip install "$torch"
-    pip install --constraint "$venv/constraints.txt" "$torch" transformers --editable ".[dev]"
+    pip install --constraint "$venv/constraints.txt" "$torch" --editable ".[dev]"
+    pip install --upgrade transformers  # afterwards: without versions, pip searches those of all packages for a long time
     echo "$wanted" > "$venv/.horizon-lm-newest"
 fi
 "$python" -m pip --disable-pip-version-check list 2>/dev/null | grep -iE '^(torch|transformers|tokenizers|huggingface.hub|safetensors|trl|peft) '
