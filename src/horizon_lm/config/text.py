@@ -4,6 +4,7 @@
 """
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 from io import StringIO
@@ -152,6 +153,8 @@ def _default(field: FieldInfo, name: str) -> str:
 
 def _entry(name: str, value: Any) -> str:
     """Return a setting as YAML; entries of datasets without the settings that have their defaults."""
+    if value is None or isinstance(value, bool | int):
+        return f"{name}: {json.dumps(value)}"  # for which ruamel.yaml needs a millisecond
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.width = False, 1000
     yaml.indent(mapping=2, sequence=4, offset=2)
