@@ -149,6 +149,7 @@ def _forward(
     ops.append(_compute(Kind.FORWARD, OUTER, ()))
     if embed:
         if table_update:
+            # Host threads run it, but in the order of this stream: the copy after it reads these rows.
             ops.append(_update(EMBED, layout, Kind.UPDATE_ROWS, Stream.COPY_IN))
         ops.extend(_stream_in(EMBED, Buffer(Buf.TABLE_ROWS), layout))
     if table_update:
