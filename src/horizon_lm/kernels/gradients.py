@@ -6,12 +6,13 @@ loses digits (1e-4 for 100M elements, 3% in bf16), and would depend on how a sla
 Shapes: V rows of a table, R rows of a batch, H hidden.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from horizon_lm.kernels.bits import F64, inlined, kernel, nearest, widen
+from horizon_lm.kernels.bits import F32, F64, U16, inlined, kernel, nearest, widen
 
 _LANES = 64  # partial sums, because a single sum cannot be vectorized
 
@@ -99,3 +100,18 @@ def rows_kernel(table: str, add: bool) -> Any:
         return lanes.sum()
 
     return land
+
+
+def compile_landing(target: str, sources: Iterable[str], is_table: bool) -> None:
+    """Compile what lands the gradients of a backward pass, so that the first one takes no longer than later ones.
+
+    Args:
+        target, sources: ``float32`` or ``bfloat16``.
+        is_table: whether rows of the embedding land, too.
+    """
+    values: dict[str, Any] = {"float32": np.empty(0, F32), "bfloat16": np.empty(0, U16)}
+    for source in sources:
+        landing_kernel(target, source, False)(values[target], values[source])
+    if is_table:
+        table = values[target].reshape(0, 1)
+        rows_kernel(target, False)(table, table, np.empty(0, np.int64))

@@ -100,6 +100,13 @@ class Moments:
             count += num_scales(entry.numel, slabs.row)
         return starts, count
 
+    def allocate_pages(self) -> None:
+        """Write zeros, which all moments are, so that no page is allocated later."""
+        for moments in self.units.values():
+            for each in moments.values():
+                each.values[each.own].zero_()
+                each.scales[each.own_scales].zero_()
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the moments, and of their scales, in a saved state."""

@@ -17,6 +17,7 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import allocate_grads, apply_in_backward
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
+from horizon_lm.kernels.gradients import compile_landing
 from horizon_lm.kernels.updates import Rule
 from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, squared_norm
 from horizon_lm.optim.moments import Moments, UnitArrays
@@ -105,6 +106,13 @@ class SlabOptimizer(torch.optim.Optimizer):
         }
         for ((rule, *_), is_table), arrays in used.items():
             compile_kernels(arrays, rule, self.defaults, is_table)
+            # A device has gradients in the dtype of its weights, and in fp32 if it sums several.
+            sources = {"float32", "float32" if arrays.weight_format == "float32" else "bfloat16"}
+            compile_landing(arrays.grad_format, sources, is_table)
+
+    def allocate_moments(self) -> None:
+        """Let the system allocate the memory of all moments now, which are zero. It would do so in the first update."""
+        self._moments.allocate_pages()
 
     def rule_of(self, name: str) -> Rule:
         """Return the rule by which a parameter is updated, by its full name."""

@@ -166,10 +166,13 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     data.loader.pads_to_step = has_noise or setup.has_dropout(model)
     if point is not None:
         reporter.print(*resume.require_same_model(point, resume.model_settings(model), config))
+    reporter.print("preparing the optimizer's kernels and moments")
     optimizer, scheduler = setup.build_optimizer(model, config, num_steps)
     metrics = Metrics(num_steps, run.intervals.steps_per_epoch, plan, setup.open_meter(model))
     reference = None
-    if point is not None:
+    if point is None:
+        optimizer.allocate_moments()
+    else:
         restore(point.folder, point.manifest, model, optimizer)
         reference = read_tensors(point.folder / ARRAYS)
     state = RunState(point)
