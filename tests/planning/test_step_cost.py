@@ -135,6 +135,15 @@ def test_frozen_unit_has_no_gradient_or_update() -> None:
     assert total(of, machine(), *UPDATES) == 26 * (3 * BLOCK + TABLE + HIDDEN)
 
 
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_only_gradients_of_trained_weights_are_moved_on_the_device(micro_batch: int | None) -> None:
+    of = step(2 * 4096, 4, device_micro_batch_size=micro_batch)
+    frozen = replace(of, outline=replace(of.outline, trained=replace(of.outline.trained, blocks=[[]] * 4)))
+    one = machine(device_bandwidth=1.0)
+    saved = total(of, one, Kind.BACKWARD) - total(frozen, one, Kind.BACKWARD)
+    assert saved == pytest.approx(4 * BLOCK * (4 if micro_batch is None else 24))
+
+
 # The device is the host
 
 

@@ -190,7 +190,7 @@ class StepCost:
         """Return the device bytes that the engine moves: gradients into their slot, micro-batches into
         whole tensors.
         """
-        parameters, grad = sum(sizes_of(block(index), self._outline.sizes)), self._settings.grad_bytes
+        parameters, grad = sum(sizes_of(block(index), self._outline.trained)), self._settings.grad_bytes
         if what == Kind.STAGE:
             return parameters * (4 + grad)
         num_slices = len(self._settings.slices)
