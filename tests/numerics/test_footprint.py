@@ -43,13 +43,29 @@ def call_of_a_block(
     ("family", "rows", "length"), thinned([(family, *size) for family in MODELS for size in ((2, 128), (3, 320))])
 )
 def test_a_block_takes_the_measured_footprint(family: str, rows: int, length: int) -> None:
-    block, args, kwargs = call_of_a_block(family, rows, length)
+    require_measured(*call_of_a_block(family, rows, length))
+
+
+def test_frozen_experts_have_no_gradients() -> None:
+    """Grouped products of frozen weights are as many backward as forward, but for the fallback in other dtypes."""
+    block, args, kwargs = call_of_a_block("mixtral", 2, 128)
+    experts = 2 * 2 * 128 * 2 * 3 * 256 * 688
+    for name, param in block.named_parameters():
+        param.requires_grad_("experts" not in name)
+    require_measured(block, args, kwargs)
+    works = [run_on_meta(block, args, kwargs, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    others = works[0].forward.products - experts
+    assert [each.backward.products for each in works] == [2 * others + experts, 2 * others + 2 * experts]
+
+
+def require_measured(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a block, and compare the bytes that it takes with those found on the meta device."""
     found = run_on_meta(block, args, kwargs, torch.bfloat16).footprint
     with StorageMeter() as real:
         output = block(*args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         graph = real.current
-        for param in block.parameters():
+        for param in filter(lambda p: p.requires_grad, block.parameters()):
             param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         output.backward(torch.ones_like(output))
     assert found.graph == pytest.approx(graph, rel=0.05)

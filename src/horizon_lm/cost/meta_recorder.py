@@ -239,7 +239,9 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, recorder: Recorder
     ) -> torch.Tensor:
         output = tokens.new_empty(tokens.shape[0], weight.shape[2])
-        ctx.save_for_backward(tokens, weight, offsets)
+        # The grouped product of compiled blocks in other dtypes computes the gradient of a frozen weight, too.
+        kept = tokens if ctx.needs_input_grad[1] or weight.dtype != torch.bfloat16 else None
+        ctx.save_for_backward(kept, weight, offsets)
         ctx.recorder, ctx.operations = recorder, 2.0 * tokens.shape[0] * weight.shape[1] * weight.shape[2]
         recorder.multiply(ctx.operations, [tokens, weight, offsets, output])
         return output
@@ -247,9 +249,13 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         tokens, weight, offsets = ctx.saved_tensors
-        grads = torch.empty_like(tokens), torch.empty_like(weight)
-        ctx.recorder.multiply(2 * ctx.operations, [tokens, weight, offsets, grad, *grads])
-        return *grads, None, None
+        of_tokens = grad.new_empty(grad.shape[0], weight.shape[1])
+        ctx.recorder.multiply(ctx.operations, [weight, offsets, grad, of_tokens])
+        of_weight = None
+        if tokens is not None:
+            of_weight = torch.empty_like(weight)
+            ctx.recorder.multiply(ctx.operations, [tokens, offsets, grad, of_weight])
+        return of_tokens, of_weight, None, None
 
 
 @contextmanager
