@@ -250,6 +250,18 @@ def test_frozen_blocks_have_no_boundaries() -> None:
     assert (step.waiting, step.staying) == (1, 1)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_frozen_head_has_no_gradients(tied: bool) -> None:
+    source = ModelSource(tiny_models.build("llama", tie_word_embeddings=tied).config, "tiny")
+    trained, frozen = (
+        outline_model(source, length=64, dtype=torch.float32, trainable=trainable) for trainable in (None, "layers")
+    )
+    of_head = 2 * 64 * sum(trained.sizes.head)
+    assert trained.head_backward.at(64).products == 2 * of_head
+    assert frozen.head_backward.at(64).products == of_head
+    assert trained.head_peak["whole"].at(64) - frozen.head_peak["whole"].at(64) >= 4 * sum(trained.sizes.head)
+
+
 def test_eager_scores_are_planned_quadratically() -> None:
     config = tiny_models.build("gpt_oss").config
     source = ModelSource(config, "tiny", attn_implementation="eager")
