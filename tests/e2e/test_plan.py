@@ -138,6 +138,13 @@ def test_model_that_fits_the_gpu_anyway_is_said_to_fit(model: str, fits: bool) -
         assert 0 < int(match[2]) < 80
 
 
+def test_quantized_base_that_transformers_decodes_is_not_said_to_fit() -> None:
+    """Plain training of MXFP4 needs all weights decoded, which is not what is planned."""
+    arguments = ("--model", "openai/gpt-oss-120b", "--use_peft", "true", "--device", "h100", "--host-memory", "256GiB")
+    reasons = plan(*arguments)["run"]["reasons"]
+    assert not any("fits the GPU as a whole" in reason for reason in reasons)
+
+
 def test_names_are_listed() -> None:
     text = run("plan", "--list").stdout
     assert "rtx-4090-server          RTX 4090 24 GB, two EPYC 7763" in text

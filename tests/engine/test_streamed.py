@@ -294,3 +294,8 @@ def test_generate_with_a_static_cache_compiles_nothing() -> None:
     torch._dynamo.reset()
     assert torch.equal(model.generate(ids, **settings, compile_config=compiling), expected)
     assert not torch._dynamo.utils.counters["frames"]
+
+
+def test_an_optimizer_takes_the_model_not_its_parameters() -> None:
+    with pytest.raises(ConfigError, match="AdamW needs the streamed model itself, not its parameters"):
+        horizon_lm.AdamW(streamed().parameters(), lr=1e-3)

@@ -10,6 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.codecs.stack import Stack
 from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls
 from horizon_lm.cost.head_probe import head_peak, head_work
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
@@ -89,6 +91,7 @@ def outline_model(
         first_differentiated=parts.first_differentiated(),
         has_adapters=bool(parts.adapters),
         base_is_frozen=bool(parts.frozen_base()),
+        trains_decoded=any(not _is_4bit(codec) for codec in parts.codecs.values()),
         whole_head_only="" if path is not None else str(found),
         whole_batch_only=examined.whole_batch_only,
         unproven=examined.unproven,
@@ -193,6 +196,10 @@ def _shared(calls: list[BlockCalls], rows: int, length: int) -> int:
     for each in calls:
         found |= each.shared_bytes(rows, length)
     return sum(found.values())
+
+
+def _is_4bit(codec: Codec) -> bool:
+    return isinstance(codec.of if isinstance(codec, Stack) else codec, Bnb4Bit)
 
 
 def _num_experts(parts: ModelParts) -> int:

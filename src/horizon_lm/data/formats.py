@@ -93,10 +93,11 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
             f"rows in {others[0]} format are not supported with objective: {objective}; use objective: {usual}, or rows with the fields "
             f"{expected}"
         )
-    raise RowError(
-        f"the row has {_field_names(row)}, which matches no known format; expected fields: {expected}. Rename fields with "
-        "columns, the expected name first, such as columns: {instruction: question, output: answer}"
-    )
+    problem = f"the row has {_field_names(row)}, which matches no known format; expected fields: {expected}"
+    if not row:
+        raise RowError(problem)
+    pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in zip(_TO_RENAME[objective], row, strict=False))
+    raise RowError(f"{problem}. Rename fields with columns, the expected name first, such as columns: {{{pairs}}}")
 
 
 def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
@@ -303,3 +304,4 @@ FORMATS_OF_OBJECTIVE = {
     "pretrain": ("text",),
     "dpo": ("preference",),
 }
+_TO_RENAME = {"sft": ("question", "answer"), "pretrain": ("text",), "dpo": ("chosen", "rejected")}  # as an example

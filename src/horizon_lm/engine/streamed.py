@@ -1,6 +1,9 @@
 """The way from a streamed model to its engine."""
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch import nn
 
 from horizon_lm.engine.calls.model_forward import ModelForward
 from horizon_lm.engine.passes.executor import Engine
@@ -23,6 +26,8 @@ def forward_of(model: Any, user: str = "this") -> ModelForward:
     Raises:
         ConfigError: the model is not streamed.
     """
+    if isinstance(model, Iterable) and not isinstance(model, nn.Module):
+        raise ConfigError(f"{user} needs the streamed model itself, not its parameters")
     if not is_streamed(model):
         raise ConfigError(f"{user} needs a streamed model; call horizon_lm.stream(model) first")
     forward: ModelForward = model._horizon

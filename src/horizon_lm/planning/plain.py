@@ -19,6 +19,8 @@ def plain_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[s
     settings = step.settings
     if machine.on_host or not machine.device_limits or settings.num_ranks > 1 or step.outline.unknown:
         return []
+    if step.outline.trains_decoded:  # what it would take decoded is not what is planned here
+        return []
     kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
     state = {kind: num_bytes for kind, num_bytes in kept.items() if kind != "boundaries"}
     use = device_use(replace(step, settings=settings.keeping(Residency(step.outline.num_blocks))))
