@@ -29,6 +29,7 @@ def both(folder: Path, kind: str, precision: str) -> tuple[Any, Any]:
     """Return the model that transformers decodes, and ours, each opened with transformers' own setting."""
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=CONFIGS[kind])
+    tiny_models.attending_as_streamed(plain)
     model = horizon_lm.from_pretrained(folder, "cpu", precision, head="whole", quantization_config=CONFIGS[kind])
     return plain, model
 
