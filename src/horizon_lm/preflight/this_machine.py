@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from horizon_lm.distributed.mesh import Mesh
 
 LIBRARIES_BYTES = 2**30  # bytes of a process on another machine: interpreter, torch, transformers
-FIRST_STEPS_BYTES = 160 * 2**20  # growth of the process in its first steps: compiled kernels, threads, library caches
+FIRST_STEPS_BYTES = 112 * 2**20  # growth of the process in its first steps: compiled kernels, threads, library caches
 CONTEXT_BYTES = 2**30  # bytes of a CUDA context on another machine
 # In addition to an existing context: cuBLAS workspaces, 32 MiB on Hopper for each computing thread, and those of other
 # libraries.
