@@ -14,7 +14,6 @@ from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Pass
 from tests.support import tiny_models
-from tests.support.quantized_folders import opened, save_published
 from tests.support.schedule_proofs import without_wait
 
 EXPERTS = 16  # of which a token reads two, so that up to four tokens read at most half
@@ -122,6 +121,9 @@ def test_dense_blocks_are_streamed_whole() -> None:
     ("family", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "nf4"), ("qwen3_moe", "4bit")]
 )
 def test_quantized_experts(family: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from tests.support.quantized_folders import opened, save_published
+
     folder = save_published(family, kind, tmp_path / "model", **{FAMILIES[family]: EXPERTS})
 
     with all_experts():
