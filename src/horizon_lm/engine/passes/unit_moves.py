@@ -9,6 +9,7 @@ from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.routed_blocks import copy_range
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.store.unit_slabs import UnitSlabs
 from horizon_lm.units import EMBED, Unit
@@ -38,24 +39,24 @@ class UnitMoves:
 
     def _stream_in(self, op: Op) -> list[Move]:
         """Return the moves that stream a unit into its slots; of a block that is routed, without its experts."""
-        if op.unit.is_block and op.unit.block_index in self._routed:
-            return self._engine.routed.other_moves(op.unit, self._engine.memory)
-        return [move for part in self._engine.store.parts_of(op.unit) for move in self._stream_in_part(part)]
+        is_routed = op.unit.is_block and op.unit.block_index in self._routed
+        left_out = self._engine.routed.names_of(op.unit) if is_routed else []
+        return [move for part in self._engine.store.parts_of(op.unit) for move in self._stream_in_part(part, left_out)]
 
-    def _stream_in_part(self, unit: Unit) -> list[Move]:
-        """Return the moves that stream slabs into a slot: a copy, and the decoding of what is quantized.
+    def _stream_in_part(self, unit: Unit, left_out: Collection[str]) -> list[Move]:
+        """Return the moves that stream slabs into a slot, without some weights: copies, and the decoding of what is quantized.
 
         Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
         """
         slabs, memory = self._engine.slabs(unit), self._engine.memory
-        slot, plain = memory.weights_of(unit), slabs.weights[slabs.own]
-        moves: list[Move] = []
-        if plain.numel() or not slabs.packed.num_bytes:
-            moves.append(Copy(slot[slabs.own], plain, plain.numel() * plain.element_size()))
+        slot, moves = memory.weights_of(unit), list[Move]()
+        if slabs.weights[slabs.own].numel() or not slabs.packed.num_bytes:
+            ranges = slabs.plain.ranges_without(left_out) if left_out else [slabs.own]
+            moves += [copy_range(slabs, slot, each) for each in ranges]
         if not slabs.packed.num_bytes:
             return moves
         if not memory.gathers_packed:
-            return moves + self._decoding(slabs, slot, slabs.packed.data, Decode)
+            return moves + self._decoding(slabs, slot, slabs.packed.data, Decode, left_out)
         packed = slabs.packed.data[slabs.packed.own]
         return [*moves, Copy(memory.packed_of(unit)[slabs.packed.own], packed, packed.numel())]
 
@@ -78,8 +79,11 @@ class UnitMoves:
             *self._decoding(slabs, slot, packed, DecodeThere),
         ]
 
-    def _decoding(self, slabs: UnitSlabs, slot: torch.Tensor, packed: torch.Tensor, move: type[Decode]) -> list[Move]:
-        """Return the moves that decode a unit's quantized weights into its slot, from this copy of their slab."""
+    def _decoding(
+        self, slabs: UnitSlabs, slot: torch.Tensor, packed: torch.Tensor, move: type[Decode],
+        left_out: Collection[str] = (),
+    ) -> list[Move]:  # fmt: skip
+        """Return the moves that decode a unit's quantized weights, without some, into its slot, from this copy of their slab."""
         return [
             move(
                 slabs.layout.view(slot, name),
@@ -88,6 +92,7 @@ class UnitMoves:
                 self._engine.store.decoded_dtype(name),
             )
             for name, entry in slabs.packed.entries.items()
+            if name not in left_out
         ]
 
     def _fetch(self, op: Op) -> list[Move]:
