@@ -47,7 +47,12 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("silent")
-def test_the_phase_and_the_blocks_of_a_step(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows_at_once", [None, 1])
+def test_the_phase_and_the_blocks_of_a_step(
+    settings: dict[str, Any], rows_at_once: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of micro-batches are rounded in computations of their own, which are no blocks."""
+    settings["device_micro_batch_size"] = rows_at_once
     lines = Lines()
 
     def slow(model: Any, batch: Any) -> Any:

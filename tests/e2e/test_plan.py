@@ -17,6 +17,7 @@ from horizon_lm.model.known_models import known_models
 from horizon_lm.planning.catalog import own_profile_path
 from tests.e2e import tiny
 from tests.e2e.command import run
+from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
 
 GIB = 2**30
@@ -143,6 +144,23 @@ def test_quantized_base_that_transformers_decodes_is_not_said_to_fit() -> None:
     arguments = ("--model", "openai/gpt-oss-120b", "--use_peft", "true", "--device", "h100", "--host-memory", "256GiB")
     reasons = plan(*arguments)["run"]["reasons"]
     assert not any("fits the GPU as a whole" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_said"),
+    [
+        ([], True),
+        (["--gpus", "2"], False),
+        (["--gpus", "2", "--dp_shard_size", "1", "--dp_replicate_size", "2"], False),
+    ],
+)
+def test_up_to_how_many_tokens_routed_experts_are_streamed(tmp_path: Path, ranks: list[str], is_said: bool) -> None:
+    """Several ranks always stream all experts."""
+    tiny_models.build("qwen3_moe", num_experts=16).save_pretrained(tmp_path)
+    result = run("plan", "--model", tmp_path, "--device", "rtx-4090-server", "--max_length", "64", *ranks)
+    assert result.exit_code == 0, result.stderr
+    said = "stream of 16 experts only those that their tokens are routed to, if they have at most 4 tokens"
+    assert (said in result.stdout) == is_said
 
 
 def test_names_are_listed() -> None:

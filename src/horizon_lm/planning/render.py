@@ -45,7 +45,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
         f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_and_process(plan)}"
     )
-    if outline.routed_tokens and not plan.request.shard.count > 1:
+    if outline.routed_tokens and plan.request.num_ranks == 1:
         yield (
             f"passes without gradients, as in generation, stream of {outline.experts} experts only those that their tokens are "
             f"routed to, if they have at most {counted(outline.routed_tokens, 'token')}"

@@ -102,9 +102,10 @@ class Cursor:
         position, schedule = self._position, self.schedule
         if schedule is None:
             return ""
-        blocks = [i for i, op in enumerate(schedule.ops) if op.stream == Stream.COMPUTE and op.unit.is_block]
-        done = sum(each < position for each in blocks)
-        return f"{schedule.name}, {done} of {len(blocks)} blocks" if blocks else schedule.name
+        # Of several computations of a block, such as its backward pass and the rounding of its gradients, the last.
+        last = {op.unit: i for i, op in enumerate(schedule.ops) if op.stream == Stream.COMPUTE and op.unit.is_block}
+        done = sum(each < position for each in last.values())
+        return f"{schedule.name}, {done} of {len(last)} blocks" if last else schedule.name
 
     def update_begun(self) -> bool:
         """Return whether the running pass has issued an update."""
