@@ -272,7 +272,20 @@ def test_eager_scores_are_planned_quadratically() -> None:
     assert device_use(planned).activations >= max(kind.forward_peak.at(1) for kind in exact.outline.kinds)
 
 
-@pytest.mark.filterwarnings("ignore")  # those of torch, which compiles the masks of flex_attention
+_FLEX = pytest.mark.filterwarnings("ignore:_compile flag")  # torch's, of how transformers makes the masks of flex_attention
+
+
+@_FLEX
+def test_planning_compiles_nothing() -> None:
+    """The masks of flex_attention are compiled when a model is called, which takes half a minute."""
+    torch.compiler.reset()
+    source = ModelSource(tiny_models.build("llama").config, "tiny", attn_implementation="flex_attention")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        outline = outline_model(source, length=32, dtype=torch.bfloat16, on_accelerator=True)
+    assert not outline.unknown
+
+
+@_FLEX
 def test_fused_attention_with_sinks_is_planned_linearly() -> None:
     """With masks, without them, and with flex_attention, whose masks are no tensors."""
     config = tiny_models.build("gpt_oss").config

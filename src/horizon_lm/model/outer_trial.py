@@ -122,12 +122,16 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 @contextmanager
 def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager: replace the forward methods of modules by other functions."""
+    """Context manager: replace the forward methods of modules by other functions, and compile nothing.
+
+    The masks of flex_attention are otherwise compiled, for half a minute, to be looked at once.
+    """
     before = {module: module.__dict__.get("forward") for module in replaced}
     for module, forward in replaced.items():
         module.forward = forward  # type: ignore[method-assign]
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for module, own in before.items():
             if own is None:
