@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.cost import meta_recorder
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.opening import kept_in_float32
@@ -272,7 +273,20 @@ def test_eager_scores_are_planned_quadratically() -> None:
     assert device_use(planned).activations >= max(kind.forward_peak.at(1) for kind in exact.outline.kinds)
 
 
-_FLEX = pytest.mark.filterwarnings("ignore:_compile flag")  # torch's, of how transformers makes the masks of flex_attention
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
+def test_shapes_that_are_remembered_are_those_of_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = tiny_models.build(family), dict[Any, Any]()
+    monkeypatch.setattr(meta_recorder, "_made", made)
+    first = outline_of(model)
+    assert made
+    assert outline_of(model) == first
+    monkeypatch.setattr(meta_recorder, "_run", lambda func, args, kwargs: func(*args, **kwargs))
+    assert outline_of(model) == first
+
+
+_FLEX = pytest.mark.filterwarnings(
+    "ignore:_compile flag"
+)  # torch's, of how transformers makes the masks of flex_attention
 
 
 @_FLEX

@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         results, inputs = _tensors(result), _tensors((args, kwargs))
         if not _is_view(func, results, inputs):
             self._count(func, args, kwargs, result, [*inputs, *results])
@@ -87,6 +87,46 @@ class Recorder(TorchDispatchMode):
 
 
 _MAKES_NOTHING = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
+
+
+_MOST_MADE = 10_000  # operations of some dozen models
+_made: dict[Any, tuple[Any, ...]] = {}  # shape, strides and dtype of results, by operation and arguments
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the meta device, or make a result like that of an equal one.
+
+    torch derives shapes in Python, which takes most of the time of a trial.
+    """
+    key = (func, *map(_described, args), *((name, _described(value)) for name, value in kwargs.items()))
+    if (known := _made.get(key)) is not None:
+        return torch.empty_strided(*known[:2], dtype=known[2], device="meta")
+    result = func(*args, **kwargs)
+    if isinstance(result, torch.Tensor) and result.device.type == "meta" and _is_new(func, result, (args, kwargs)):
+        if len(_made) == _MOST_MADE:
+            _made.clear()
+        _made[key] = result.shape, result.stride(), result.dtype
+    return result
+
+
+def _described(value: Any) -> Any:
+    """Return a hashable description of an argument, with all that the result's shape depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return type(value), value
+
+
+def _is_new(func: Any, result: torch.Tensor, given: Any) -> bool:
+    """Return whether an operation has changed nothing, and made a tensor whose storage has its size."""
+    storage, declared = result.untyped_storage(), (*func._schema.arguments, *func._schema.returns)
+    alike = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    return (
+        not any(each.alias_info for each in declared)
+        and all(t.untyped_storage()._cdata != storage._cdata for t in _tensors(given))
+        and storage.nbytes() == alike.untyped_storage().nbytes()
+    )
 
 
 def _is_view(func: Any, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
