@@ -82,6 +82,10 @@ class SummedLossWarning(UserWarning):
     """Each of several ranks divides its loss by its own targets, while gradients are summed over the ranks."""
 
 
+class SlowProductsWarning(RuntimeWarning):
+    """A CPU computes in a dtype for which it has no instructions."""
+
+
 class ForeignWriteWarning(UserWarning):
     """Other code wrote weights, so the low halves of their fp32 masters were reset."""
 

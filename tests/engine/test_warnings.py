@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.errors import ForeignWriteWarning, HeadWarning
+from horizon_lm.device import slow_products
+from horizon_lm.errors import ForeignWriteWarning, HeadWarning, SlowProductsWarning
 from tests.support.tiny_models import batch, build
 
 
@@ -37,3 +38,36 @@ def test_the_line_that_a_warning_names(category: type[Warning], act: Callable[[A
         warnings.simplefilter("always")
         act(model)
     assert [each.filename for each in caught if each.category is category] == [__file__]
+
+
+def _forward(model: Any, autocast: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**batch())
+
+
+@pytest.mark.parametrize(
+    ("has_instructions", "autocast", "compute_dtype", "expected"),
+    [(False, True, None, 1), (False, False, torch.bfloat16, 1), (False, False, None, 0), (True, True, None, 0)],
+)
+def test_slow_products_are_named_once(
+    monkeypatch: pytest.MonkeyPatch,
+    has_instructions: bool,
+    autocast: bool,
+    compute_dtype: torch.dtype | None,
+    expected: int,
+) -> None:
+    slow_products.warn_of_slow_products.cache_clear()
+    monkeypatch.setattr(slow_products, "has_instructions", lambda dtype: has_instructions)
+    model = horizon_lm.stream(build("llama"), precision="float32", compute_dtype=compute_dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            _forward(model, autocast)
+    found = [str(each.message) for each in caught if each.category is SlowProductsWarning]
+    assert len(found) == expected
+    assert all("bfloat16" in each and "bf16=False" in each for each in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_instructions_of_this_cpu_are_known(dtype: torch.dtype) -> None:
+    assert slow_products.has_instructions(dtype) in (True, False)

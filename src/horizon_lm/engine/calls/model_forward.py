@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from horizon_lm.device.slow_products import warn_of_slow_products
 from horizon_lm.engine.calls.calls import Call, arguments_of, modal_inputs, put_ignored_before
 from horizon_lm.engine.calls.chunked_forward import ChunkedForward
 from horizon_lm.engine.calls.chunked_losses import TokenLogprobs, WantedLogprobs
@@ -167,6 +168,7 @@ class ModelForward:
         """Run one forward pass of the model through the engine, with the arguments of the model's own
         forward method.
         """
+        self._warn_of_slow_products()
         with outside_inference_mode():
             return self._forward(arguments_of(self._signature, args, kwargs))
 
@@ -179,6 +181,12 @@ class ModelForward:
         run = partial(self._whole, has_labels) if chunked is None else partial(self._chunked_losses, chunked)
         # Chunked and whole losses need different passes, so calls of the two kinds do not meet.
         return self.joint.compute(("loss", chunked is not None), call, run)
+
+    def _warn_of_slow_products(self) -> None:
+        """Warn once if this pass computes on a CPU, in a dtype that it has no instructions for."""
+        if self.engine.device.torch_device.type == "cpu":
+            autocast = torch.is_autocast_enabled("cpu")
+            warn_of_slow_products(torch.get_autocast_dtype("cpu") if autocast else self.engine.options.compute_dtype)
 
     def _check_loss_scale(self, call: Call) -> None:
         """Warn once of a loss that is the mean over the targets of this rank alone."""
@@ -217,6 +225,7 @@ class ModelForward:
 
     def token_logprobs(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: WantedLogprobs) -> TokenLogprobs:
         """Compute log-probabilities of labels instead of a loss, for arguments of the model's forward method."""
+        self._warn_of_slow_products()
         call = arguments_of(self._signature, args, kwargs)
         if call.get("labels") is None and call.get("shift_labels") is None:
             raise ValueError("give labels or shift_labels")
