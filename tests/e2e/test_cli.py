@@ -249,6 +249,20 @@ def test_bad_arguments_of_generate(model: Path) -> None:
     assert run("generate", model / "nowhere/there", "Who?").exit_code == 2
 
 
+def test_messages_of_commands_name_no_settings_of_run_files(model: Path, tmp_path: Path) -> None:
+    nowhere, mute = tmp_path / "nowhere" / "there", Path(no_tokenizer(tmp_path)[1])
+    for arguments, message in (
+        (("generate", nowhere, "Who?"), f"{nowhere} is not a folder"),
+        (("generate", mute, "Who?"), f"{mute} has no tokenizer"),
+        (("generate", model, "Who?", "--base", nowhere), f"--base: {nowhere} is not a folder"),
+        (("merge", nowhere, tmp_path / "merged"), f"{nowhere} is not a folder"),
+        (("export", nowhere, tmp_path / "gguf", "--format", "gguf"), f"{nowhere} is not a folder"),
+        (("plan", "--model", nowhere), f"{nowhere} is not a folder"),
+    ):
+        result = run(*arguments)
+        assert (result.exit_code, result.stderr.startswith(f"error: {message}")) == (2, True), result.stderr
+
+
 def test_system_prompt_of_generate(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[str] = []
 

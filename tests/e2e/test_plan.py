@@ -663,7 +663,7 @@ def test_unknown_model_without_network_is_one_line() -> None:
     result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert result.returncode == 2
     (line,) = (line for line in result.stderr.splitlines() if "hub" in line or "Retrying" in line or "thrown" in line)
-    assert line.startswith("error: model_name_or_path: Qwen/Qwen9-4B-Instruct is neither a folder nor a model")
+    assert line.startswith("error: Qwen/Qwen9-4B-Instruct is neither a folder nor a model")
 
 
 # Largest models

@@ -134,12 +134,13 @@ def find_model(
     except ConfigError as error:
         run = here.parent
         hint = f"; the run in {run} has not exported its model yet" if exists(str(run / "metrics.jsonl")) else ""
-        raise ConfigError(str(error).removeprefix("model_name_or_path: ") + hint) from error
+        raise ConfigError(f"{error}{hint}") from error
+    base_folder = find_base(base)
     request = OpenRequest(
-        name=base or folder,
+        name=base_folder or folder,
         gguf_file=gguf_file,
         trust_remote_code=trust_remote_code,
-        adapters=Adapters(folder=str(folder)) if base else None,
+        adapters=Adapters(folder=str(folder)) if base_folder else None,
         options={
             "device": choose_device(device),
             "precision": precision,
@@ -147,9 +148,19 @@ def find_model(
             "allow_unproven_model": allow_unproven_model,
         },
     )
-    if base and not (folder / "tokenizer_config.json").is_file():
-        folder = local_folder(base)
+    if base_folder and not (folder / "tokenizer_config.json").is_file():
+        folder = base_folder
     return request, open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+
+
+def find_base(name: str | None) -> Path | None:
+    """Return the folder of the base that ``--base`` names; None without the option. Raise ConfigError if it is not found."""
+    from horizon_lm.model.hub import local_folder
+
+    try:
+        return local_folder(name) if name else None
+    except ConfigError as error:
+        raise ConfigError(f"--base: {error}") from error
 
 
 @contextmanager

@@ -23,5 +23,5 @@ def merge(
     common.require_written(dtype, max_shard_size)
     from horizon_lm.checkpoints.merge import merge_adapter
 
-    merge_adapter(adapter, folder, model, dtype, max_shard_size, trust_remote_code)
+    merge_adapter(adapter, folder, common.find_base(model), dtype, max_shard_size, trust_remote_code)
     common.print_written(folder)

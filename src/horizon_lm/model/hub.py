@@ -71,7 +71,7 @@ def folder_here(name: str | Path) -> Path | None:
 def _require_hub_id(name: str) -> None:
     """Raise ConfigError if the name can only be a path, so that the hub is not asked for it."""
     if find_known(name) is None and not may_be_on_hub(name):
-        raise ConfigError(f"model_name_or_path: {name} is not a folder")
+        raise ConfigError(f"{name} is not a folder")
 
 
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
@@ -80,7 +80,7 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     close = closest_model(typed, (name for each in known_models() for name in (each.name, *each.aliases)))
     hint = f"; did you mean {close}?" if close and close not in (typed, hub_id) else ""
     return ConfigError(
-        f"model_name_or_path: {typed} is neither a folder nor a model that could be fetched from the hub{known} "
+        f"{typed} is neither a folder nor a model that could be fetched from the hub{known} "
         f"({first_line(error)}){hint}{code_remedy(error)}"
     )
 

@@ -237,7 +237,7 @@ class MergedLayers:
                 if is_table and tensor.ndim == 2 and tensor.shape[1] == width and tensor.shape[0] != height:
                     raise ConfigError(
                         f"{self._folder}: its {path} has {tensor.shape[0]:,} rows, and that of the base {height:,}; resize the "
-                        "vocabulary of the base (resize_token_embeddings, save_pretrained), and give that folder with --model"
+                        "vocabulary of the base (resize_token_embeddings, save_pretrained), and give that folder with --base"
                     )
 
     @contextlib.contextmanager
