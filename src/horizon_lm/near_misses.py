@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 _SAME_WORD = 0.75  # similarity from which two words are spellings of one
@@ -33,6 +34,18 @@ def closest_model(typed: str, known: Iterable[str]) -> str | None:
     }
     close = difflib.get_close_matches(typed.casefold(), list(candidates), n=1)
     return candidates[close[0]] if close else None
+
+
+def closest_machine(typed: str, known: Iterable[str]) -> str | None:
+    """Return the machine of the most similar name, whose digits are those typed but for some more or fewer; None if there is none."""
+    typed, known = typed.casefold(), list(known)
+    digits = Counter(filter(str.isdigit, typed))
+    begun = [name for name in known if typed and name.startswith(typed)]
+    for name in begun or difflib.get_close_matches(typed, known, 3, _SAME_WORD):
+        own = Counter(filter(str.isdigit, name))
+        if own <= digits or digits <= own:
+            return name
+    return None
 
 
 def _version_and_size(name: str) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from horizon_lm.near_misses import closest_model, closest_setting
+from horizon_lm.near_misses import closest_machine, closest_model, closest_setting
+from horizon_lm.planning.catalog import published
 
 SETTINGS = (
     "max_steps", "max_length", "learning_rate", "precision", "eval_strategy", "save_strategy", "per_device_train_batch_size",
@@ -37,3 +38,14 @@ def test_settings(typed: str, meant: str | None) -> None:
 )  # fmt: skip
 def test_models(typed: str, meant: str | None) -> None:
     assert closest_model(typed, MODELS) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("rtx490", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("rtx-4090-sever", "rtx-4090-server"), ("rtx-4070", None), ("h2000", "h200"),
+        ("mi300", "mi300x"), ("a100", "a100-pcie-80gb"), ("b300", None), ("tpu", None), ("", None),
+    ],
+)  # fmt: skip
+def test_machines(typed: str, meant: str | None) -> None:
+    assert closest_machine(typed, published()) == meant

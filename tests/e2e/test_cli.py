@@ -333,6 +333,37 @@ def test_help_and_version() -> None:
     assert "One of linear, cosine, cosine_with_restarts" in settings
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("plan", "--gpu", 2), "--gpus"),
+        (("plan", "--modle=m", "--device", "h200"), "--model"),
+        (("plan", "--price-per-kw", 1), "--price-per-kwh"),
+        (("inspect", "--btches", 3), "--batches"),
+        (("train", "--setings"), "--settings"),
+        (("merge", "a", "b", "--bsae", "c"), "--base"),
+        (("plan", "--model", "Qwen/Qwen2.5-7B", "--device", "rtx490"), "rtx-4090"),
+        (("trian", "run.yaml"), "'train'"),
+    ],
+)
+def test_a_mistyped_option_machine_or_command(arguments: tuple[Any, ...], meant: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, meant in result.stderr.rpartition("rror")[2]) == (2, True), result.stderr
+
+
+def test_settings_are_no_mistyped_options() -> None:
+    assert "use per_device_train_batch_size" in run("plan", "--batch_size", 3, "--model", "m").stderr
+
+
+def test_an_interrupt_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    result = run("plan", "--model", "m")
+    assert (result.exit_code, result.stderr) == (75, "error: interrupted; files written before are intact\n")
+
+
 @pytest.mark.parametrize("command", cli._COMMANDS)
 def test_help_names_every_option_in_full(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is cut in a terminal of 80 columns, or of 50."""

@@ -10,7 +10,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from horizon_lm.cli.common import exits, print_version, require_texts, require_threads, without_garbage_collection
+from horizon_lm.cli.common import (
+    exits,
+    print_version,
+    require_options,
+    require_texts,
+    require_threads,
+    without_garbage_collection,
+)
 from horizon_lm.cli.leaving import code_of_stdout, leave
 from horizon_lm.errors import EXIT_CODES
 from horizon_lm.signals import interrupt_on_stop_signals
@@ -46,30 +53,30 @@ class _LazyCommand(TyperCommand):
     def __init__(self, name: str) -> None:
         super().__init__(name, help=_COMMANDS[name])
 
+    @exits
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **extra: Any) -> Any:
-        exits(require_texts)(args)
+        require_texts(args)
         if self.name in _STARTS_THREADS:
-            exits(require_threads)()
+            require_threads()
         with without_garbage_collection():
             function = getattr(import_module(f"horizon_lm.cli.{self.name}"), str(self.name))
-        settings: dict[str, Any] = (
-            _ACCEPT_SETTINGS if self.name in ("plan", "train", "inspect") else _ACCEPT_UNDERSCORES
-        )
+        takes_settings = self.name in ("plan", "train", "inspect")
+        settings: dict[str, Any] = _ACCEPT_SETTINGS if takes_settings else _ACCEPT_UNDERSCORES
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         single.command(self.name, help=self.help, context_settings=settings)(function)
-        return typer.main.get_command(single).make_context(info_name, args, *others, **extra)
+        command = typer.main.get_command(single)
+        given = list(args)  # which parsing empties
+        context = command.make_context(info_name, args, *others, **extra)
+        if takes_settings and not context.resilient_parsing:  # in completion
+            require_options(given, [option for each in command.params for option in each.opts])
+        return context
 
 
 class _Commands(TyperGroup):
     """The group of all subcommands."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the subcommands, in the order of `_COMMANDS`."""
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a subcommand without importing its module; None for an unknown name."""
-        return _LazyCommand(cmd_name) if cmd_name in _COMMANDS else None
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"commands": {name: _LazyCommand(name) for name in _COMMANDS}})
 
 
 app = typer.Typer(

@@ -11,17 +11,19 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError
+from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import exists
 from horizon_lm.resources import threads_left, usable_cores
 from horizon_lm.visible import visible
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 # Options that several commands have.
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -39,15 +41,15 @@ ShardSize = Annotated[str, typer.Option(help="Largest size of a file.")]
 DTYPES = ("bfloat16", "float16", "float32")  # of models that are written
 
 
-def exits(command: Callable[P, None]) -> Callable[P, None]:
+def exits(command: Callable[P, R]) -> Callable[P, R]:
     """Decorate a command to print a HorizonError to standard error and exit with its code; any other exception is a
     bug.
     """
 
     @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            command(*args, **kwargs)
+            return command(*args, **kwargs)
         except HorizonError as error:
             if not error.is_reported:
                 _print_error(str(error))
@@ -70,6 +72,18 @@ def require_texts(arguments: Iterable[str]) -> None:
     for each in arguments:
         if "\0" in each:
             raise ConfigError(f"{each[:60]!r} has a null character; remove it")
+
+
+def require_options(arguments: Iterable[str], options: Iterable[str]) -> None:
+    """Raise ConfigError if an argument is neither a setting of runs nor an option of the command, but similar to an option."""
+    from horizon_lm.config.run import SCHEMAS
+
+    own = {option.removeprefix("--").replace("-", "_"): option for option in options}
+    known = own.keys() | {name for schema in SCHEMAS.values() for name in schema.model_fields}
+    for each in arguments:
+        name = each.removeprefix("--").partition("=")[0].replace("-", "_")
+        if each.startswith("--") and name not in known and (close := closest_setting(name, own)):
+            raise ConfigError(f"--{name} is neither an option nor a setting; did you mean {own[close]}?")
 
 
 def _print_error(text: str) -> None:

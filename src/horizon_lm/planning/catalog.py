@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from horizon_lm.errors import ConfigError
+from horizon_lm.near_misses import closest_machine
 
 DTYPES = ("bfloat16", "float32")
 
@@ -130,7 +131,7 @@ def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a profile's fields over those of the published profile that its field ``base`` names."""
     base, own = content["base"], {name: value for name, value in content.items() if name != "base"}
     if not isinstance(base, str) or base not in published():
-        raise ConfigError(f"{place}: base is {base!r}; choose one of {', '.join(published())}")
+        raise ConfigError(f"{place}: base is {base!r}{_meant(str(base))}; choose one of {', '.join(published())}")
     inherited = asdict(published()[base])
     sources = {name: source for name, source in inherited.pop("sources").items() if name not in own}
     if "server" not in own and own.keys() & set(_HOST):  # its host is also that of several GPUs
@@ -201,9 +202,14 @@ def find_profile(name: str) -> Hardware:
     if name.endswith(".json"):
         return read_profile(Path(name).expanduser())
     raise ConfigError(
-        f"device {name!r} is not known; choose one of {', '.join(published())}, or name a file with a profile, "
+        f"device {name!r} is not known{_meant(name)}; choose one of {', '.join(published())}, or name a file with a profile, "
         "MACHINE.json (docs/planning.md)"
     )
+
+
+def _meant(name: str) -> str:
+    close = closest_machine(name, published())
+    return f" (did you mean {close}?)" if close else ""
 
 
 def _plain(name: str) -> str:
