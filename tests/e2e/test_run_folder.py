@@ -20,7 +20,7 @@ import horizon_lm
 from horizon_lm import disk
 from horizon_lm.checkpoints.manifest import is_checkpoint, read_manifest, verify
 from horizon_lm.config.load import as_config
-from horizon_lm.errors import ConfigError, DoesNotFitError
+from horizon_lm.errors import ConfigError, DataError, DoesNotFitError
 from horizon_lm.training import callbacks as run_callbacks
 from horizon_lm.training import last_resort, saver, train
 from horizon_lm.training.line_file import LineFile
@@ -51,6 +51,28 @@ def folder_of(base: dict[str, Any]) -> Path:
 
 def has_model(folder: Path) -> bool:
     return bool(load_file(folder / "model" / "model.safetensors")) and (folder / "model" / "tokenizer.json").is_file()
+
+
+# A folder that has other files
+
+
+@pytest.mark.parametrize("output", [".", "rows", "rows/run", "base"])
+def test_the_folder_of_inputs_is_left_alone(base: dict[str, Any], tmp_path: Path, model: Path, output: str) -> None:
+    """A run in it would read its own files as rows the next time, or write beside the weights that it starts from."""
+    shutil.copytree(model, tmp_path / "base")
+    (tmp_path / "rows").mkdir()
+    tiny.write_jsonl(tmp_path / "rows" / "a.jsonl", tiny.alpaca_rows(4))
+    base |= {"datasets": [base["datasets"], str(tmp_path / "rows")], "model_name_or_path": str(tmp_path / "base")}
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"output_dir: .* is (a folder of the rows in|the folder of the model)"):
+        train.train(base | {"output_dir": str(tmp_path / output)}, **QUIET)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_rows_are_opened_before_a_model_is_downloaded(base: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(DataError, match="no rows found"):
+        train.train(base | {"model_name_or_path": "HuggingFaceTB/SmolLM2-135M"}, **QUIET)
 
 
 # A full disk

@@ -228,9 +228,14 @@ class Admission:
         self._plan = partial(plan_run, shard=shard, num_ranks=num_ranks)
         self._vocabulary: int | None = None
 
+    @property
+    def downloads_model(self) -> bool:
+        """True if `fetch_model` would download the run's model."""
+        return self._source.model.folder is None
+
     def fetch_model(self) -> ModelSource:
         """Return the run's model, whose files are on this machine afterwards."""
-        if self._source.model.folder is None:
+        if self.downloads_model:
             self._source = fetch_source(self._run)
         return self._source.model
 

@@ -80,6 +80,12 @@ def _data_seed(config: RunConfig) -> int:
     return config.seed if config.data_seed is None else config.data_seed
 
 
+def require_rows(config: RunConfig) -> None:
+    """Raise DataError if a file or dataset of a run is missing, cannot be read or has no rows."""
+    for each in (*(config.datasets or ()), *(config.eval_datasets or ())):
+        open_source(each)
+
+
 def load_data(
     config: RunConfig,
     tokenizer: Any,

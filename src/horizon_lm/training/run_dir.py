@@ -12,6 +12,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
 from horizon_lm.disk import Disk, part_of, publish_folder, restore_folder, write_file
 from horizon_lm.errors import ConfigError, HorizonError, first_line
+from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import write_plan
 from horizon_lm.training.line_file import LineFile
@@ -52,6 +53,7 @@ class RunDir:
         self._held_a_run = self._holds_a_run()
         if not self._held_a_run:
             self._reject_foreign_files()
+            self._reject_inputs(config)
         self._save_total_limit, self._saved = config.save_total_limit, list[Path]()
         self._dtype, self._export_bytes, self.is_exported = config.exported_dtype, 0, False
         self._replaceable: dict[Path, Contents | None] = {}  # folders of an earlier run, as they were
@@ -99,6 +101,23 @@ class RunDir:
             if (self.path / name).exists():
                 raise ConfigError(
                     f"output_dir: {self.path / name} was not written by horizon-lm and would be overwritten; choose another folder"
+                )
+
+    def _reject_inputs(self, config: RunConfig) -> None:
+        """Raise ConfigError if the folder is that of the model or of rows: a later run would read this one's files as its own."""
+        own = self.path.resolve()
+        for each in (*(config.datasets or ()), *(config.eval_datasets or ())):
+            rows = Path(each.path).expanduser()
+            if exists(each.path) and (
+                own == rows.resolve().parent if rows.is_file() else own.is_relative_to(rows.resolve())
+            ):
+                raise ConfigError(
+                    f"output_dir: {self.path} is a folder of the rows in {each.path}; choose another folder"
+                )
+        for name in (config.model_name_or_path, config.adapter_name_or_path):
+            if name is not None and exists(name) and own == Path(name).expanduser().resolve():
+                raise ConfigError(
+                    f"output_dir: {self.path} is the folder of the model to start from; choose another folder"
                 )
 
     def take(self) -> None:

@@ -26,7 +26,7 @@ from horizon_lm.training.metrics import Metrics
 from horizon_lm.training.metrics_text import growth_warning
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.reporter import Reporter
-from horizon_lm.training.rows import RunData, eval_set_names, load_data
+from horizon_lm.training.rows import RunData, eval_set_names, load_data, require_rows
 from horizon_lm.training.run import Run, RunResult, RunSettings, Session, Training
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
@@ -112,6 +112,9 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     require_known_metric(config, eval_set_names(config))
     admission = Admission(config, current_shard(ranks.mesh), ranks.size, partial(agree_on_machine, ranks.mesh))
     admission.reject_if_impossible()
+    if admission.downloads_model:
+        with ranks.first_of_each_machine_first():
+            require_rows(config)
     source = admission.fetch_model()
     tokenizer = setup.load_tokenizer(config, source)
     reporter.print(*setup.check_weights(config, source))
