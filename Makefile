@@ -1,5 +1,5 @@
 # Everything from a fresh clone: `make demo` and `make test` install what they need and say what they download.
-# An active environment that has torch is used as it is; otherwise .venv is made. TORCH=torch==2.11.0 picks a version.
+# An active environment that has torch is used as it is; otherwise .venv is made, with the torch of python3 if it has one. TORCH=torch==2.11.0 picks a version.
 
 SHELL := /bin/bash
 export TORCH

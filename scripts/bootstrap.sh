@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Install Horizon-LM and its tools, and print the path of the Python to use.
 #
-# An active environment that has torch is used, with its torch; otherwise .venv is created here. Other packages get the
-# versions of constraints.txt. Downloads are announced. A second run does nothing: a stamp file in the environment records
-# what was installed.
+# An active environment that has torch is used, with its torch; otherwise .venv is created here, which sees the torch of a
+# Python that has one. Nothing is installed into a Python that is no environment. Other packages get the versions of
+# constraints.txt. Downloads are announced. A second run does nothing: a stamp file in the environment records what was
+# installed.
 #
 #   scripts/bootstrap.sh EXTRA [--demo]     EXTRA: optional dependencies to install ("dev", "gguf")
 set -euo pipefail
@@ -12,28 +13,28 @@ extra=$1
 torch=${TORCH:-$(grep '^torch==' constraints.txt)}
 log() { echo "$@" >&2; }
 
+has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
 supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
-python=""
-for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" python3; do
+python="" environment=""
+for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" \
+        python3 python3.13 python3.12 python3.11; do
     if [ -n "$candidate" ] && command -v "$candidate" >/dev/null && "$candidate" -c "$supported" 2>/dev/null; then
         python=$(command -v "$candidate")
+        [[ $candidate = python3* ]] || environment=$python
         break
     fi
 done
-if [ -z "$python" ]; then
-    for candidate in python3.13 python3.12 python3.11; do
-        command -v "$candidate" >/dev/null && python=$(command -v "$candidate") && break
-    done
-fi
 if [ -z "$python" ]; then
     log "Horizon-LM needs Python 3.11 to 3.13. On Debian or Ubuntu:  sudo apt install python3 python3-venv"
     exit 2
 fi
 
-if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+if [ -z "$environment" ] || ! "$environment" -c "$has_torch"; then
     if [ ! -x .venv/bin/python ]; then
         log "No active environment has torch; creating .venv with $("$python" --version)."
-        if ! "$python" -m venv .venv >&2; then
+        options=()
+        if "$python" -c "$has_torch"; then options=(--system-site-packages); fi
+        if ! "$python" -m venv "${options[@]}" .venv >&2; then
             rm -rf .venv
             log "Python's venv module is missing. On Debian or Ubuntu:  sudo apt install python3-venv"
             exit 2
@@ -47,7 +48,7 @@ trap 'rm -f "$constraints"' EXIT
 grep -v '^torch==' constraints.txt > "$constraints"
 install() { "$python" -m pip --disable-pip-version-check --quiet install --constraint "$constraints" "$@" >&2; }
 
-if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+if ! "$python" -c "$has_torch"; then
     log "Downloading $torch (200 MB for a CPU, several GB with CUDA). Set TORCH=... for another version."
     install "$torch"
 fi
