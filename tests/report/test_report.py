@@ -215,7 +215,7 @@ def test_cpu_run_has_no_device_memory(tmp_path: Path) -> None:
     run = load_run(tmp_path)
     assert {figure.name: figure.comparison for figure in summarise(run)}["Device peak"] == ""
     assert {line.yref for line in run_memory_figure(metrics, run.plan).layout.shapes} == {"y"}
-    assert "Device: 0 BNo memory is planned here" in Page(build_page(run)).words["Where the bytes go"]
+    assert "DeviceNo memory of its own: on a CPU" in Page(build_page(run)).words["Where the bytes go"]
 
 
 def test_device_peak_is_compared_with_limited_buffers(tmp_path: Path) -> None:
