@@ -237,6 +237,11 @@ def test_adapters_are_tried_where_no_other_setting_helps(model: str, host_memory
     (remedy,) = json.loads(result.stdout)["remedies"]
     assert remedy["settings"].keys() == names
     assert "only adapters are trained" in result.stderr
+    least = re.search(
+        r"^Even with --precision bf16 .* it would take ([\d.]+) GiB of host memory\.$", result.stderr, re.M
+    )
+    assert least is not None  # to train all weights
+    assert float(least[1]) > float(host_memory.removesuffix("GiB"))
     settings = [text for name, value in remedy["settings"].items() for text in (f"--{name}", str(value).lower())]
     changed = plan(*wanted, *settings)
     assert changed["host"]["bytes"] == remedy["bytes"]["host"]

@@ -189,10 +189,8 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
         yield "Make room on the disk, or choose another output_dir."
     if plan.memory_deficit and not remedies:
         yield "No settings make it fit: use a smaller model (horizon-lm plan --largest lists those that fit) or more memory."
-        least = smallest(plan)
-        if plan.host.deficit and least.plan.host.num_bytes < plan.host.num_bytes:
-            needed = format_bytes(least.plan.host.num_bytes)
-            yield f"Even with {_arguments(least)} it would take {needed} of host memory."
+    if plan.memory_deficit and all("use_peft" in each.settings for each in remedies):
+        yield from _least_lines(plan)
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
     for remedy in remedies:
@@ -202,6 +200,15 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
             if b.items and b.place in ("host", "device")
         )
         yield f"  {_arguments(remedy)}\n    {sizes}; cost: {remedy.cost}"
+
+
+def _least_lines(plan: Plan) -> Iterator[str]:
+    """Yield the memory that the run would take with the fewest bytes per parameter."""
+    least = smallest(plan)
+    lacking = [each for each in (least.plan.host, least.plan.device) if each.deficit]
+    if lacking and least.plan.host.num_bytes < plan.host.num_bytes:
+        needed = " and ".join(f"{format_bytes(each.num_bytes)} of {_TITLES[each.place]}" for each in lacking)
+        yield f"Even with {_arguments(least)} it would take {needed}."
 
 
 def _arguments(remedy: Remedy) -> str:
