@@ -1,8 +1,11 @@
-"""The names of a model's units: the embedding table, the decoder blocks, the head, and everything else."""
+"""The names of a model's units: the embedding table, the decoder blocks, the head, and everything else.
+
+A block with many experts may be moved in parts: tiles of consecutive experts, and the rest of the block, its core.
+"""
 
 from functools import cache
 
-_FLOAT32 = ".float32"
+_FLOAT32, _TILE = ".float32", ".tile"
 
 
 class Unit(str):
@@ -27,19 +30,35 @@ class Unit(str):
 
     @property
     def is_block(self) -> bool:
-        """True for a decoder block."""
-        return self.startswith("block")
+        """True for a decoder block, or its core."""
+        return self.startswith("block") and not self.is_tile
+
+    @property
+    def is_tile(self) -> bool:
+        """True for a tile of a block's experts."""
+        return _TILE in self
 
     @property
     def block_index(self) -> int:
-        """The index of the decoder block."""
-        return int(self.removeprefix("block").removesuffix(_FLOAT32))
+        """The index of the decoder block, of a tile that of its block."""
+        return int(self.removeprefix("block").partition(".")[0])
+
+    @property
+    def tile_number(self) -> int:
+        """The number of a tile in its block."""
+        return int(self.partition(_TILE)[2])
 
 
 @cache
 def block(index: int) -> Unit:
     """Return the name of the decoder block at ``index``."""
     return Unit(f"block{index}")
+
+
+@cache
+def tile(index: int, number: int) -> Unit:
+    """Return the name of a tile of the experts of the decoder block at ``index``."""
+    return Unit(f"block{index}{_TILE}{number}")
 
 
 EMBED, HEAD, OUTER = Unit("embed"), Unit("head"), Unit("outer")

@@ -1,11 +1,13 @@
 """The experts of a block, of which a token reads only those that it is routed to.
 
-Shapes: E experts.
+Shapes: E experts, N tokens, K experts of a token, H hidden size.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from horizon_lm.codecs.mxfp4 import Mxfp4
@@ -26,12 +28,14 @@ class RoutedExperts:
         count: number of experts (E).
         per_token: number of experts that a token is routed to.
         names: their weights (E, ...), by their names inside the block. Those of an expert without tokens are not read.
+        have_more: the module has other weights, which all experts share.
     """
 
     module: nn.Module
     count: int
     per_token: int
     names: tuple[str, ...]
+    have_more: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -43,6 +47,16 @@ def experts_per_token(config: Any) -> int | None:
     """Return the number of experts that a model's config routes a token to; None if it does not say."""
     found = next((n for name in _PER_TOKEN if (n := getattr(config, name, None))), None)
     return found if isinstance(found, int) else None
+
+
+def expert_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what experts are called with: hidden states (N, H), experts of each token (N, K), and their weights (N, K)."""
+    found = [*args, *(kwargs[name] for names in _ARGUMENTS[len(args) :] for name in names if name in kwargs)]
+    hidden, ids, weights = found
+    return hidden, ids, weights
+
+
+_ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
 
 
 def find_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
@@ -73,7 +87,16 @@ def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int)
         codec = parts.codecs.get(f"{parts.block_prefix}.{index}.{name}")
         if weight.ndim > 1 and weight.shape[0] == count and isinstance(codec, _IN_PARTS):
             names.append(name)
-    return RoutedExperts(module, count, per_token, tuple(names)) if names else None
+    have_more = len(names) < len(list(module.parameters()))
+    return RoutedExperts(module, count, per_token, tuple(names), have_more) if names else None
+
+
+def find_divisible_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
+    """Return the experts that can be computed a few at a time, by the index of their block.
+
+    Weights that all experts share would get a gradient from each part.
+    """
+    return {index: experts for index, experts in find_experts(parts).items() if not experts.have_more}
 
 
 _IN_PARTS = (Stack, Mxfp4, type(None))  # codecs of which one expert can be decoded by itself

@@ -2,7 +2,7 @@
 
 Weights are prefetched one unit ahead into a double buffer: they are copied while the previous block computes. Block
 ``u`` uses weight slot ``u % 2``, gradient slot ``u % 2`` and ring slot ``u % 2``; head, outer parameters and embedding
-rows have separate buffers.
+rows have separate buffers. Experts may be moved in tiles (`tiles`).
 """
 
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Pass, Stream
+from horizon_lm.schedule.tiles import TileCopies, TileSlots
 from horizon_lm.schedule.waits import derive_waits
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
@@ -34,6 +35,7 @@ class Layout:
         adapters: blocks have adapters, which are outer parameters: each block's backward writes its gradients of them.
         packed: blocks have quantized weights of which each rank streams a range of the codes and scales. They are gathered in slots
             of their own, and decoded from there.
+        tiles: number of tiles of each block's experts; empty if no block has any. Blocks with tiles are not routed.
     """
 
     num_blocks: int
@@ -45,6 +47,7 @@ class Layout:
     adapters: bool = False
     sharded: bool = False
     packed: bool = False
+    tiles: tuple[int, ...] = ()
 
     def is_offloaded(self, index: int) -> bool:
         """Return whether a block's boundary is offloaded."""
@@ -91,6 +94,19 @@ def _stream_out(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
     if layout.update_in_backward and unit != EMBED and not (layout.tied and unit == HEAD):
         ops.append(_update(unit, layout))
     return ops
+
+
+def _backward_of_tile(unit: Unit, slot: int, trained: bool, layout: Layout) -> list[Op]:
+    """Return the backward computation of a tile of experts, and the landing of its gradients. The update of its block follows
+    when all of them have landed.
+    """
+    weights, grads = (Buffer(Buf.TILE, slot),), Buffer(Buf.TILE_GRADS, slot)
+    if not trained:
+        return [_compute(Kind.BACKWARD, unit, weights)]
+    host = _landing_buffer(block(unit.block_index), layout)
+    reads = (grads, host) if host.kind == Buf.HOST_GRADS else (grads,)
+    landing = Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (host,))
+    return [_compute(Kind.BACKWARD, unit, weights, (grads,)), landing]
 
 
 def _update(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
@@ -162,11 +178,22 @@ def _forward(
         stays = layout.is_resident(u) and not blocks_changed
         return [] if stays else _stream_in(block(u), layout.weights(u), layout)
 
-    ops.extend(load(0))
+    slots = TileSlots(layout.tiles)
+    copies = TileCopies(slots, range(layout.num_blocks), False, load)
+    ops.extend(copies.core(0))
     for u in range(layout.num_blocks):
-        last = u == layout.num_blocks - 1
-        if not last:
-            ops.extend(load(u + 1))  # prefetch: issued before this block computes
+        offload = layout.is_offloaded(u) and u in keeps
+        ring = Buffer(Buf.RING, u % 2)
+        writes = (ring,) if offload else ()
+        ops.extend(copies.ahead(u))
+        if tiles := slots.of(u):
+            ops.append(_compute(Kind.ROUTE, block(u), (layout.weights(u),), writes))
+        for unit in tiles:
+            ops.append(_compute(Kind.FORWARD, unit, (Buffer(Buf.TILE, slots.slot(unit)),)))
+            copies.computed()
+            ops.extend(copies.ahead(u))
+        if u < layout.num_blocks - 1:
+            ops.extend(copies.core(u + 1))  # prefetch: issued before this block computes
         elif head:
             ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
         if u in routed:
@@ -174,9 +201,7 @@ def _forward(
             ops.append(_compute(Kind.ROUTE, block(u), (weights,)))
             host = _host(Buf.HOST_WEIGHTS, block(u), layout)
             ops.append(Op(Kind.STREAM_EXPERTS, block(u), Stream.COPY_IN, (host,), (weights,)))
-        offload = layout.is_offloaded(u) and u in keeps
-        ring = Buffer(Buf.RING, u % 2)
-        ops.append(_compute(Kind.FORWARD, block(u), (layout.weights(u),), (ring,) if offload else ()))
+        ops.append(_compute(Kind.FORWARD, block(u), (layout.weights(u),), writes))
         if offload:
             ops.append(Op(Kind.OFFLOAD, block(u), Stream.COPY_OUT, (ring,), (Buffer(Buf.HOST_BOUNDARY, u),)))
     if head:
@@ -231,12 +256,19 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         weights = [] if layout.is_resident(u) else _stream_in(block(u), layout.weights(u), layout)
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
-    if order:
-        ops.extend(load(order[0]))
-    for position, u in enumerate(order):
-        if position + 1 < len(order):
-            ops.extend(load(order[position + 1]))  # prefetch, as in the forward pass
+    slots = TileSlots(layout.tiles)
+    copies = TileCopies(slots, order, True, load)
+    ops.extend(copies.core(0))
+    for place, u in enumerate(order):
         inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
+        ops.extend(copies.ahead(place))
+        if tiles := slots.of(u):
+            ops.append(_compute(Kind.ROUTE, block(u), tuple(inputs)))
+        for unit in reversed(tiles):
+            ops.extend(_backward_of_tile(unit, slots.slot(unit), block(u) in trainable, layout))
+            copies.computed()
+            ops.extend(copies.ahead(place))
+        ops.extend(copies.core(place + 1))  # prefetch, as in the forward pass
         # Adapters are outer parameters, whose gradients all blocks write into one buffer.
         adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
         if block(u) not in trainable:

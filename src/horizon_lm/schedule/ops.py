@@ -61,9 +61,7 @@ class Kind(_Word):
 
     STREAM_IN = "stream_in"  # host weights -> device buffer; with several ranks, this rank's range of them
     GATHER = "gather"  # the ranges of all ranks -> device buffer, where quantized weights are decoded
-    ROUTE = (
-        "route"  # the part of a block before its experts, where only those that its tokens are routed to are streamed
-    )
+    ROUTE = "route"  # the part of a block before its experts; in a backward pass also that after them, see `tiles`
     STREAM_EXPERTS = "stream_experts"  # the weights of these experts -> device buffer
     FORWARD = "forward"
     OFFLOAD = "offload"  # boundary: device ring -> host
@@ -94,6 +92,8 @@ class Buf(_Word):
     RESIDENT = "K"  # resident weights, by block
     PACKED = "P"  # two slots for the codes and scales of quantized blocks, which several ranks gather before they are decoded
     GRADS = "G"  # two slots for blocks; ACCUMULATOR and STAGING with several micro-batches
+    TILE = "T"  # two slots for tiles of experts
+    TILE_GRADS = "TG"  # two slots for their gradients
     ACCUMULATOR = "A"
     STAGING = "S"
     HEAD = "H"

@@ -17,6 +17,7 @@ from horizon_lm.schedule.ops import After, Buf, LastUse, Op, Stream, Wait
 # that fills the slot, and this copy has waited for the last computation in the slot, by the first row.
 ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_IN, Buf.WEIGHTS): Stream.COMPUTE,
+    (Stream.COPY_IN, Buf.TILE): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.PACKED): Stream.COLLECTIVE,
     (Stream.COPY_IN, Buf.HEAD): Stream.COMPUTE,
     (Stream.COPY_IN, Buf.TABLE_ROWS): Stream.COMPUTE,
@@ -28,6 +29,7 @@ ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COPY_IN, Buf.HOST_LANDING): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.RING): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.GRADS): Stream.COPY_OUT,
+    (Stream.COMPUTE, Buf.TILE_GRADS): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.STAGING): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.HEAD_GRADS): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.TABLE_ROW_GRADS): Stream.COPY_OUT,

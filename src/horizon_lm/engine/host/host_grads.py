@@ -13,6 +13,7 @@ import torch
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Land, Move, SquaredNorm
 from horizon_lm.engine.host.parameters import landing_grad, set_landing_grad
+from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts, ParamRef
@@ -209,6 +210,22 @@ class HostGrads:
             return [Land(slabs.grads[own], source[own], report, add=not next(iter(empty.values())))]
         parts = [(name, slabs.own_grads_of(name)) for name in slabs.grad_layout]
         return [Land(slabs.grads[part], source[part], report, add=not empty[name]) for name, part in parts]
+
+    def moves_of_part(self, unit: Unit, source: torch.Tensor, part: SlabPart, is_first: bool) -> list[Move]:
+        """Return the moves that land a part of a unit's gradients.
+
+        Args:
+            unit: the unit.
+            source: the gradients on the device, in the layout of the part.
+            part: the part of the unit's slabs.
+            is_first: the other parts are landed later in this pass.
+        """
+        report = self.squared_norms.reporter_of(unit, whole=is_first)
+        target = self._store.units[unit].grads if self.slots is None else self.slots.slot_of(unit)
+        adds = {name: self.slots is None and not self.is_empty(name) for name in part.grad_layout}
+        return [
+            Land(target[of_slab], source[of_part], report, add=add) for add, (of_slab, of_part) in part.grad_spans(adds)
+        ]
 
     def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
         """Return the rows of the embedding's gradient to zero before the next landing, or None.

@@ -31,6 +31,7 @@ def stream(
     grad_dtype: torch.dtype | str | None = None,
     device_memory: int | None = None,
     mlp_chunk_tokens: int | None = None,
+    expert_tile: int | None = None,
     compile: bool | str = "auto",
     check_recompute: bool = False,
     attn_implementation: str | None = None,
@@ -67,6 +68,8 @@ def stream(
         device_memory: the limit of bytes on the device; None for no limit.
         mlp_chunk_tokens: tokens per chunk of a feed-forward layer, for very long rows; the backward pass recomputes the
             chunks. None for all tokens.
+        expert_tile: the number of experts of a mixture that are on the device at once, for blocks that do not fit: attention, router
+            and shared experts of a block are streamed as one unit, its routed experts as tiles of this many. None for whole blocks.
         compile: compile blocks with torch.compile, once per block structure; ``auto`` for CUDA only.
         check_recompute: compare each recomputed output with that of the forward pass; keeps all outputs, for tests.
         attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, with flash-attn or
@@ -94,7 +97,7 @@ def stream(
         device=device, precision=precision, device_micro_batch_size=device_micro_batch_size, head=head,
         activation_checkpoints=activation_checkpoints, resident_blocks=resident_blocks, resident_graphs=resident_graphs,
         head_chunk_tokens=head_chunk_tokens, compute_dtype=compute_dtype, grad_dtype=grad_dtype,
-        device_memory=device_memory, mlp_chunk_tokens=mlp_chunk_tokens, compile=compile, check_recompute=check_recompute,
+        device_memory=device_memory, mlp_chunk_tokens=mlp_chunk_tokens, expert_tile=expert_tile, compile=compile, check_recompute=check_recompute,
         attn_implementation=attn_implementation, check_gradients=check_gradients,
         allow_unproven_model=allow_unproven_model, device_mesh=device_mesh,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.examination import Examined, examine
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.routed_experts import find_divisible_experts
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.residency import Residency, head_chunk_tokens
 from horizon_lm.store.precision import Precision, get_precision
@@ -53,6 +54,10 @@ class StreamArguments(StreamingOptions):
         object.__setattr__(self, "device_mesh", find_mesh(self.device_mesh, device_of(self.device)))
         # For its errors, before a model is touched.
         self.get_precision()
+        if self.expert_tile is not None and self.compile is True:
+            raise ConfigError("compile=True compiles whole blocks, which expert_tile cuts; leave one of them unset")
+        if self.expert_tile is not None and self.device_mesh is not None:
+            raise ConfigError("expert_tile is for one process; leave it unset with several")
         if self.check_gradients < 0:
             raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
 
@@ -79,6 +84,11 @@ class StreamArguments(StreamingOptions):
             parts, attn_implementation=self.attn_implementation, on_accelerator=self._on_accelerator,
             in_micro_batches=self.in_micro_batches, allow_unproven_model=self.allow_unproven_model,
         )  # fmt: skip
+        if self.expert_tile is not None and not find_divisible_experts(parts):
+            raise ModelNotSupportedError(
+                f"expert_tile: {type(model).__name__} has no experts that can be cut into tiles (only those of transformers' experts "
+                "interface can, without adapters of their own); leave it unset"
+            )
         if examined.unproven:
             warn(f"allow_unproven_model: {examined.unproven}", UnprovenModelWarning)
         parts.written = find_written(parts, examined.trial)
@@ -127,7 +137,10 @@ class StreamArguments(StreamingOptions):
             "head": "whole" if path is None else "chunked",
             "head_chunk_tokens": self.head_chunk_tokens
             or head_chunk_tokens(device.spare_bytes(), parts.sizes().vocabulary),
-            "compile": self._on_accelerator if self.compile == "auto" else bool(self.compile),
+            # Compiled code has no place between a block and its tiles.
+            "compile": self._on_accelerator and self.expert_tile is None
+            if self.compile == "auto"
+            else bool(self.compile),
         }
         options = EngineOptions(
             **StreamingOptions.of(self) | self._residency(parts.num_blocks, device) | chosen,

@@ -167,7 +167,8 @@ class Cursor:
         error.
         """
         blocks_left_out = self._reached_any and any(op.unit.is_block for op in skipped)
-        if skipped[0].kind in (Kind.ROUTE, Kind.FORWARD) or blocks_left_out:
+        assert self.schedule is not None
+        if self.schedule.name == "forward" or blocks_left_out:
             raise ScheduleMismatchError(str(skipped[0]), wanted)
         units = {op.unit for op in skipped}
         # Of these units alone: copies of the unit that is wanted stand among the skipped operations.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from horizon_lm.device.base import Device
+from horizon_lm.engine.passes.expert_tiles import ExpertTiles
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.outline import Linear
 from horizon_lm.planning.residency import Residency
@@ -176,10 +177,13 @@ class DeviceBuffers:
             gradients needs no accumulator: they are summed in the slot. Those of weights in float32 go the same way as the
             others of their block.
         table_rows, table_row_grads: rows of the embedding (R, H) for the tokens of a batch, and their gradients.
+        tile_slots, tile_grad_slots: two slots for tiles of experts, and for their gradients.
         ring: two buffers that boundaries pass through on their way to host memory and back.
     """
 
-    def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions) -> None:
+    def __init__(
+        self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, tiles: ExpertTiles
+    ) -> None:
         dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
         self.accumulates, width = store.shard.grad_slots(options.in_micro_batches, grad_dtype.itemsize)
         grad_dtype = torch.float32 if width == 4 else grad_dtype
@@ -188,9 +192,7 @@ class DeviceBuffers:
         blocks = [block(u) for u in range(parts.num_blocks)]
         head = EMBED if parts.tied else HEAD
 
-        def slot(unit: Unit) -> int:
-            return store.units[unit].slot_numel if unit in store.units else 0
-
+        slot = tiles.slot_numel
         self._units = UnitBuffers(
             device, [slot(unit) for unit in blocks], slot(head), slot(OUTER), dtype, grad_dtype, head_grad_dtype,
             self.accumulates,
@@ -199,6 +201,10 @@ class DeviceBuffers:
             device, [slot(unit.float32) for unit in blocks], slot(head.float32), slot(OUTER.float32),
             torch.float32, torch.float32, torch.float32, self.accumulates,
         )  # fmt: skip
+        # Gradients of a tile are summed over micro-batches in its slot, and rounded when they are landed.
+        self._tiles, tile_dtype = tiles, torch.float32 if self.accumulates else grad_dtype
+        self.tile_slots = Slots(device, "tile_slots", 2, tiles.largest, dtype)
+        self.tile_grad_slots = Slots(device, "tile_grad_slots", 2, tiles.largest, tile_dtype)
         packed = max(store.units[unit].packed.slot_numel for unit in blocks)
         self.gathers_packed = packed > 0
         self.packed_slots = Slots(device, "packed_slots", 2, packed, torch.uint8)
@@ -212,12 +218,15 @@ class DeviceBuffers:
     def release(self) -> None:
         """Free all buffers. Nothing may be using them."""
         for each in (
-            self._units, self._in_float32, self.packed_slots, self.table_rows, self.table_row_grads, self.ring,
+            self._units, self._in_float32, self.tile_slots, self.tile_grad_slots, self.packed_slots, self.table_rows,
+            self.table_row_grads, self.ring,
         ):  # fmt: skip
             each.release()
 
     def weights_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer that the weights of these slabs are streamed into."""
+        """Return the buffer that the weights of these slabs, or of a tile, are streamed into."""
+        if unit.is_tile:
+            return self.tile_slots[self._tiles.slots.slot(unit)]
         return self._of(unit).weights_of(unit.home)
 
     def packed_of(self, unit: Unit) -> torch.Tensor:
@@ -236,7 +245,11 @@ class DeviceBuffers:
         self.ring.release()  # no ring is needed if all boundaries stay on the device, and no slots if all weights do
 
     def grads_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer from which the gradients of these slabs are landed, after those of several ranks are summed in it."""
+        """Return the buffer from which the gradients of these slabs, or of a tile, are landed, after those of several ranks are
+        summed in it.
+        """
+        if unit.is_tile:
+            return self.tile_grad_slots[self._tiles.slots.slot(unit)]
         return self._of(unit).grads_of(unit.home)
 
     def sums_of(self, unit: Unit) -> torch.Tensor:

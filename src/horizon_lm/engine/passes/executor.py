@@ -226,7 +226,7 @@ class Engine(Machinery):
         self.memory.release()
         self.device.trim()
         self.options, self.between.structure = options, ()
-        self.memory = DeviceBuffers(self.parts, self.store, self.device, options)
+        self.memory = DeviceBuffers(self.parts, self.store, self.device, options, self.tiles)
         self._set_residency(options.residency or Residency(0))
 
     def _set_residency(self, residency: Residency) -> None:

@@ -122,7 +122,7 @@ class ForwardPass:
         # blocks.
         if between.graphs.holder is None:
             first = engine.parts.num_blocks - engine.residency.graphs
-            state.graphs = frozenset(index for index in keeps if index >= first)
+            state.graphs = frozenset(index for index in keeps if index >= first and index not in engine.tiles.experts)
             between.graphs.take(state)
         return state
 

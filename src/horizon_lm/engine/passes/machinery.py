@@ -12,6 +12,7 @@ from horizon_lm.engine.host.host_grads import HostGrads
 from horizon_lm.engine.host.updates import PendingUpdates
 from horizon_lm.engine.passes.cursor import Cursor
 from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
+from horizon_lm.engine.passes.expert_tiles import ExpertTiles
 from horizon_lm.engine.passes.forward_state import BoundaryPool
 from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
 from horizon_lm.engine.passes.saves import Saves
@@ -33,6 +34,7 @@ class Machinery:
         expected: the largest batch for which buffers are made.
         residency: what stays on the device between passes.
         routed: blocks of which few tokens read few experts.
+        tiles: the tiles into which the experts of blocks are cut.
         device_lost: the device has failed, and host memory was settled without it.
         retired: the model was attached again, with other adapters.
     """
@@ -45,7 +47,8 @@ class Machinery:
         # Identities stay unique because `refs` holds the parameters.
         self._name_of = {id(ref.param): name for name, ref in self.refs.items()}
         self.cursor = Cursor(device)
-        self.memory = DeviceBuffers(parts, store, device, options)
+        self.tiles = ExpertTiles(parts, store, options.expert_tile)
+        self.memory = DeviceBuffers(parts, store, device, options, self.tiles)
         self.boundaries = BoundaryPool(device)
         self.grads = HostGrads(self.refs, store, device)
         self.updates = PendingUpdates(device)
@@ -65,22 +68,26 @@ class Machinery:
         """Return the host slabs that hold a unit."""
         return self.store.units[self.slab_unit(unit)]
 
+    def _parts_of(self, unit: Unit) -> list[Unit]:
+        """Return the slabs that are moved with a unit; a tile is part of one."""
+        return [unit] if unit.is_tile else self.store.parts_of(unit)
+
     def weights_on_device(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return views of a unit's weights in the buffers that they are streamed into, by full name."""
         found = {}
-        for part in self.store.parts_of(unit):
-            layout, buffer = self.slabs(part).layout, self.memory.weights_of(part)
+        for part in self._parts_of(unit):
+            layout, buffer = self.tiles.layout(self.slab_unit(part)), self.memory.weights_of(part)
             found.update({name: layout.view(buffer, name) for name in layout})
         return found
 
     def poison_weights(self, unit: Unit) -> None:
         """Let a late read of a unit's weights yield NaN on a simulated device."""
-        for part in self.store.parts_of(unit):
+        for part in self._parts_of(unit):
             self.device.poison(self.memory.weights_of(part))
 
     def trained_parts(self, unit: Unit) -> list[Unit]:
         """Return the slabs of a unit that have gradients."""
-        return [part for part in self.store.parts_of(unit) if self.slabs(part).grad_layout.numel]
+        return [part for part in self.store.parts_of(unit) if self.tiles.grad_layout(self.slab_unit(part)).numel]
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the full name of a parameter; None for one that is not the model's."""
@@ -116,6 +123,7 @@ class Machinery:
             adapters=bool(self.parts.adapters),
             sharded=self.mesh is not None,
             packed=self.memory.gathers_packed,
+            tiles=self.tiles.counts,
         )
 
     def drain(self) -> None:

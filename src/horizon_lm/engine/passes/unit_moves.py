@@ -12,7 +12,7 @@ from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.routed_blocks import copy_range
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.store.unit_slabs import UnitSlabs
-from horizon_lm.units import EMBED, Unit
+from horizon_lm.units import EMBED, Unit, block
 
 
 class UnitMoves:
@@ -39,6 +39,8 @@ class UnitMoves:
 
     def _stream_in(self, op: Op) -> list[Move]:
         """Return the moves that stream a unit into its slots; of a block that is routed, without its experts."""
+        if op.unit.is_tile:
+            return self._stream_in_slot(op.unit)
         is_routed = op.unit.is_block and op.unit.block_index in self._routed
         left_out = self._engine.routed.names_of(op.unit) if is_routed else []
         return [move for part in self._engine.store.parts_of(op.unit) for move in self._stream_in_part(part, left_out)]
@@ -48,6 +50,8 @@ class UnitMoves:
 
         Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
         """
+        if unit in self._engine.tiles.parts:
+            return self._stream_in_slot(unit)
         slabs, memory = self._engine.slabs(unit), self._engine.memory
         slot, moves = memory.weights_of(unit), list[Move]()
         if slabs.weights[slabs.own].numel() or not slabs.packed.num_bytes:
@@ -59,6 +63,11 @@ class UnitMoves:
             return moves + self._decoding(slabs, slot, slabs.packed.data, Decode, left_out)
         packed = slabs.packed.data[slabs.packed.own]
         return [*moves, Copy(memory.packed_of(unit)[slabs.packed.own], packed, packed.numel())]
+
+    def _stream_in_slot(self, unit: Unit) -> list[Move]:
+        """Return the moves that stream a tile of experts, or the core of its block, into its slot."""
+        tiles = self._engine.tiles
+        return tiles.parts[unit].moves(self._engine.memory.weights_of(unit), tiles.decoded(unit))
 
     def _gather(self, op: Op) -> list[Move]:
         """Return the moves that gather a unit in its slots."""
@@ -115,12 +124,20 @@ class UnitMoves:
 
     def _stream_out(self, op: Op) -> list[Move]:
         """Return the landing of a unit's gradients in host memory."""
-        engine = self._engine
-        return [
-            move
-            for part in engine.trained_parts(op.unit)
-            for move in engine.grads.moves(engine.slab_unit(part), engine.memory.grads_of(part))
-        ]
+        engine, tiles = self._engine, self._engine.tiles
+        if op.unit.is_tile:
+            home, source = block(op.unit.block_index), engine.memory.grads_of(op.unit)
+            # The last tile is landed first, see `build.backward`.
+            is_first = op.unit.tile_number == tiles.counts[home.block_index] - 1
+            return engine.grads.moves_of_part(home, source, tiles.parts[op.unit], is_first)
+        moves: list[Move] = []
+        for part in engine.trained_parts(op.unit):
+            source = engine.memory.grads_of(part)
+            if part in tiles.parts:
+                moves += engine.grads.moves_of_part(part, source, tiles.parts[part], False)
+            else:
+                moves += engine.grads.moves(engine.slab_unit(part), source)
+        return moves
 
     def _update(self, op: Op) -> Sequence[Move] | None:
         """Return what is left of the embedding's update, in a forward pass. In a backward pass, the update of a unit is bound

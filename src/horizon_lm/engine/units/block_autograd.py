@@ -5,7 +5,7 @@ Shapes: B batch rows, T tokens of a row, H hidden size. A micro-batch is the row
 one batch; the inputs and outputs of several follow each other in the node's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.grad_sink import GradSink
 from horizon_lm.engine.units.saved_for_backward import Graph, GraphUse, SavedForBackward
+from horizon_lm.engine.units.tiled_backward import TiledBackward
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
 from horizon_lm.model.attention import Segments
 from horizon_lm.schedule.ops import Kind
@@ -125,11 +126,11 @@ class BlockAutograd:
             grads: the gradient of each output; None for an output that no loss depends on.
         """
         engine, unit = self.blocks.engine, block(self.index)
+        experts = self._differentiate_experts(inputs, grads) if self.index in engine.tiles.experts else None
         with engine.cursor.compute(Kind.BACKWARD, unit):
-            if self.offloaded:
-                for index, hidden in zip(self.calls.hidden, self._fetched_boundary(), strict=True):
-                    inputs[index] = hidden
-            input_grads, names = self._differentiate_all(inputs, grads)
+            if experts is None:
+                self._fetch(inputs)
+            input_grads, names = self._differentiate_all(inputs, grads, experts)
             if not engine.memory.is_resident(self.index):
                 engine.poison_weights(unit)
             # Within the computation: with update_in_backward this binds the unit's update, and the cursor goes on to
@@ -152,8 +153,25 @@ class BlockAutograd:
             engine.counts["block_forward_rows"] += sum(self.num_rows)
         return input_grads
 
-    def _differentiate_all(
+    def _differentiate_experts(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
+    ) -> TiledBackward:
+        """Differentiate the experts of a block that is cut into tiles, before the rest of it."""
+        engine = self.blocks.engine
+        experts = TiledBackward(engine, self.index, self.saved.experts)
+        self._require_same_attributes()
+        with engine.cursor.compute(Kind.ROUTE, block(self.index)):
+            self._fetch(inputs)
+            with self.module.bound(experts.sink.leaves(self.blocks.weights(self.index))):
+                experts.find_output_grads(
+                    lambda number: self._recompute(number, inputs),
+                    lambda number, graph: self._pairs(number, graph, grads),
+                )
+        experts.differentiate_tiles(self.context.run)
+        return experts
+
+    def _differentiate_all(
+        self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...], experts: TiledBackward | None
     ) -> tuple[list[torch.Tensor | None], list[str]]:
         """Return the gradients of the inputs of all micro-batches, and the names of the parameters that received a
         gradient.
@@ -164,18 +182,33 @@ class BlockAutograd:
             assert saved.sink is not None
             sink = saved.sink  # the sink that receives the gradients of the graphs' leaves
         else:
-            sink = GradSink(self.blocks.engine, self.index)
+            sink = GradSink(self.blocks.engine, self.index) if experts is None else experts.sink
             # A kept graph was made under the attributes of the forward pass, so only a recompute can differ.
             self._require_same_attributes()
         # Not before the computation has begun: until then the slot may still be landing another block's gradients.
         sink.open()
         # Weights were streamed in again, so the leaves of the forward pass are gone: the recompute needs new ones.
         with self.module.bound(sink.leaves(self.blocks.weights(self.index))):
-            for number, part in enumerate(self.micro_batches):
-                graph = saved.take_graph(number) if saved.graphs else self._recompute(number, inputs)
-                self._differentiate(part, graph, inputs, grads, input_grads)
+            for number in range(len(self.micro_batches)):
+                graph = saved.take_graph(number) if saved.graphs else self._graph_of(number, inputs, experts)
+                self._differentiate(number, graph, inputs, grads, input_grads)
                 del graph  # freed before the next micro-batch makes its graph
-        return input_grads, sink.close()
+        names = sink.close()
+        return input_grads, names if experts is None else self._in_order({*names, *experts.written})
+
+    def _graph_of(self, number: int, inputs: Any, experts: TiledBackward | None) -> Graph:
+        """Return the graph of a micro-batch, which is computed again."""
+        if experts is None:
+            return self._recompute(number, inputs)
+        with experts.differentiated(number):
+            return experts.take_graph() or self._recompute(number, inputs)
+
+    def _in_order(self, names: Set[str]) -> list[str]:
+        """Return the names of parameters in the order in which they lie in the block's slabs."""
+        store = self.blocks.engine.store
+        return [
+            name for part in store.parts_of(block(self.index)) for name in store.units[part].layout if name in names
+        ]
 
     def _require_same_attributes(self) -> None:
         """Raise StreamingError if attributes of the block's modules differ from those in the forward pass."""
@@ -188,11 +221,21 @@ class BlockAutograd:
                 "leave context managers such as disable_adapter() after the backward pass."
             )
 
-    def _fetched_boundary(self) -> list[torch.Tensor]:
-        """Return the hidden states (B, T, H) of each batch, which were copied from the host into the ring buffer."""
-        ring = self.blocks.engine.memory.ring.get(self.forward_state.boundary_bytes, torch.uint8, self.index % 2)
-        spans = spans_of(shape.numel() * dtype.itemsize for shape, dtype in self.hidden)
-        return [ring[span].view(dtype).view(shape) for span, (shape, dtype) in zip(spans, self.hidden, strict=True)]
+    def _fetch(self, inputs: list[torch.Tensor | None]) -> None:
+        """Put what was offloaded, and copied from the host into the ring, back in its place: hidden states (B, T, H) of each batch
+        among the inputs, and the outputs of experts that are cut into tiles among their calls.
+        """
+        if not self.offloaded:
+            return
+        num_bytes = self.forward_state.boundary_bytes
+        ring = self.blocks.engine.memory.ring.get(num_bytes, torch.uint8, self.index % 2)
+        for index, hidden in zip(self.calls.hidden, take_bytes(ring, self.hidden), strict=True):
+            inputs[index] = hidden
+        experts = self.saved.experts
+        if experts:
+            outputs = take_bytes(ring[num_bytes // 2 :], [call.output_like for call in experts])
+            for call, output in zip(experts, outputs, strict=True):
+                call.output = output
 
     def _recompute(self, number: int, inputs: Any) -> Graph:
         """Compute one micro-batch again, with a graph, in the context and with the random numbers of the
@@ -204,7 +247,10 @@ class BlockAutograd:
 
         def forward() -> list[torch.Tensor]:
             # The model may have been switched to evaluation between the two passes.
-            with torch.enable_grad(), no_autocast_cache(), self.module.in_mode(self.mode):
+            with (
+                torch.enable_grad(), no_autocast_cache(), self.module.in_mode(self.mode),
+                self.saved.repeated_choices(number),
+            ):  # fmt: skip
                 args, kwargs = call.rebuild(leaves)
                 output = run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled)
             return Tree(output).tensors
@@ -221,15 +267,22 @@ class BlockAutograd:
         """Return the tensors of the batch of a micro-batch, out of tensors that belong to the outputs of all batches."""
         return tensors[spans_of(each.num_tensors for each in self.outputs)[part.batch]]
 
-    def _differentiate(
-        self, part: MicroBatch, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
-    ) -> None:
-        """Differentiate one micro-batch, and write the gradients of its inputs into the gradients for all batches."""
-        pairs = [
+    def _pairs(
+        self, number: int, graph: Graph, grads: tuple[torch.Tensor | None, ...]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the outputs of a micro-batch that a loss depends on, with their gradients."""
+        part = self.micro_batches[number]
+        return [
             (output, rows_of_output(grad, output, part.rows))
             for output, grad in zip(graph.outputs, self.outputs_of(grads, part), strict=True)
             if grad is not None and output.requires_grad
         ]
+
+    def _differentiate(
+        self, number: int, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
+    ) -> None:
+        """Differentiate one micro-batch, and write the gradients of its inputs into the gradients for all batches."""
+        part, pairs = self.micro_batches[number], self._pairs(number, graph, grads)
         with torch.enable_grad():
             # All outputs in one call, so that each leaf gets a single gradient, summed as plain autograd sums it.
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
@@ -255,6 +308,13 @@ class BlockAutograd:
                     f"{self.module.name}, rows {part.start} to {part.stop - 1}: the recomputed output differs from that of the "
                     f"forward pass by up to {difference:.3g}"
                 )
+
+
+def take_bytes(buffer: torch.Tensor, like: Iterable[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+    """Return tensors of these shapes and dtypes that lie in a buffer of bytes, one after the other."""
+    like = list(like)
+    spans = spans_of(shape.numel() * dtype.itemsize for shape, dtype in like)
+    return [buffer[span].view(dtype).view(shape) for span, (shape, dtype) in zip(spans, like, strict=True)]
 
 
 def _differ(before: dict[str, Any], now: dict[str, Any], name: str) -> bool:

@@ -4,8 +4,9 @@ Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch
 micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import nn
 from horizon_lm.device.transfers import Copy
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.passes.lockstep import run_together
 from horizon_lm.engine.passes.micro_batches import (
     BlockCall,
     BlockCalls,
+    MicroBatch,
     RowOutputs,
     compare_rows,
     cut_batches,
@@ -25,6 +28,7 @@ from horizon_lm.engine.passes.micro_batches import (
 )
 from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.passes.tree import Path, Tree
+from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.engine.units.routed_computation import computing
 from horizon_lm.engine.units.saved_for_backward import SavedForBackward
 from horizon_lm.errors import ModelNotSupportedError
@@ -92,8 +96,30 @@ class BlockComputation:
         # Before the computation: the offload is issued as soon as it ends, and its copy must be known by then.
         if saved is not None and offload:
             self._plan_offloads(index, calls, saved.forward_state)
+        experts: list[ExpertCall] = [] if saved is None else saved.experts
+
+        def compute(number: int, part: MicroBatch) -> None:
+            """Run one micro-batch through the block."""
+            call, segments = calls.calls[part.batch], self.segments[part.batch]
+            inputs = calls.inputs(tensors, dims, part)
+            if saved is not None:
+                inputs = saved.inputs(inputs, calls.spans[part.batch])
+            args, kwargs = call.rebuild(inputs)
+            before = None if saved is None else call.containers(args, kwargs)
+            choices = None if saved is None else saved.new_choices()
+            with (
+                engine.forward.randomness.drawing(number) as rng_state,
+                nullcontext() if saved is None else saved.computing(),
+                choices.recorded() if choices is not None else nullcontext(),
+            ):
+                tree = Tree(run_block(module, args, kwargs, keys, segments, part.rows, uncompiled))
+            if saved is not None:
+                _require_unchanged(module.name, before, call.containers(args, kwargs))
+                tree.tensors = saved.save(rng_state, inputs, tree.tensors)
+            outputs[part.batch].add(part.rows, tree)
+
         with (
-            computing(engine, index),
+            computing(engine, index, experts),
             # A sink stands for a graph of this block's own, whatever becomes of it (`GraphUse`). The caller's mode
             # does not matter: autograd runs a Function's forward without gradients.
             torch.set_grad_enabled(saved is not None and saved.sink is not None),
@@ -108,22 +134,14 @@ class BlockComputation:
             with module.bound(weights if saved is None else saved.params(weights)):
                 # All micro-batches run through a block before the next block, so its weights are streamed only once per
                 # pass.
-                for number, part in enumerate(engine.forward.micro_batches):
-                    call, segments = calls.calls[part.batch], self.segments[part.batch]
-                    inputs = calls.inputs(tensors, dims, part)
-                    if saved is not None:
-                        inputs = saved.inputs(inputs, calls.spans[part.batch])
-                    args, kwargs = call.rebuild(inputs)
-                    before = None if saved is None else call.containers(args, kwargs)
-                    with (
-                        engine.forward.randomness.drawing(number) as rng_state,
-                        nullcontext() if saved is None else saved.computing(),
-                    ):
-                        tree = Tree(run_block(module, args, kwargs, keys, segments, part.rows, uncompiled))
-                    if saved is not None:
-                        _require_unchanged(module.name, before, call.containers(args, kwargs))
-                        tree.tensors = saved.save(rng_state, inputs, tree.tensors)
-                    outputs[part.batch].add(part.rows, tree)
+                in_turn = [partial(compute, *each) for each in enumerate(engine.forward.micro_batches)]
+                if index in engine.tiles.experts:
+                    run_together(in_turn)
+                else:
+                    for compute_next in in_turn:
+                        compute_next()
+            if offload:
+                self._offload_experts(index, calls, experts)
             # Resident weights are read again, in the backward pass and by later passes until an update.
             if not engine.memory.is_resident(index):
                 engine.poison_weights(block(index))
@@ -160,20 +178,26 @@ class BlockComputation:
 
         It is copied within the device first, so that the original is freed before the slower copy to the host is done.
         """
-        tensors = calls.tensors
-        # As bytes, so that the ring serves any dtype, and batches of a pass lie in it one after the other.
-        hidden = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in calls.hidden]  # (B * T * H * bytes,)
-        num_bytes, largest = self._boundary_bytes(calls)
+        tensors, (num_bytes, largest) = calls.tensors, self._boundary_bytes(calls)
         ring = self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
-        for part, span in zip(hidden, spans_of(map(len, hidden)), strict=True):
-            ring[span].copy_(part)
+        put_bytes(ring, [tensors[i] for i in calls.hidden])
+
+    def _offload_experts(self, index: int, calls: BlockCalls, experts: Sequence[ExpertCall]) -> None:
+        """Copy what experts have returned behind the boundary in the ring, and forget it."""
+        if experts:
+            num_bytes, largest = self._boundary_bytes(calls)
+            ring = self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
+            put_bytes(ring[num_bytes // 2 :], [call.take_output() for call in experts])
 
     def _boundary_bytes(self, calls: BlockCalls) -> tuple[int, int]:
-        """Return the size in bytes of the hidden states (B, T, H), for these batches and for the largest expected batch."""
-        tensors = calls.tensors
+        """Return the size in bytes of the hidden states (B, T, H), for these batches and for the largest expected batch.
+
+        If experts are cut into tiles, as much again is what they return.
+        """
+        tensors, kinds = calls.tensors, 2 if self.engine.tiles.experts else 1
         hidden = [tensors[i] for i in calls.hidden]
         token_bytes = hidden[0].shape[-1] * hidden[0].element_size()
-        return sum(each.nbytes for each in hidden), self.engine.expected.tokens * token_bytes
+        return kinds * sum(each.nbytes for each in hidden), kinds * self.engine.expected.tokens * token_bytes
 
     # Rows
 
@@ -199,6 +223,13 @@ class BlockComputation:
             dims = compare_rows(call.paths, shapes, more, self.engine.forward.num_rows[batch])
             self._row_dims.update({(signature, path): dim for path, dim in dims.items()})
         return [self._row_dims[key] for key in keys]
+
+
+def put_bytes(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+    """Copy tensors into a buffer of bytes, one after the other. As bytes, so that it serves any dtype."""
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    for part, span in zip(parts, spans_of(map(len, parts)), strict=True):
+        buffer[span].copy_(part)
 
 
 def _chunk_mlps(module: nn.Module, tokens: int) -> None:

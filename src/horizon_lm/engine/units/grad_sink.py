@@ -23,17 +23,17 @@ class GradSink:
         self._trained = set(engine.trained(block(index)))
         self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained(OUTER))
         self._slots = {
-            part: _Slot(
-                engine.store.units[part].grad_layout, self._trained & engine.store.units[part].layout.entries.keys()
+            part: GradSlot(
+                engine.tiles.grad_layout(part), self._trained & engine.store.units[part].layout.entries.keys()
             )
             for part in engine.store.parts_of(block(index))
         }
-        self._adapter_slot = _Slot(engine.store.units[OUTER].grad_layout, self._adapters)
+        self._adapter_slot = GradSlot(engine.store.units[OUTER].grad_layout, self._adapters)
         self._prefix = f"{engine.parts.block_prefix}.{index}."
 
     def leaves(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return fresh leaves over a block's weights on the device, by their names inside the block."""
-        return _fresh_leaves(views, self._prefix, [*self._slots.values(), self._adapter_slot])
+        return fresh_leaves(views, [*self._slots.values(), self._adapter_slot], self._prefix)
 
     def traps(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return leaves like `leaves`, for a graph that must not be differentiated: a gradient that reaches one is an
@@ -76,7 +76,7 @@ class GradSink:
 def trapped_graph() -> Iterator[None]:
     """Context manager: save nothing for a backward pass, so that differentiating the graph made here is an error."""
     # The graph has its nodes, through which the gradient of a kept activation would come, but holds no tensor.
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _reject_gradient):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, reject_gradient):
         yield
 
 
@@ -84,10 +84,11 @@ def set_traps(leaves: Iterable[torch.Tensor]) -> None:
     """Raise StreamingError if a gradient reaches one of these leaves."""
     for leaf in leaves:
         if leaf.requires_grad:
-            leaf.register_hook(_reject_gradient)
+            leaf.register_hook(reject_gradient)
 
 
-def _reject_gradient(_: Any) -> Any:
+def reject_gradient(_: Any) -> Any:
+    """Raise StreamingError: a gradient has reached a graph that must not be differentiated."""
     raise StreamingError(
         "a loss depends on an activation that a forward hook inside a block kept. A streamed block is recomputed in the "
         "backward pass, so the kept activation gets no gradient. Use output_hidden_states=True, or a hook on the whole block, "
@@ -95,8 +96,16 @@ def _reject_gradient(_: Any) -> Any:
     )
 
 
-def _fresh_leaves(views: Mapping[str, torch.Tensor], prefix: str, slots: Iterable["_Slot"]) -> dict[str, torch.Tensor]:
-    """Return a leaf for each weight, whose gradient goes to the slot that takes it; frozen weights are in none."""
+def fresh_leaves(
+    views: Mapping[str, torch.Tensor], slots: Iterable["GradSlot"], prefix: str = ""
+) -> dict[str, torch.Tensor]:
+    """Return a leaf for each weight, whose gradient goes to the slot that takes it; frozen weights are in none.
+
+    Args:
+        views: the weights.
+        slots: the slots, which know weights by their full names.
+        prefix: what the names of the weights lack of their full names.
+    """
     leaves = {}
     for name, view in views.items():
         # A leaf of this graph alone, whose hook goes with the graph.
@@ -109,8 +118,14 @@ def _fresh_leaves(views: Mapping[str, torch.Tensor], prefix: str, slots: Iterabl
     return leaves
 
 
-class _Slot:
+class GradSlot:
     """A gradient slot, and the trained parameters of a block whose gradients go to it.
+
+    Attributes:
+        layout: the layout of the slot.
+        trained: full names of the parameters.
+        written: those that have received a gradient.
+        buffer: the slot, once the computation has begun.
 
     The hooks refer to this object instead of the sink. A kept graph refers to its leaves, and the leaves to their
     hooks: a reference from here to the engine would close a cycle, and the engine would never be freed.

@@ -11,12 +11,23 @@ import torch
 from torch import nn
 
 from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.units.expert_call import ExpertCall
+from horizon_lm.engine.units.tiled_computation import TiledExperts
+from horizon_lm.model.routed_experts import expert_arguments
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import block
 
 
-def computing(engine: Engine, index: int) -> AbstractContextManager[None]:
-    """Context manager: compute a block in the running forward pass."""
+def computing(engine: Engine, index: int, calls: list[ExpertCall]) -> AbstractContextManager[None]:
+    """Context manager: compute a block in the running forward pass.
+
+    Args:
+        engine: the model's engine.
+        index: the block's index.
+        calls: receives the calls of its experts, if they are cut into tiles.
+    """
+    if index in engine.tiles.experts:
+        return TiledExperts(engine, index).forward(calls)
     if index in engine.forward.routed:
         return _in_two_parts(engine, index)
     return engine.cursor.compute(Kind.FORWARD, block(index))
@@ -38,7 +49,7 @@ def _in_two_parts(engine: Engine, index: int) -> Iterator[None]:
             part.enter_context(cursor.compute(Kind.FORWARD, unit))
 
         def before_experts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            stream(_chosen(args, kwargs, experts.count))
+            stream(_chosen(expert_arguments(args, kwargs)[1], experts.count))
 
         with experts.module.register_forward_pre_hook(before_experts, with_kwargs=True):
             yield
@@ -46,14 +57,10 @@ def _in_two_parts(engine: Engine, index: int) -> Iterator[None]:
             stream([])
 
 
-def _chosen(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[int]:
-    """Return the experts of all tokens, sorted, from the arguments of the module that computes them.
+def _chosen(ids: torch.Tensor, count: int) -> list[int]:
+    """Return the experts of all tokens, sorted, from those of each token (N, K).
 
     This waits for the computation on the device, but not for its copies.
     """
-    ids: torch.Tensor = args[1] if len(args) > 1 else next(kwargs[name] for name in _IDS if name in kwargs)  # (N, K)
     # Some models mark what has no expert by the number after the last.
     return [each for each in sorted(set(ids.flatten().tolist())) if each < count]
-
-
-_IDS = ("top_k_index", "router_indices")

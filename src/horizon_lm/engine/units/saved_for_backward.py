@@ -12,6 +12,8 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.units.expert_call import ExpertCall
+from horizon_lm.engine.units.fixed_routing import Choices
 from horizon_lm.engine.units.grad_sink import GradSink, set_traps, trapped_graph
 
 
@@ -47,6 +49,8 @@ class SavedForBackward:
         rng_states: the random state that each micro-batch started from.
         graphs: the graph of each micro-batch, if graphs are kept.
         sink: takes the gradients of the graph; None if there is no graph.
+        experts: the calls of experts that are cut into tiles, one for each micro-batch.
+        choices: the experts that a block with tiles has chosen, for each micro-batch.
     """
 
     def __init__(
@@ -65,6 +69,9 @@ class SavedForBackward:
         self.sink = None if self.graph_use is GraphUse.NONE else GradSink(engine, index)
         self.rng_states: list[Any] = []
         self.graphs: list[Graph] = []
+        self.experts: list[ExpertCall] = []
+        self.choices: list[Choices] = []
+        self._has_tiles = index in engine.tiles.experts
 
     def params(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the weights for the forward computation, as fresh leaves if it makes a graph."""
@@ -90,6 +97,17 @@ class SavedForBackward:
         """Return fresh leaves over inputs. They require a gradient if the inputs of the node at this place did."""
         # Detached, so that differentiating the graph ends at the block; autograd passes the gradients on.
         return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad[span], strict=True)]
+
+    def new_choices(self) -> Choices | None:
+        """Return what records the choices of the next micro-batch; None for a block without tiles."""
+        if not self._has_tiles:
+            return None
+        self.choices.append(Choices())
+        return self.choices[-1]
+
+    def repeated_choices(self, number: int) -> AbstractContextManager[None]:
+        """Return the context in which a micro-batch is computed again with the experts that it has chosen."""
+        return self.choices[number].repeated() if self._has_tiles else nullcontext()
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context in which the block's forward computation runs."""

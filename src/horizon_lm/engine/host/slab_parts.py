@@ -1,0 +1,101 @@
+"""Parts of a unit's slab that have a slot of their own on the device: some of its tensors, or the same rows of them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from horizon_lm.codecs.rows import Rows
+from horizon_lm.device.transfers import Copy, Decode, Move
+from horizon_lm.slabs import slab_elements
+from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
+
+Span = tuple[slice, slice]  # elements of the unit's slab, and the same ones of the part's slot
+
+
+@dataclass(frozen=True)
+class SlabPart:
+    """Some of the tensors in a slab that one rank owns.
+
+    Attributes:
+        slabs: the slabs of the unit.
+        names: full names of the tensors.
+        rows: the rows of each of them; None for all.
+    """
+
+    slabs: UnitSlabs
+    names: frozenset[str]
+    rows: slice | None = None
+
+    @cached_property
+    def layout(self) -> SlabLayout:
+        """The layout of the slot of the weights."""
+        return self._layout_of(self.slabs.layout)
+
+    @property
+    def grad_layout(self) -> SlabLayout:
+        """The layout of the slot of the gradients."""
+        return self._layout_of(self.slabs.grad_layout)
+
+    def _layout_of(self, whole: SlabLayout) -> SlabLayout:
+        shapes = {name: entry.shape for name, entry in whole.entries.items() if name in self.names}
+        if self.rows is None:
+            return SlabLayout(shapes)
+        count = self.rows.stop - self.rows.start
+        return SlabLayout({name: torch.Size((count, *shape[1:])) for name, shape in shapes.items()})
+
+    def moves(self, slot: torch.Tensor, decoded: Mapping[str, torch.dtype]) -> list[Move]:
+        """Return the moves that stream the part into its slot: copies, and the decoding of what is quantized.
+
+        Args:
+            slot: the slot, which begins with the part.
+            decoded: the dtype that the values of each quantized tensor are rounded to.
+        """
+        plain = {name: True for name in self.layout if name in self.slabs.plain}
+        spans = joined(self.spans(self.slabs.plain, self.layout, plain))
+        copies: list[Move] = [self._copy(slot, *span) for _, span in spans]
+        return [*copies, *(self._decode(slot, name, decoded[name]) for name in self.layout if name not in plain)]
+
+    def _copy(self, slot: torch.Tensor, of_slab: slice, of_part: slice) -> Copy:
+        source = self.slabs.weights[of_slab]
+        return Copy(slot[of_part], source, source.nbytes)
+
+    def _decode(self, slot: torch.Tensor, name: str, dtype: torch.dtype) -> Decode:
+        entry = self.slabs.packed.entries[name]
+        codec = entry.codec if self.rows is None else Rows(entry.codec, entry.shape[0], self.rows.start)
+        return Decode(self.layout.view(slot, name), self.slabs.packed.bytes_of(name), codec, dtype)
+
+    def grad_spans(self, adds: Mapping[str, bool]) -> list[tuple[bool, Span]]:
+        """Return the places of the part's gradients, neighbours joined that are landed alike.
+
+        Args:
+            adds: by full name, whether the landing is added to the gradient in the slab.
+        """
+        return list(joined(self.spans(self.slabs.grad_layout, self.grad_layout, adds)))
+
+    def spans(self, whole: SlabLayout, part: SlabLayout, flags: Mapping[str, bool]) -> Iterator[tuple[bool, Span]]:
+        """Yield the place of each tensor that has a flag, with the flag. Whole tensors include the padding after them."""
+        for name, entry in part.entries.items():
+            if name in flags:
+                start, numel = whole.entries[name].offset, entry.numel
+                if self.rows is None:
+                    numel = slab_elements([numel])
+                else:
+                    start += self.rows.start * entry.strides[0]
+                yield flags[name], (slice(start, start + numel), slice(entry.offset, entry.offset + numel))
+
+
+def joined(spans: Iterable[tuple[bool, Span]]) -> Iterator[tuple[bool, Span]]:
+    """Join spans with equal flags that follow each other in slab and slot."""
+    last: tuple[bool, Span] | None = None
+    for flag, (of_slab, of_part) in spans:
+        if last is not None:
+            before, (slab_before, part_before) = last
+            if flag == before and (slab_before.stop, part_before.stop) == (of_slab.start, of_part.start):
+                last = flag, (slice(slab_before.start, of_slab.stop), slice(part_before.start, of_part.stop))
+                continue
+            yield last
+        last = flag, (of_slab, of_part)
+    if last is not None:
+        yield last

@@ -1,0 +1,83 @@
+"""The tiles into which the experts of blocks are cut, and the parts of each slab that core and tiles have slots for.
+
+In host memory nothing is cut: weights, gradients and moments of a block lie in its slabs as without tiles, so checkpoints do not
+depend on the size of a tile.
+"""
+
+from functools import cached_property
+
+import torch
+
+from horizon_lm.engine.host.slab_parts import SlabPart
+from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.routed_experts import RoutedExperts, find_divisible_experts
+from horizon_lm.schedule.tiles import TileSlots
+from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import SlabLayout
+from horizon_lm.units import Unit, block, tile
+
+
+class ExpertTiles:
+    """The tiles of a model.
+
+    Args:
+        parts: the parts of the model.
+        store: host memory, none of which belongs to other ranks.
+        size: number of experts in a tile; None to cut no block.
+
+    Attributes:
+        experts: the experts of the blocks that are cut, by index.
+        parts: the parts of their slabs: by block that of its core, and by tile.
+        slots: the slots between which tiles alternate.
+    """
+
+    def __init__(self, parts: ModelParts, store: Store, size: int | None) -> None:
+        self.experts: dict[int, RoutedExperts] = {} if size is None else find_divisible_experts(parts)
+        self._store, self._size = store, size or 1
+        self.parts: dict[Unit, SlabPart] = {}
+        for index, experts in self.experts.items():
+            slabs = store.units[block(index)]
+            names = frozenset(f"{parts.block_prefix}.{index}.{name}" for name in experts.names)
+            self.parts[block(index)] = SlabPart(slabs, frozenset(slabs.layout) - names)
+            for number in range(self._count(index)):
+                self.parts[tile(index, number)] = SlabPart(slabs, names, self.experts_of(tile(index, number)))
+        counts = tuple(self._count(index) for index in range(parts.num_blocks))
+        self.slots = TileSlots(counts if any(counts) else ())
+
+    def _count(self, index: int) -> int:
+        """Return the number of tiles of a block."""
+        return -(-self.experts[index].count // self._size) if index in self.experts else 0
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of tiles of each block; empty if no block has any."""
+        return tuple(self.slots.counts)
+
+    def experts_of(self, unit: Unit) -> slice:
+        """Return the experts of a tile."""
+        start = unit.tile_number * self._size
+        return slice(start, min(start + self._size, self.experts[unit.block_index].count))
+
+    @cached_property
+    def largest(self) -> int:
+        """The elements of the largest tile; 0 without tiles."""
+        return max((part.layout.numel for unit, part in self.parts.items() if unit.is_tile), default=0)
+
+    def layout(self, unit: Unit) -> SlabLayout:
+        """Return the layout of the slot into which a unit's slabs are streamed."""
+        return self.parts[unit].layout if unit in self.parts else self._store.units[unit].layout
+
+    def grad_layout(self, unit: Unit) -> SlabLayout:
+        """Return the layout of the slot from which a unit's gradients are landed."""
+        return self.parts[unit].grad_layout if unit in self.parts else self._store.units[unit].grad_layout
+
+    def slot_numel(self, unit: Unit) -> int:
+        """Return the elements of the slot of a unit's weights; 0 for slabs that the model lacks."""
+        if unit in self.parts:
+            return self.parts[unit].layout.numel
+        return self._store.units[unit].slot_numel if unit in self._store.units else 0
+
+    def decoded(self, unit: Unit) -> dict[str, torch.dtype]:
+        """Return the dtype that each quantized tensor of a block or tile is decoded to, by full name."""
+        part = self.parts[unit]
+        return {name: self._store.decoded_dtype(name) for name in part.layout if name in part.slabs.packed}

@@ -1,0 +1,240 @@
+"""The experts' part of a micro-batch, computed tile by tile with the bits of transformers' own functions.
+
+Every pair of a token and an expert is a row. Rows are sorted by expert, so those of a tile follow each other. A tile computes
+its rows by the function that the model uses, as tokens with one expert of weight one. What the functions do with the rows of all
+experts is done here, in the order in which they do it: a sum of floating-point numbers depends on it.
+
+Shapes: N tokens, K experts of a token, S = N * K rows, R rows of a tile, H hidden size, E experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.engine.units.grad_sink import reject_gradient
+from horizon_lm.errors import ModelNotSupportedError
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function of hidden states (R, H), experts (R, 1) counted from the first of the tile, and their weights (R, 1)."""
+
+
+class ExpertCall:
+    """A call of a block's experts for one micro-batch.
+
+    Args:
+        module: the module that computes the experts.
+        count: number of its experts (E).
+        hidden: hidden states (N, H).
+        ids: the experts of each token (N, K). A number of at least E stands for no expert.
+        weights: their weights (N, K).
+
+    Attributes:
+        output: the experts' output (N, H), once it is computed.
+        is_differentiated: its gradients are computed, or being computed.
+        output_like: its shape and dtype, which are those of the hidden states.
+    """
+
+    def __init__(
+        self, module: nn.Module, count: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        if hidden.ndim != 2 or ids.shape != weights.shape:
+            raise ModelNotSupportedError(
+                f"{type(module).__name__} is called with hidden states of shape {tuple(hidden.shape)} and weights of shape "
+                f"{tuple(weights.shape)} for experts of shape {tuple(ids.shape)}, so its experts cannot be cut into tiles; leave "
+                "expert_tile unset"
+            )
+        self._order = order_of(module)
+        self._ids, self._needs_grads = ids, (hidden.requires_grad, weights.requires_grad)
+        self._hidden, self._weights = hidden.detach(), weights.detach()
+        tokens, ranks = ids.shape
+        flat = (ids.t() if self._order.by_rank else ids).reshape(-1)
+        self._experts, order = self._order.sort(flat)  # (S,)
+        self._tokens = order % tokens if self._order.by_rank else order // ranks
+        # Of each row, the place of its pair in (N, K).
+        self._places = self._tokens * ranks + order // tokens if self._order.by_rank else order
+        ends = torch.bincount(flat.clamp(max=count), minlength=count + 1)[:count].cumsum(0)
+        self._bounds = [0, *ends.tolist()]  # of the rows of each expert
+        self.is_differentiated = False
+        self._rows: torch.Tensor | None = None  # outputs of all rows, or gradients of their inputs, (S, H)
+        self.output: torch.Tensor | None = None
+        self.output_like = hidden.shape, hidden.dtype
+
+    def compute(self, experts: slice, function: Experts) -> None:
+        """Compute the rows of some experts."""
+        tile = self._tile(experts)
+        if tile is None:
+            return
+        ids, rows = tile
+        places = self._places[rows]
+        weighted = _weighted(function, self._hidden[self._tokens[rows]], ids, self._weights.flatten()[places])
+        if self._rows is None:
+            self._rows = weighted.new_zeros((self._ids.numel(), weighted.shape[-1]))
+        self._rows[places if self._order.unsorts else rows] = weighted
+
+    def _tile(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the experts (R, 1) of a tile's rows, and the rows (R,) in the order in which they are given to the function; None
+        if no token is routed to these experts.
+        """
+        start, stop = self._bounds[experts.start], self._bounds[experts.stop]
+        if start == stop:
+            return None
+        ids = self._experts[start:stop] - experts.start
+        return ids[:, None], start + self._order.before_sorting(ids)
+
+    def finish(self) -> None:
+        """Add up the output (N, H) after all rows are computed, and forget what the backward pass computes again."""
+        rows, self._rows = self._rows, None
+        output = torch.zeros_like(self._hidden)
+        if rows is not None and self._order.unsorts:
+            output = rows.view(*self._ids.shape, -1).sum(dim=1).to(output.dtype)
+        elif rows is not None:
+            for expert in range(len(self._bounds) - 1):
+                self._add(output, rows, expert)
+        self.output = output
+        del self._ids, self._hidden, self._weights, self._experts, self._tokens, self._places
+
+    def _add(self, total: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
+        """Add the rows of one expert to their tokens. A token occurs once among them, so the order does not matter."""
+        start, stop = self._bounds[expert], self._bounds[expert + 1]
+        if start < stop:
+            total.index_add_(0, self._tokens[start:stop], rows[start:stop].to(total.dtype))
+
+    def take_output(self) -> torch.Tensor:
+        """Return the output, and forget it."""
+        output, self.output = self.output, None
+        assert output is not None
+        return output
+
+    # Backward pass
+
+    def begin_backward(self, grad: torch.Tensor) -> None:
+        """Take the gradient of the experts' output (N, H)."""
+        self.is_differentiated = True
+        self._grad = grad
+        self._weight_grads = torch.zeros_like(self._weights).flatten() if self._needs_grads[1] else None
+
+    def differentiate(self, experts: slice, function: Experts) -> None:
+        """Compute the rows of some experts again, and differentiate them. Gradients of weights go to the tile's leaves."""
+        tile = self._tile(experts)
+        if tile is None:
+            return
+        ids, rows = tile
+        tokens, places = self._tokens[rows], self._places[rows]
+        hidden = self._hidden[tokens].requires_grad_(self._needs_grads[0])
+        weights = self._weights.flatten()[places].requires_grad_(self._needs_grads[1])
+        with torch.enable_grad():
+            weighted = _weighted(function, hidden, ids, weights)
+            if not weighted.requires_grad:
+                return
+            weighted.backward(self._grad[tokens].to(weighted.dtype))
+        if hidden.grad is not None:
+            if self._rows is None:
+                self._rows = hidden.new_zeros((self._ids.numel(), hidden.shape[-1]))
+            self._rows[places if self._order.spreads_unsorted else rows] = hidden.grad
+        if self._weight_grads is not None and weights.grad is not None:
+            self._weight_grads[places] = weights.grad
+
+    def take_grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of hidden states (N, H) and weights (N, K), and forget them."""
+        rows, self._rows = self._rows, None
+        weight_grads = None if self._weight_grads is None else self._weight_grads.view(self._ids.shape)
+        if not self._needs_grads[0]:
+            return None, weight_grads
+        grads = torch.zeros_like(self._hidden)
+        if rows is None:
+            pass
+        elif self._order.by_rank:
+            for expert in reversed(range(len(self._bounds) - 1)):  # autograd visits them from the last to the first
+                self._add(grads, rows, expert)
+        elif self._order.spreads_unsorted:
+            tokens = torch.arange(len(grads), device=grads.device).repeat_interleave(self._ids.shape[1])
+            grads.index_add_(0, tokens, rows)
+        else:
+            used = self._bounds[-1]
+            grads.index_put_((self._tokens[:used],), rows[:used], accumulate=True)
+        return grads, weight_grads
+
+    def attach(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the output as the result of a node of autograd, whose gradients are those of `take_grads`."""
+        assert self.output is not None
+        # A leaf with a gradient of its own: what comes after the experts depends on it also where nothing before is trained.
+        output: torch.Tensor = _FromTiles.apply(self, self.output.detach().requires_grad_(), hidden, weights)
+        return output
+
+
+def _weighted(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted outputs (R, H) of rows, from their hidden states (R, H), experts (R, 1) and weights (R,)."""
+    return function(hidden, ids, torch.ones_like(hidden[:, :1])) * weights[:, None]
+
+
+class _FromTiles(torch.autograd.Function):
+    """The experts' output, whose gradients were computed tile by tile before autograd comes here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: ExpertCall, output: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if not ctx.call.is_differentiated:
+            reject_gradient(None)
+        return None, None, *ctx.call.take_grads()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order in which one of transformers' functions computes and adds rows.
+
+    Attributes:
+        by_rank: the rows of an expert are ordered by rank and then by token, not the other way round; outputs are added expert by
+            expert, and gradients from the last expert to the first.
+        unsorts: outputs are put back in the order of tokens and ranks, and added over the ranks.
+        spreads_unsorted: gradients of the hidden states are added in the order of tokens and ranks, not of experts.
+        sorts: rows are sorted by torch's sort, which is not stable: the order of the rows of an expert depends on all keys.
+    """
+
+    by_rank: bool = False
+    unsorts: bool = True
+    spreads_unsorted: bool = False
+    sorts: bool = False
+
+    def sort(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts of all rows (S,), sorted, and the place of each before."""
+        return torch.sort(experts) if self.sorts else torch.sort(experts, stable=True)
+
+    def before_sorting(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return the order (R,) in which rows with these sorted experts are given to a function, so that it computes them in the
+        order in which they are: sorting them again may change the order of the rows of an expert.
+        """
+        return (
+            torch.argsort(torch.sort(experts)[1]) if self.sorts else torch.arange(len(experts), device=experts.device)
+        )
+
+
+ORDERS = {
+    "eager": Order(by_rank=True, unsorts=False),
+    "grouped_mm": Order(sorts=True),
+    "batched_mm": Order(spreads_unsorted=True),
+}
+"""By the name of the function in transformers' ``ALL_EXPERTS_FUNCTIONS``."""
+
+
+def order_of(module: nn.Module) -> Order:
+    """Return the order of the function that computes a module's experts.
+
+    Raises:
+        ModelNotSupportedError: it is not known how the function adds rows.
+    """
+    name = getattr(module.config, "_experts_implementation", None) or "eager"
+    if name not in ORDERS:
+        raise ModelNotSupportedError(
+            f"experts_implementation={name!r} cannot be cut into tiles; choose one of {', '.join(ORDERS)}, or leave "
+            "expert_tile unset"
+        )
+    return ORDERS[name]

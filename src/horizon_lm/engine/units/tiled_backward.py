@@ -1,0 +1,124 @@
+"""The backward pass of a block whose experts are moved in tiles, up to the backward pass of its core.
+
+Autograd would reach the experts in the middle of the core's graph, where several micro-batches cannot share a tile. So the gradient
+of the experts' output is found first: it needs only what the block computes after the experts. Then each tile is computed again
+and differentiated, for all micro-batches. Then the core is differentiated as a whole, with these gradients in place of the
+experts.
+
+Shapes: N tokens of a micro-batch, K experts of a token, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.units.expert_call import ExpertCall
+from horizon_lm.engine.units.grad_sink import GradSink, GradSlot, fresh_leaves
+from horizon_lm.engine.units.saved_for_backward import Graph
+from horizon_lm.engine.units.tiled_computation import TiledExperts
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import Unit, block
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # outputs of a block, and their gradients
+
+
+class TiledBackward:
+    """The gradients of a block's experts.
+
+    Args:
+        engine: the model's engine.
+        index: the block's index.
+        before: the experts' calls in the forward pass, one for each micro-batch; none if the block has left them out.
+
+    Attributes:
+        sink: receives the gradients of the core.
+        written: full names of the experts' weights that have received a gradient.
+    """
+
+    def __init__(self, engine: Engine, index: int, before: Sequence[ExpertCall]) -> None:
+        self._engine, self._index, self._before = engine, index, before
+        self._experts = TiledExperts(engine, index)
+        self._calls: list[ExpertCall] = []
+        self._graph: Graph | None = None
+        self.sink, self.written = GradSink(engine, index), set[str]()
+
+    def find_output_grads(self, recompute: Callable[[int], Graph], pairs_of: Callable[[int, Graph], Pairs]) -> None:
+        """Find the gradients of the experts' outputs. The core of the block is bound to the leaves of `sink`.
+
+        Args:
+            recompute: function that computes a micro-batch, given by its number, again.
+            pairs_of: function of a number and a graph that returns those outputs that a loss depends on.
+        """
+        for number, before in enumerate(self._before):
+            outputs: list[torch.Tensor] = []
+            with self._experts.replaced(self._keeping(before, outputs)):
+                graph = recompute(number)
+            pairs = pairs_of(number, graph)
+            (grad,) = torch.autograd.grad(
+                [output for output, _ in pairs], outputs, [grad for _, grad in pairs], retain_graph=True, allow_unused=True
+            )  # fmt: skip
+            self._calls[number].begin_backward(torch.zeros_like(outputs[0]) if grad is None else grad)
+            # A single graph is differentiated as it is. Of several, only one at a time has room, so they are computed again.
+            self._graph = graph if len(self._before) == 1 else None
+
+    def _keeping(
+        self, before: ExpertCall, outputs: list[torch.Tensor]
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return a replacement of the experts that returns their former output, and adds it to a list."""
+
+        def keep(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            call = self._experts.call(hidden, ids, weights)
+            call.output = before.output
+            self._calls.append(call)
+            outputs.append(call.attach(hidden, weights))
+            return outputs[-1]
+
+        return keep
+
+    def differentiate_tiles(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Differentiate all tiles, from the last to the first.
+
+        Args:
+            run: calls a function in the context of the forward pass.
+        """
+        for unit in reversed(self._experts.tiles):
+            with self._engine.cursor.compute(Kind.BACKWARD, unit):
+                self._differentiate(unit, run)
+                self._engine.poison_weights(unit)
+
+    def _differentiate(self, unit: Unit, run: Callable[[Callable[[], None]], None]) -> None:
+        """Differentiate one tile for all micro-batches, and fill the slot from which its gradients are landed."""
+        engine = self._engine
+        slot = GradSlot(engine.tiles.grad_layout(unit), set(engine.trained(block(self._index))))
+        is_trained = bool(slot.trained) and slot.layout.numel > 0
+        if is_trained:
+            slot.buffer = engine.memory.grads_of(unit)
+            engine.device.poison(slot.buffer)  # every element must be written
+        leaves = fresh_leaves(engine.weights_on_device(unit), [slot])
+        experts = engine.tiles.experts_of(unit)
+
+        def differentiate() -> None:
+            with self._experts.bound(unit, leaves) as function:
+                for call in self._calls:
+                    call.differentiate(experts, function)
+
+        run(differentiate)
+        if is_trained:
+            slot.zero_the_rest()
+        self.written |= slot.written
+
+    def take_graph(self) -> Graph | None:
+        """Return the graph of the only micro-batch, and forget it; None if there are several."""
+        graph, self._graph = self._graph, None
+        return graph
+
+    @contextmanager
+    def differentiated(self, number: int) -> Iterator[None]:
+        """Context manager: compute a micro-batch again, with the gradients of its experts in place of them."""
+        if not self._calls:
+            yield
+            return
+        with self._experts.replaced(lambda hidden, ids, weights: self._calls[number].attach(hidden, weights)):
+            yield

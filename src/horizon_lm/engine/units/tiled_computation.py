@@ -1,0 +1,135 @@
+"""The computation of a block whose experts are moved in tiles: the core, its experts tile by tile, and the rest of the core.
+
+All micro-batches are computed up to the experts before the first tile, so that each tile is copied once in a pass. What the
+experts return is kept for the backward pass, which therefore copies and computes each tile once more, and not twice.
+
+Shapes: N tokens of a micro-batch, K experts of a token, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.lockstep import compute_jointly
+from horizon_lm.engine.units.expert_call import ExpertCall, Experts
+from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
+from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import Unit, block
+
+Replacement = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function of hidden states (N, H), experts (N, K) and their weights (N, K) that returns (N, H)."""
+
+
+class TiledExperts:
+    """The experts of a block.
+
+    Args:
+        engine: the model's engine.
+        index: the block's index.
+    """
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        self._engine, self._index = engine, index
+        self._experts: RoutedExperts = engine.tiles.experts[index]
+        self._compute = self._experts.module.forward  # before it is replaced
+
+    @property
+    def tiles(self) -> list[Unit]:
+        """The tiles, in the order of the forward pass."""
+        return self._engine.tiles.slots.of(self._index)
+
+    def call(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ExpertCall:
+        """Return a call of the experts."""
+        return ExpertCall(self._experts.module, self._experts.count, hidden, ids, weights)
+
+    @contextmanager
+    def forward(self, calls: list[ExpertCall]) -> Iterator[None]:
+        """Context manager: compute a block in the running forward pass. Add the calls of all micro-batches to a list."""
+        engine, unit = self._engine, block(self._index)
+        cursor, device = engine.cursor, engine.device
+        outside = device.rng_state()
+        with ExitStack() as part:
+            part.enter_context(cursor.compute(Kind.ROUTE, unit))
+
+            is_computed = False
+
+            def compute(arrived: Sequence[ExpertCall]) -> Sequence[ExpertCall]:
+                nonlocal is_computed
+                is_computed = True
+                part.pop_all().close()
+                self._compute_tiles(arrived)
+                part.enter_context(cursor.compute(Kind.FORWARD, unit))
+                calls.extend(arrived)
+                return arrived
+
+            def meet(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+                # The other micro-batches draw random numbers meanwhile.
+                state = device.rng_state()
+                call: ExpertCall = compute_jointly(("experts", unit), self.call(hidden, ids, weights), compute)
+                device.set_rng_state(state)
+                assert call.output is not None
+                return call.attach(hidden, weights) if torch.is_grad_enabled() else call.output
+
+            with self.replaced(meet):
+                yield
+            if not is_computed:  # the block has left out its experts
+                compute([])
+        # Micro-batches with random numbers of their own have put back each other's states.
+        if engine.forward.randomness.has_streams:
+            device.set_rng_state(outside)
+
+    @torch.no_grad()
+    def _compute_tiles(self, calls: Sequence[ExpertCall]) -> None:
+        """Compute all tiles, each for all micro-batches."""
+        engine = self._engine
+        for unit in self.tiles:
+            with (
+                engine.cursor.compute(Kind.FORWARD, unit),
+                self.bound(unit, engine.weights_on_device(unit)) as function,
+            ):
+                for call in calls:
+                    call.compute(engine.tiles.experts_of(unit), function)
+                engine.poison_weights(unit)
+        for call in calls:
+            call.finish()
+
+    @contextmanager
+    def replaced(self, function: Replacement) -> Iterator[None]:
+        """Context manager: call a function instead of the block's experts."""
+        module = self._experts.module
+        before = module.__dict__.get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return function(*expert_arguments(args, kwargs))
+
+        module.forward = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+    @contextmanager
+    def bound(self, unit: Unit, weights: Mapping[str, torch.Tensor]) -> Iterator[Experts]:
+        """Context manager: yield the function of a tile's experts.
+
+        Args:
+            unit: the tile.
+            weights: its weights on the device, by full name.
+        """
+        module, experts = self._experts.module, self._engine.tiles.experts_of(unit)
+        names = {name.rpartition(".")[2]: tensor for name, tensor in weights.items()}
+        before = {name: module._parameters[name] for name in names}
+        count: Any = module.num_experts
+        try:
+            module._parameters.update(names)  # type: ignore[arg-type]
+            module.num_experts = experts.stop - experts.start  # type: ignore[assignment]
+            yield self._compute
+        finally:
+            module._parameters.update(before)
+            module.num_experts = count

@@ -1,0 +1,86 @@
+"""The tiles of a block's experts in a pass: when each is copied to the device, and into which slot.
+
+A block whose experts do not fit twice on the device is computed in parts. The core (attention, norms, router, shared experts)
+stays in a slot for the whole block. Its experts are copied and computed tile by tile, in two slots of their own:
+
+- forward: core up to the experts (`ROUTE`), each tile, rest of the core.
+- backward: the core is computed again, as far as the gradient of the experts' output needs it (`ROUTE`); then each tile is
+  computed again and differentiated, the last one first; then the core is differentiated.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Stream
+from horizon_lm.units import Unit, block, tile
+
+
+class TileSlots:
+    """The slots of the tiles of a model, between which they alternate from the first block to the last.
+
+    Args:
+        counts: number of tiles of each block; empty if no block has any.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts, self._first = counts, [0, *accumulate(counts)]
+
+    def of(self, index: int) -> list[Unit]:
+        """Return the tiles of a block, in the order of the forward pass."""
+        return [tile(index, number) for number in range(self.counts[index])] if self.counts else []
+
+    def slot(self, unit: Unit) -> int:
+        """Return the slot of a tile, and of its gradients."""
+        return (self._first[unit.block_index] + unit.tile_number) % 2
+
+
+class TileCopies:
+    """The copies that a pass has still to list: of each tile as soon as a slot is free, with the core of its block before.
+
+    Args:
+        slots: the slots of the model's tiles.
+        blocks: the blocks in the order of the pass.
+        backwards: the tiles of a block are visited in the opposite order.
+        load: function that returns the copies of a block's core.
+    """
+
+    def __init__(
+        self, slots: TileSlots, blocks: Iterable[int], backwards: bool, load: Callable[[int], list[Op]]
+    ) -> None:
+        self._slots, self._load = slots, load
+        self._cores = list(blocks)
+        self._place = {index: place for place, index in enumerate(self._cores)}
+        self._left = [
+            unit for index in self._cores for unit in (slots.of(index)[::-1] if backwards else slots.of(index))
+        ]
+        self._computed = 0  # tiles whose computation is listed
+        self._listed = 0  # tiles whose copy is listed
+        self._loaded = 0  # blocks whose copy is listed
+
+    def core(self, place: int) -> list[Op]:
+        """Return the copy of the core at a place of the pass, unless it is listed."""
+        if place < self._loaded or place >= len(self._cores):
+            return []
+        self._loaded = place + 1
+        return self._load(self._cores[place])
+
+    def ahead(self, place: int) -> list[Op]:
+        """Return the copies of tiles for which there is a slot, up to those of the block after the one at this place."""
+        ops: list[Op] = []
+        while self._left and self._listed < self._computed + 2:
+            unit = self._left[0]
+            owner = self._place[unit.block_index]
+            if owner > place + 1:
+                break
+            ops += [*self.core(owner), self._copy(unit)]
+            del self._left[0]
+            self._listed += 1
+        return ops
+
+    def computed(self) -> None:
+        """Record that the computation of the next tile is listed, after which its slot is free."""
+        self._computed += 1
+
+    def _copy(self, unit: Unit) -> Op:
+        host = Buffer(Buf.HOST_WEIGHTS, block(unit.block_index))
+        return Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (host,), (Buffer(Buf.TILE, self._slots.slot(unit)),))

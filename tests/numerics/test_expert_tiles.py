@@ -1,0 +1,451 @@
+"""Experts that are streamed in tiles: the numbers of plain autograd, on a device that holds a few of them at a time."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+import horizon_lm
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.engine.units.fixed_routing import Choices
+from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import Kind, Pass
+from tests.census.comparison import compare_step, train_step
+from tests.census.subject import Subject
+from tests.support import tiny_models
+from tests.support.emulated_gpu import emulated_gpu
+from tests.support.gradients import assert_equal_gradients, losses_together
+from tests.support.schedule_proofs import without_wait
+from tests.support.tensor_memory import StorageMeter
+from tests.support.training_steps import train, weights
+
+EXPERTS = 8
+NAMES = {
+    "mixtral": "num_local_experts", "qwen3_moe": "num_experts", "qwen3_next": "num_experts", "gpt_oss": "num_local_experts",
+    "deepseek_v3": "n_routed_experts",
+}  # fmt: skip
+MORE = ("glm4_moe", "olmoe", "granitemoe", "granitemoehybrid", "ernie4_5_moe")
+
+
+def plain(family: str, experts: int = EXPERTS, **config: Any) -> Any:
+    return tiny_models.build(family, **{NAMES[family]: experts}, **config)
+
+
+def streamed(family: str, tile: int | None, device: Any = "cpu", experts: int = EXPERTS, **options: Any) -> Any:
+    options = {"precision": "float32", "head": "whole"} | options
+    return horizon_lm.stream(plain(family, experts), device, expert_tile=tile, **options)
+
+
+def loss_and_gradients(model: Any, **batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = model(**(batch or tiny_models.batch())).loss
+    loss.backward()
+    return loss.detach(), {
+        name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
+    }
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert torch.equal(got[0], expected[0])
+    assert got[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        assert torch.equal(got[1][name], grad), name
+
+
+# Plain autograd
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_bits_of_plain_autograd(family: str) -> None:
+    """With the auxiliary loss, where a family has one."""
+    expected = loss_and_gradients(plain(family))
+    for tile in (1, 3, EXPERTS):
+        assert_same(loss_and_gradients(streamed(family, tile)), expected)
+
+
+@pytest.mark.parametrize("model_type", MORE)
+def test_bits_of_plain_autograd_in_more_families(model_type: str) -> None:
+    subject = Subject("causal", model_type)
+    for tile in (1, 3):
+        model = subject.stream(expert_tile=tile, head="whole")
+        assert sum(model._horizon.engine.tiles.counts) > 1
+        outcome = compare_step(train_step(model, subject.batch(), use_cache=False), subject.plain, exact=True)
+        assert (outcome.status, outcome.detail) == ("right", "bit for bit")
+
+
+@pytest.mark.parametrize("function", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_functions_of_transformers(family: str, function: str) -> None:
+    """`batched_mm` multiplies a single row by another kernel than several, so that a tile with one row differs in the last bits."""
+    models = plain(family), streamed(family, 3)
+    for model in models:
+        model.set_experts_implementation(function)
+    expected, got = map(loss_and_gradients, models)
+    if function == "batched_mm":
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    else:
+        assert_same(got, expected)
+
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"], "init_lora_weights": False}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_adapters(family: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, peft.LoraConfig(**LORA))
+
+    expected = loss_and_gradients(adapted(plain(family)))
+    for tile in (1, 3):
+        model = horizon_lm.stream(adapted(plain(family)), "cpu", precision="float32", head="whole", expert_tile=tile)
+        assert_same(loss_and_gradients(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "nf4"), ("mixtral", "4bit")]
+)
+def test_quantized_experts(family: str, kind: str, tmp_path: Path) -> None:
+    """Gradients of adapters, of the model with the weights that transformers decodes."""
+    peft = pytest.importorskip("peft")
+    from tests.support.quantized_folders import dequantized, opened, save_published
+
+    folder = save_published(family, kind, tmp_path / "model", **{NAMES[family]: EXPERTS})
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model.train(), peft.LoraConfig(**LORA))
+
+    expected = loss_and_gradients(adapted(dequantized(folder, kind, opened(folder, kind))))
+    got = loss_and_gradients(adapted(opened(folder, kind, head="whole", expert_tile=3)))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert_same(got, loss_and_gradients(adapted(opened(folder, kind, head="whole"))))
+
+
+@pytest.mark.parametrize(("experts", "rest"), [(False, True), (True, False)])
+def test_a_part_is_frozen(experts: bool, rest: bool) -> None:
+    def partly(model: Any) -> Any:
+        for name, param in model.named_parameters():
+            param.requires_grad_(experts if ".experts." in name else rest)
+        return model
+
+    expected = loss_and_gradients(partly(plain("qwen3_moe")))
+    assert_same(loss_and_gradients(partly(streamed("qwen3_moe", 3))), expected)
+
+
+def test_a_bias_is_trained() -> None:
+    """The loss depends on the experts of the first block only by their own weights: nothing before them is trained."""
+
+    def partly(model: Any) -> Any:
+        for name, param in model.named_parameters():
+            param.requires_grad_("layers.0.mlp.experts" in name)
+        return model
+
+    assert_same(loss_and_gradients(partly(streamed("gpt_oss", 3))), loss_and_gradients(partly(plain("gpt_oss"))))
+
+
+def test_experts_without_tokens() -> None:
+    batch = tiny_models.batch(rows=1, length=2, padding="none")
+    expected = loss_and_gradients(plain("qwen3_moe"), **batch)
+    assert_same(loss_and_gradients(streamed("qwen3_moe", 1), **batch), expected)
+
+
+# Whole blocks
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"activation_checkpoints": "host"},
+    {"activation_checkpoints": 1, "device_micro_batch_size": 1},
+    {"device_micro_batch_size": 2, "activation_checkpoints": "host"},
+    {"resident_blocks": 1, "activation_checkpoints": "device"},
+    {"resident_blocks": 2, "resident_graphs": 1, "activation_checkpoints": "device", "device_micro_batch_size": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "in_backward"),
+    [
+        (options, ("float32", "fp32_master", "bf16")[number % 3], number % 2 == 1)
+        for number, options in enumerate([*SETTINGS, *SETTINGS[2:4], SETTINGS[1]])
+    ],
+)
+def test_steps_of_whole_blocks(options: dict[str, Any], precision: str, in_backward: bool) -> None:
+    """In every precision, with every place of checkpoints, the weights after some steps are those of whole blocks."""
+    results = []
+    for tile in (None, 3):
+        model = streamed("deepseek_v3", tile, precision=precision, head="chunked", **options)
+        optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=in_backward)
+        results.append((train(model, optimizer, range(20 if options == SETTINGS[3] else 3)), weights(model)))
+    (losses, masters), (other_losses, other_masters) = results
+    assert losses == other_losses
+    assert all(map(torch.equal, masters, other_masters))
+
+
+def test_gradients_of_several_backward_passes_are_added() -> None:
+    results = []
+    for tile in (None, 3):
+        model = streamed("qwen3_moe", tile, precision="bf16")
+        optimizer = horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.1)
+        for seed in range(3):
+            loss, grads = loss_and_gradients(model, **tiny_models.batch(seed=seed))
+        optimizer.step()
+        results.append((loss, grads | dict(enumerate(weights(model)))))
+    assert_same(results[1], results[0])
+
+
+def test_a_state_continues_in_tiles_of_another_size() -> None:
+    """In host memory nothing is cut."""
+    runs = []
+    for tiles in ((None, None), (3, 2)):
+        model = streamed("qwen3_moe", tiles[0])
+        optimizer = horizon_lm.AdamW(model, lr=1e-2)
+        train(model, optimizer, range(2))
+        state, moments = model.state_dict(), optimizer.state_dict()
+        other = streamed("qwen3_moe", tiles[1])
+        other.load_state_dict(state)
+        continued = horizon_lm.AdamW(other, lr=1e-2)
+        continued.load_state_dict(moments)
+        runs.append((train(other, continued, range(2, 4)), weights(other)))
+    assert runs[0][0] == runs[1][0]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+
+
+@torch.no_grad()
+def test_answers() -> None:
+    models = [streamed("qwen3_moe", tile).eval() for tile in (None, 3)]
+    prompt = torch.tensor([[5, 9, 3]])
+    one, other = (model.generate(prompt, max_new_tokens=6, do_sample=False) for model in models)
+    assert torch.equal(one, other)
+    one, other = (model(**tiny_models.batch()).logits for model in models)
+    assert torch.equal(one, other)
+
+
+def test_several_batches_share_the_tiles() -> None:
+    batches = [tiny_models.batch(length=5), tiny_models.batch(length=11)]
+    models = [streamed("qwen3_moe", tile, device_micro_batch_size=2) for tile in (None, 3)]
+    assert losses_together(models[0], batches) == losses_together(models[1], batches)
+    assert_equal_gradients(models[1], models[0])
+
+
+def test_dropout_draws_the_numbers_of_whole_blocks() -> None:
+    results = []
+    for tile in (None, 3):
+        model = horizon_lm.stream(
+            plain("qwen3_moe", attention_dropout=0.3),
+            "cpu",
+            precision="float32",
+            device_micro_batch_size=2,
+            expert_tile=tile,
+        )
+        torch.manual_seed(11)
+        results.append((*loss_and_gradients(model), torch.get_rng_state()))
+    assert_same(results[1], results[0])
+    assert torch.equal(results[0][2], results[1][2])
+
+
+def test_gradients_are_checked_against_plain_autograd() -> None:
+    loss_and_gradients(streamed("qwen3_moe", 3, check_gradients=3))
+
+
+# What moves, and what the device holds
+
+
+def moved(model: Any) -> dict[str, int]:
+    return {key: count for key, count in horizon_lm.stats(model)["moved_bytes"].items() if ":block" in key}
+
+
+@pytest.mark.parametrize("options", [{}, {"device_micro_batch_size": 1}])
+def test_each_weight_is_moved_twice_a_step(options: dict[str, Any]) -> None:
+    whole, tiled = (streamed("qwen3_moe", tile, **options) for tile in (None, 3))
+    for model in (whole, tiled):
+        loss_and_gradients(model)
+    for kind in (Kind.STREAM_IN, Kind.STREAM_OUT):
+        by_model = [
+            sum(count for key, count in moved(model).items() if key.startswith(f"{kind}:")) for model in (whole, tiled)
+        ]
+        assert 0 < by_model[1] <= by_model[0]  # without the padding between tensors
+        assert by_model[1] > 0.99 * by_model[0]
+    tiles = [key for key in moved(tiled) if ".tile" in key and key.startswith(f"{Kind.STREAM_IN}:")]
+    assert len(tiles) == 3 * tiled.config.num_hidden_layers
+
+
+def peaks(experts: int, device: Any = "cpu", **options: Any) -> tuple[int, int]:
+    """Return the peak bytes of the engine's buffers and of all tensors on the device, without router and its gradients."""
+    model = horizon_lm.stream(
+        plain("qwen3_moe", experts, hidden_size=64, output_router_logits=False), device,
+        expert_tile=2, activation_checkpoints="host", compile=False, **options,
+    )  # fmt: skip
+    with StorageMeter() as meter:
+        for _ in range(2):
+            model(**tiny_models.batch(rows=4, length=16)).loss.backward()
+    return horizon_lm.stats(model)["device_bytes_peak"], meter.peak
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+def test_device_peak_does_not_depend_on_the_number_of_experts(precision: str) -> None:
+    """But for the router, which has a row for each: two slots of its weights and two of its gradients."""
+    (few, _), (many, _) = (peaks(experts, precision=precision) for experts in (8, 64))
+    router, size = (64 - 8) * 64, 4 if precision == "float32" else 2
+    assert many - few == router * (2 * 4 + 2 * size)  # computed in float32 on the CPU
+    whole = horizon_lm.stream(plain("qwen3_moe", 64, hidden_size=64), "cpu", precision=precision)
+    loss_and_gradients(whole)
+    assert horizon_lm.stats(whole)["device_bytes_peak"] > 4 * many
+
+
+def test_on_the_emulated_gpu() -> None:
+    """Nothing mixes host and device, and a device holds as much for many experts as for few."""
+    with emulated_gpu():
+        expected, got = (
+            loss_and_gradients(streamed("qwen3_moe", tile, CudaDevice("cuda:0", None), compile=False))
+            for tile in (None, 3)
+        )
+        few, many = (
+            horizon_lm.stats(model)["device_bytes_peak"]
+            for model in (streamed("qwen3_moe", 2, CudaDevice("cuda:0", None), experts) for experts in (8, 32))
+            if loss_and_gradients(model)
+        )
+    assert_same(got, expected)
+    assert (
+        many - few <= 6 * (32 - 8) * 32 * 4
+    )  # the rows of the router, in two slots, two of gradients, and in transfer
+
+
+# Order
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [{}, {"activation_checkpoints": "host", "device_micro_batch_size": 2}])
+def test_any_order_that_the_waits_allow(seed: int, options: dict[str, Any]) -> None:
+    results = []
+    for device in ("cpu", SimulatedDevice(seed, eagerness=[None, 0.3, 0.9][seed])):
+        model = streamed("qwen3_moe", 3, device, precision="fp32_master", **options)
+        optimizer = horizon_lm.AdamW(model, lr=1e-2, update_in_backward=seed == 2)
+        results.append((train(model, optimizer, range(3)), weights(model)))
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "unit"),
+    [
+        ("_forward", Kind.FORWARD, "block0.tile2"),
+        ("_forward", Kind.STREAM_IN, "block1.tile1"),
+        ("_backward", Kind.BACKWARD, "block1.tile0"),
+        ("_backward", Kind.STREAM_OUT, "block1.tile2"),
+        ("_backward", Kind.BACKWARD, "block0.tile1"),
+    ],
+)
+def test_a_dropped_wait_changes_the_numbers(name: str, kind: Kind, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+
+    def run(device: Any) -> list[torch.Tensor]:
+        model = streamed("qwen3_moe", 3, device)
+        return [*loss_and_gradients(model)[1].values()]
+
+    expected, made = run("cpu"), getattr(build, name)
+
+    def without(*args: Any) -> Pass:
+        schedule = made(*args)
+        position = schedule.positions[kind, unit]
+        for wait in schedule.ops[position].waits:
+            schedule = without_wait(schedule, position, wait)
+        return schedule
+
+    monkeypatch.setattr(build, name, without)
+    devices = [SimulatedDevice(seed, eagerness=each) for seed, each in itertools.product(range(3), [0.0, 0.3, 0.9])]
+    assert not all(all(map(torch.equal, run(device), expected)) for device in devices)
+
+
+# Routing
+
+
+@contextmanager
+def turned_ties(model: Any) -> Iterator[None]:
+    """Let experts whose scores are equal change places when blocks are computed again, as another kernel might."""
+    linear = torch.nn.functional.linear
+    calls = itertools.count()
+    layers = model.config.num_hidden_layers
+
+    def rounded(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        scores = linear(hidden, weight, bias)
+        if weight.shape[0] != EXPERTS:
+            return scores
+        order = torch.arange(EXPERTS) if next(calls) < layers else torch.arange(EXPERTS).flip(0)
+        return scores * (1 + 1e-6 * order * scores.sign())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_qwen3_moe.F, "linear", rounded)
+        yield
+
+
+def tied(model: Any) -> Any:
+    """Give each two experts the same scores."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                param[1::2] = param[::2]
+    return model
+
+
+def test_the_recomputed_block_routes_as_the_forward_pass() -> None:
+    model = tied(plain("qwen3_moe", num_experts_per_tok=1, output_router_logits=False))
+    with turned_ties(model):
+        expected = loss_and_gradients(model)
+
+    def run() -> dict[str, torch.Tensor]:
+        model = tied(plain("qwen3_moe", num_experts_per_tok=1, output_router_logits=False))
+        model = horizon_lm.stream(model, "cpu", precision="float32", expert_tile=3)
+        with turned_ties(model):
+            return loss_and_gradients(model)[1]
+
+    def off(got: dict[str, torch.Tensor]) -> float:
+        return max(
+            float((got[name] - grad).norm() / grad.norm()) for name, grad in expected[1].items() if grad.norm() > 0
+        )
+
+    assert off(run()) < 1e-4
+    with pytest.MonkeyPatch.context() as patch:  # negative control: the recomputed block routes again
+        patch.setattr(Choices, "repeated", Choices.recorded)
+        assert off(run()) > 0.1
+
+
+# Rejections
+
+
+def test_what_cannot_be_cut_is_rejected() -> None:
+    with pytest.raises(ModelNotSupportedError, match=r"LlamaForCausalLM has no experts .* leave it unset"):
+        horizon_lm.stream(tiny_models.build("llama"), "cpu", expert_tile=2)
+    with pytest.raises(ConfigError, match="expert_tile is 0"):
+        horizon_lm.stream(plain("qwen3_moe"), "cpu", expert_tile=0)
+    with pytest.raises(ConfigError, match=r"compile=True .* expert_tile"):
+        horizon_lm.stream(plain("qwen3_moe"), "cpu", expert_tile=2, compile=True)
+
+
+def test_a_function_whose_order_is_unknown_is_rejected() -> None:
+    model = streamed("qwen3_moe", 2)
+    model.config._experts_implementation_internal = "deepgemm"
+    with pytest.raises(ModelNotSupportedError, match="experts_implementation='deepgemm' cannot be cut into tiles"):
+        model(**tiny_models.batch())
+
+
+def test_experts_with_weights_that_all_of_them_share_are_rejected() -> None:
+    """Such a weight would get a gradient from each tile."""
+    with pytest.raises(ModelNotSupportedError, match="has no experts that can be cut into tiles"):
+        Subject("image_text", "muse_spark").stream(expert_tile=1)
+
+
+def test_an_activation_inside_a_block_has_no_gradient() -> None:
+    model = streamed("qwen3_moe", 3)
+    kept = []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: kept.append(output))
+    model(**tiny_models.batch())
+    with pytest.raises(StreamingError, match="a loss depends on an activation that a forward hook inside a block kept"):
+        kept[0].sum().backward()

@@ -1,0 +1,94 @@
+"""Schedules of blocks whose experts are moved in tiles are correct, and none of their waits can be dropped."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import After, Buf, Kind, Pass
+from horizon_lm.units import HEAD, OUTER, Unit, block, tile
+from tests.support.schedule_proofs import (
+    check,
+    each_wait,
+    is_wrong,
+    passes,
+    passes_of,
+    sequences,
+    superfluous_waits,
+    without_wait,
+)
+
+COUNTS = [(3,), (1, 1, 1), (0, 2, 5), (2, 0, 3), (1, 4), (3, 3, 3, 3)]
+MODES = [mode for mode in itertools.product((False, True), repeat=4) if sum(mode) in (0, 3)]  # as in `test_schedule`
+
+
+def layouts(tiles: tuple[int, ...]) -> list[tuple[build.Layout, bool]]:
+    n = len(tiles)
+    places = itertools.product(sorted({0, 1, n}), sorted({0, 1}))
+    return [
+        (build.Layout(n, tied, offloaded, resident, accumulate, in_backward, tiles=tiles), head_grads)
+        for (offloaded, resident), (tied, accumulate, in_backward, head_grads) in itertools.product(places, MODES)
+    ]
+
+
+@pytest.mark.parametrize("tiles", COUNTS, ids=str)
+def test_every_legal_sequence_is_correct(tiles: tuple[int, ...]) -> None:
+    for layout, head_grads in layouts(tiles):
+        for first in (0, len(tiles) - 1):
+            for name, sequence in sequences(passes(layout, head_grads, first)).items():
+                assert check(sequence) == [], f"{layout}, {name}"
+
+
+@pytest.mark.parametrize("tiles", COUNTS, ids=str)
+def test_with_adapters(tiles: tuple[int, ...]) -> None:
+    for layout, head_grads in layouts(tiles)[::3]:
+        made = passes_of(replace(layout, adapters=True), head_grads, range(len(tiles)), (OUTER, HEAD))
+        assert not [op for op in made.backward.ops if op.unit.is_tile and op.kind == Kind.STREAM_OUT]
+        for name, sequence in sequences(made).items():
+            assert check(sequence) == [], f"{layout}, {name}"
+
+
+@pytest.mark.parametrize("tiles", [(3,), (0, 2, 5), (1, 4)], ids=str)
+def test_each_wait_is_needed(tiles: tuple[int, ...]) -> None:
+    for layout, head_grads in layouts(tiles)[::5]:
+        assert superfluous_waits(passes(layout, head_grads)) == []
+
+
+@pytest.mark.parametrize("kind", [Buf.TILE, Buf.TILE_GRADS])
+def test_a_dropped_wait_for_a_slot_is_found(kind: Buf) -> None:
+    """Both kinds of slots are freed by an operation on another stream: the control drops the wait for it."""
+    made = passes(build.Layout(2, tiles=(3, 3)), head_grads=False)
+    found = [
+        (position, wait)
+        for position, wait in each_wait(made.backward)
+        if isinstance(wait, After)
+        and any(buffer.kind == kind for buffer in made.backward.ops[position].writes)
+        and any(buffer.kind == kind for buffer in made.backward.ops[wait.index].reads)
+    ]
+    assert found
+    for position, wait in found:
+        broken = without_wait(made.backward, position, wait)
+        assert is_wrong(made._replace(backward=broken), broken)
+
+
+def order(schedule: Pass, *kinds: Kind) -> list[Unit]:
+    return [op.unit for op in schedule.ops if op.kind in kinds and op.unit.is_tile]
+
+
+def test_order_of_tiles() -> None:
+    """Tiles are visited forwards and then backwards, each copied once in a pass, and landed as soon as it is differentiated."""
+    made = passes(build.Layout(2, tiles=(2, 3)), head_grads=False)
+    forwards = [tile(0, 0), tile(0, 1), tile(1, 0), tile(1, 1), tile(1, 2)]
+    assert order(made.first, Kind.FORWARD) == order(made.first, Kind.STREAM_IN) == forwards
+    backwards = forwards[::-1]
+    for kind in (Kind.STREAM_IN, Kind.BACKWARD, Kind.STREAM_OUT):
+        assert order(made.backward, kind) == backwards
+
+
+def test_a_tile_is_copied_while_the_tile_before_computes() -> None:
+    forward = build.forward(build.Layout(2, tiles=(4, 4)))
+    places = forward.positions
+    for before, unit in itertools.pairwise(order(forward, Kind.FORWARD)):
+        assert places[Kind.STREAM_IN, unit] < places[Kind.FORWARD, before]
+    assert places[Kind.STREAM_IN, block(1)] < places[Kind.FORWARD, tile(0, 3)]
