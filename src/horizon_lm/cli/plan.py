@@ -11,6 +11,7 @@ import typer
 from horizon_lm.cli import common
 from horizon_lm.cli.common import exits, run_arguments, without_garbage_collection
 from horizon_lm.cli.names import name_lines
+from horizon_lm.cli.waiting import announced
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError, HorizonError
@@ -351,10 +352,11 @@ def plan(
     if largest and model is not None:
         raise ConfigError("--largest tries all known models; remove --model")
     if largest:
-        table = plan_largest(run or [], device, host_memory, Size(gpus, nodes))
+        with announced("planning..."):
+            table = plan_largest(run or [], device, host_memory, Size(gpus, nodes))
         print(json.dumps(table.as_json(), indent=2) if as_json else "\n".join(table.lines()))
         return
-    with without_garbage_collection():
+    with announced("planning..."), without_garbage_collection():
         result = plan_one(run or [], model, device, host_memory, Size(gpus, nodes))
     prices = Prices(price_per_hour, price_per_kwh)
     if as_json:

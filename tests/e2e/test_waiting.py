@@ -1,0 +1,56 @@
+"""A command that is silent for some seconds says on a terminal what it does, and leaves no trace of that."""
+
+import io
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import pytest
+
+from horizon_lm import cli
+from horizon_lm.cli import plan, waiting
+from horizon_lm.cli.waiting import announced
+from tests.e2e.command import run
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def wait_for(stream: io.StringIO, text: str) -> None:
+    while text not in stream.getvalue():
+        time.sleep(0.001)
+
+
+def test_a_long_wait_is_named_and_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with suppress(KeyboardInterrupt), announced("planning..."):
+        wait_for(terminal, "planning...")
+        raise KeyboardInterrupt
+    assert terminal.getvalue() == "planning...\r\x1b[K"
+
+
+@pytest.mark.parametrize(("stream", "seconds"), [(Terminal(), 60.0), (io.StringIO(), 0.0), (None, 0.0)])
+def test_a_short_wait_and_a_log_show_nothing(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None, seconds: float
+) -> None:
+    monkeypatch.setattr(waiting, "_SECONDS", seconds)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with announced("planning..."):
+        pass
+    assert stream is None or not stream.getvalue()
+
+
+def test_imports_and_arithmetic_of_a_plan_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def record(text: str) -> AbstractContextManager[None]:
+        said.append(text)
+        return nullcontext()
+
+    for module in (cli, plan):
+        monkeypatch.setattr(module, "announced", record)
+    assert run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200").exit_code == 0
+    assert said == ["planning...", "planning..."]
