@@ -97,6 +97,10 @@ def test_results_equal_the_plain_model(
         (["--tasks", "{folder}/rowless.yaml"], "rowless.yaml cannot be loaded"),
         (["--tasks", " , "], "name a task of lm-eval or a YAML file"),
         (["--tasks", "{folder}/choices.yaml", "--num-fewshot", "50", "--device", "cpu"], "lm-eval rejects"),
+        (
+            ["--tasks", "{folder}/endless.yaml", "--device", "cpu"],
+            "lm-eval rejects the settings: Invalid configuration",
+        ),
         pytest.param(
             ["--tasks", "no_such_task_of_lm_eval"], "no_such_task_of_lm_eval cannot be loaded", marks=pytest.mark.slow
         ),
@@ -104,6 +108,7 @@ def test_results_equal_the_plain_model(
     ],
 )
 def test_bad_arguments(folder: Path, model: Path, arguments: list[str], message: str) -> None:
+    (folder / "endless.yaml").write_text(ANSWERS.replace("max_gen_toks: 6", "max_gen_toks: 1000000"))
     (folder / "broken.yaml").write_text("task: [")
     (folder / "rowless.yaml").write_text(CHOICES.replace("rows.jsonl", "others.jsonl"))
     result = run("eval", model, *(text.format(folder=folder) for text in arguments))

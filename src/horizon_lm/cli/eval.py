@@ -97,7 +97,8 @@ def evaluate_model(
                 # The tasks are loaded. By default lm-eval would read all of its own, which takes 16 seconds.
                 task_manager=TaskManager(include_defaults=False),
             )  # fmt: skip
-        except ValueError as error:  # for example, more few-shot examples than rows
+        # For example, more few-shot examples than rows, or an answer as long as the model's context.
+        except (ValueError, AssertionError) as error:
             raise ConfigError(f"lm-eval rejects the settings: {first_line(error)}") from error
     assert results is not None
     return Results(make_table(results), dict(results))
