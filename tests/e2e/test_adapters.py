@@ -169,7 +169,9 @@ def test_a_relative_base_is_found_from_anywhere(
     whole = Path(base["model_name_or_path"])
     monkeypatch.chdir(whole.parent)
     settings = base | {"model_name_or_path": f"./{whole.name}", "max_steps": 2, "save_steps": 1}
-    first = horizon_lm.train(settings | {"output_dir": str(tmp_path / "run")}, print_fn=lambda _: None)
+    said: list[str] = []
+    first = horizon_lm.train(settings | {"output_dir": str(tmp_path / "run")}, print_fn=said.append)
+    assert f"\n  horizon-lm merge {first.model_dir} OUT\n" in said[-1]
     checkpoint = tmp_path / "run" / "checkpoint-1"
     for folder in (first.model_dir, checkpoint):  # as an earlier version has written them
         config = json.loads((folder / "adapter_config.json").read_text())

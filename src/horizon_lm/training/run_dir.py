@@ -12,6 +12,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
 from horizon_lm.disk import Disk, part_of, publish_folder, restore_folder, write_file
 from horizon_lm.errors import ConfigError, HorizonError, first_line
+from horizon_lm.model.adapter_config import ADAPTER_CONFIG
 from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import write_plan
@@ -263,10 +264,13 @@ class RunDir:
         if num_skipped:
             skipped = f"steps skipped because their gradient was not finite: {num_skipped} of {steps_done}"
             skipped += "; the model is unchanged\n" if num_skipped == steps_done else "\n"
+        merge = ""
+        if (self.model_dir / ADAPTER_CONFIG).is_file():
+            merge = f"Merge the adapters into their base, for a model of its own:\n  horizon-lm merge {self.model_dir} OUT\n"
         return (
             f"{early}{skipped}{warning}\nThe trained model is in {self.model_dir}. Try it:\n"
             f'  horizon-lm generate {self.model_dir} "..."\n'
-            f"Look at the run:\n  horizon-lm report {self.path}\n"
+            f"{merge}Look at the run:\n  horizon-lm report {self.path}\n"
             "Use it in Python:\n"
             "  from transformers import pipeline\n"
             f'  print(pipeline("text-generation", "{self.model_dir}")([{{"role": "user", "content": "..."}}]))'
