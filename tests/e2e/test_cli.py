@@ -43,6 +43,7 @@ def test_train_and_use_the_model(tmp_path: Path, model: Path, run_file: Path) ->
     lines = result.stdout.splitlines()
     assert f"run folder: {folder}" in lines
     assert f"horizon-lm generate {folder / 'model'}" in result.stdout
+    assert "horizon-lm merge" not in result.stdout  # as for adapters
 
     first, *steps, last = metrics(folder)
     assert [line["step"] for line in steps] == [1, 2, 4, 6, 8, 9]
@@ -258,6 +259,8 @@ def test_messages_of_commands_name_no_settings_of_run_files(model: Path, tmp_pat
         (("merge", nowhere, tmp_path / "merged"), f"{nowhere} is not a folder"),
         (("export", nowhere, tmp_path / "gguf", "--format", "gguf"), f"{nowhere} is not a folder"),
         (("plan", "--model", nowhere), f"{nowhere} is not a folder"),
+        (("export", nowhere, tmp_path / "exported"), f"{nowhere}: no such folder"),
+        (("checkpoints", nowhere), f"{nowhere}: no such folder"),
     ):
         result = run(*arguments)
         assert (result.exit_code, result.stderr.startswith(f"error: {message}")) == (2, True), result.stderr

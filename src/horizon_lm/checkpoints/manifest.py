@@ -134,6 +134,8 @@ def read_manifest(folder: Path) -> Manifest:
         ConfigError: the folder is no checkpoint, or it is damaged or of another format version.
     """
     path = folder / MANIFEST
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
     if not path.exists():
         raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}")
     outer = read_json(path)

@@ -20,6 +20,8 @@ def checkpoints(
     from horizon_lm.checkpoints.manifest import is_checkpoint, read_manifest, verify
 
     found = [folder] if is_checkpoint(folder) else sorted(folder.glob("checkpoint-*"), key=_step)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
     if not found:
         raise ConfigError(f"{folder} has no checkpoints")
     damaged = 0
