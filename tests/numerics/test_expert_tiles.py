@@ -228,6 +228,52 @@ def test_answers() -> None:
     assert torch.equal(one, other)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", None), ("gpt_oss", "mxfp4")])
+def test_few_tokens_stream_the_experts_that_they_are_routed_to(family: str, kind: str | None, tmp_path: Path) -> None:
+    """A token of a model with 16 experts reads two of them, and the bits are those of streaming all."""
+
+    def build_model(**options: Any) -> Any:
+        if kind is None:
+            return streamed(family, experts=16, **options).eval()
+        pytest.importorskip("peft")
+        from tests.support.quantized_folders import opened, save_published
+
+        folder = tmp_path / "model"
+        if not folder.exists():
+            save_published(family, kind, folder, **{NAMES[family]: 16})
+        return opened(folder, kind, expert_tile=options.pop("tile"), **options).eval()
+
+    model, whole = build_model(tile=3), build_model(tile=None)
+    token = torch.tensor([[7]])
+    assert torch.equal(model(token).logits, whole(token).logits)
+    read = {key: count for key, count in moved(model).items() if ".tile" in key and count}
+    experts = {key: count for key, count in moved(whole).items() if key.startswith(f"{Kind.STREAM_EXPERTS}:")}
+    assert sum(read.values()) == sum(experts.values())
+    assert len(read) <= 2 * model.config.num_hidden_layers
+    many = tiny_models.batch(rows=3, length=11)["input_ids"]
+    assert torch.equal(model(many).logits, whole(many).logits)
+    one, other = (
+        each.generate(token, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        for each in (model, whole)
+    )
+    assert torch.equal(one.sequences, other.sequences)
+    torch.testing.assert_close(one.logits, other.logits, rtol=1e-5, atol=1e-6)  # `batched_mm` multiplies single rows
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_few_tokens_in_any_order(seed: int) -> None:
+    """What is not streamed is NaN on the simulated device."""
+    models = [
+        streamed("qwen3_moe", 3, device, experts=16).eval()
+        for device in ("cpu", SimulatedDevice(seed, eagerness=[None, 0.3, 0.9][seed]))
+    ]
+    for tokens in ([[7]], [[5, 9]], [[3] * 30]):
+        one, other = (model(torch.tensor(tokens)).logits for model in models)
+        assert torch.equal(one, other)
+
+
 def test_several_batches_share_the_tiles() -> None:
     batches = [tiny_models.batch(length=5), tiny_models.batch(length=11)]
     models = [streamed("qwen3_moe", tile, device_micro_batch_size=2) for tile in (None, 3)]

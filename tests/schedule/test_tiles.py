@@ -86,6 +86,13 @@ def test_order_of_tiles() -> None:
         assert order(made.backward, kind) == backwards
 
 
+def test_tiles_of_a_routed_block_follow_its_routing() -> None:
+    forward = build.forward(build.Layout(3, tiles=(2, 3, 2)), routed=(0, 1))
+    places = forward.positions
+    for unit in order(forward, Kind.STREAM_IN):
+        assert (places[Kind.STREAM_IN, unit] > places[Kind.ROUTE, block(unit.block_index)]) == (unit.block_index < 2)
+
+
 def test_a_tile_is_copied_while_the_tile_before_computes() -> None:
     forward = build.forward(build.Layout(2, tiles=(4, 4)))
     places = forward.positions

@@ -35,7 +35,7 @@ class Layout:
         adapters: blocks have adapters, which are outer parameters: each block's backward writes its gradients of them.
         packed: blocks have quantized weights of which each rank streams a range of the codes and scales. They are gathered in slots
             of their own, and decoded from there.
-        tiles: number of tiles of each block's experts; empty if no block has any. Blocks with tiles are not routed.
+        tiles: number of tiles of each block's experts; empty if no block has any.
     """
 
     num_blocks: int
@@ -145,8 +145,8 @@ def forward(
             all other units.
         head: the output projection is used.
         head_grads: the head's gradients are computed in the forward pass, together with the loss.
-        routed: blocks, none of them resident, of whose experts only those are streamed that the tokens are routed to. That is
-            known only after a part of the block.
+        routed: blocks of whose experts only those are streamed that the tokens are routed to. That is known only after a part of the
+            block. None of them is resident, unless its experts are in tiles.
     """
     blocks_changed = changed if blocks_changed is None else blocks_changed
     kept, parted = frozenset(keeps), frozenset(routed)
@@ -179,7 +179,7 @@ def _forward(
         return [] if stays else _stream_in(block(u), layout.weights(u), layout)
 
     slots = TileSlots(layout.tiles)
-    copies = TileCopies(slots, range(layout.num_blocks), False, load)
+    copies = TileCopies(slots, range(layout.num_blocks), False, load, routed)
     ops.extend(copies.core(0))
     for u in range(layout.num_blocks):
         offload = layout.is_offloaded(u) and u in keeps
@@ -188,6 +188,8 @@ def _forward(
         ops.extend(copies.ahead(u))
         if tiles := slots.of(u):
             ops.append(_compute(Kind.ROUTE, block(u), (layout.weights(u),), writes))
+            copies.routed(u)
+            ops.extend(copies.ahead(u))
         for unit in tiles:
             ops.append(_compute(Kind.FORWARD, unit, (Buffer(Buf.TILE, slots.slot(unit)),)))
             copies.computed()
@@ -196,7 +198,7 @@ def _forward(
             ops.extend(copies.core(u + 1))  # prefetch: issued before this block computes
         elif head:
             ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
-        if u in routed:
+        if u in routed and not tiles:
             weights = layout.weights(u)
             ops.append(_compute(Kind.ROUTE, block(u), (weights,)))
             host = _host(Buf.HOST_WEIGHTS, block(u), layout)

@@ -8,7 +8,7 @@ stays in a slot for the whole block. Its experts are copied and computed tile by
   computed again and differentiated, the last one first; then the core is differentiated.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 
 from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Stream
@@ -42,12 +42,15 @@ class TileCopies:
         blocks: the blocks in the order of the pass.
         backwards: the tiles of a block are visited in the opposite order.
         load: function that returns the copies of a block's core.
+        routed: blocks whose tiles may be copied only after the block has routed its tokens, as `routed` says.
     """
 
     def __init__(
-        self, slots: TileSlots, blocks: Iterable[int], backwards: bool, load: Callable[[int], list[Op]]
-    ) -> None:
+        self, slots: TileSlots, blocks: Iterable[int], backwards: bool, load: Callable[[int], list[Op]],
+        routed: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self._slots, self._load = slots, load
+        self._waiting = set(routed)
         self._cores = list(blocks)
         self._place = {index: place for place, index in enumerate(self._cores)}
         self._left = [
@@ -70,12 +73,16 @@ class TileCopies:
         while self._left and self._listed < self._computed + 2:
             unit = self._left[0]
             owner = self._place[unit.block_index]
-            if owner > place + 1:
+            if owner > place + 1 or unit.block_index in self._waiting:
                 break
             ops += [*self.core(owner), self._copy(unit)]
             del self._left[0]
             self._listed += 1
         return ops
+
+    def routed(self, index: int) -> None:
+        """Record that the part of a block before its experts is listed."""
+        self._waiting.discard(index)
 
     def computed(self) -> None:
         """Record that the computation of the next tile is listed, after which its slot is free."""

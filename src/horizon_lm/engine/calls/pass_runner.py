@@ -136,7 +136,7 @@ class PassRunner:
         engine, whole = self._engine, self._blocks.caching or size.tokens_at_once == size.tokens
         # A compiled block has no place between its parts. Ranks would have to agree on the experts of all of them.
         compiled = engine.options.compile and not self._blocks.caching
-        if len(batches) > 1 or not whole or compiled or engine.mesh is not None or engine.tiles.experts:
+        if len(batches) > 1 or not whole or compiled or engine.mesh is not None:
             return frozenset()
         return engine.routed.for_tokens(size.tokens)
 

@@ -45,26 +45,40 @@ class SlabPart:
         count = self.rows.stop - self.rows.start
         return SlabLayout({name: torch.Size((count, *shape[1:])) for name, shape in shapes.items()})
 
-    def moves(self, slot: torch.Tensor, decoded: Mapping[str, torch.dtype]) -> list[Move]:
+    def moves(
+        self, slot: torch.Tensor, decoded: Mapping[str, torch.dtype], some: Iterable[slice] | None = None
+    ) -> list[Move]:
         """Return the moves that stream the part into its slot: copies, and the decoding of what is quantized.
 
         Args:
             slot: the slot, which begins with the part.
             decoded: the dtype that the values of each quantized tensor are rounded to.
+            some: of rows, those to stream, by their places in the slab; None for all.
         """
+        if self.rows is not None:
+            wanted = [self.rows] if some is None else some
+            return [self._move_rows(slot, name, rows, decoded) for name in self.layout for rows in wanted]
         plain = {name: True for name in self.layout if name in self.slabs.plain}
         spans = joined(self.spans(self.slabs.plain, self.layout, plain))
-        copies: list[Move] = [self._copy(slot, *span) for _, span in spans]
+        copies: list[Move] = [self._copy(slot[of_part], self.slabs.weights[of_slab]) for _, (of_slab, of_part) in spans]
         return [*copies, *(self._decode(slot, name, decoded[name]) for name in self.layout if name not in plain)]
 
-    def _copy(self, slot: torch.Tensor, of_slab: slice, of_part: slice) -> Copy:
-        source = self.slabs.weights[of_slab]
-        return Copy(slot[of_part], source, source.nbytes)
+    def _move_rows(self, slot: torch.Tensor, name: str, rows: slice, decoded: Mapping[str, torch.dtype]) -> Move:
+        """Return the move that streams rows of a tensor to their place in the slot."""
+        assert self.rows is not None
+        target = self.layout.view(slot, name)[rows.start - self.rows.start : rows.stop - self.rows.start]
+        if name in self.slabs.plain:
+            return self._copy(target.view(-1), self.slabs.plain.view(self.slabs.weights, name)[rows].view(-1))
+        entry = self.slabs.packed.entries[name]
+        codec = Rows(entry.codec, entry.shape[0], rows.start)
+        return Decode(target, self.slabs.packed.bytes_of(name), codec, decoded[name])
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        return Copy(target, source, source.nbytes)
 
     def _decode(self, slot: torch.Tensor, name: str, dtype: torch.dtype) -> Decode:
         entry = self.slabs.packed.entries[name]
-        codec = entry.codec if self.rows is None else Rows(entry.codec, entry.shape[0], self.rows.start)
-        return Decode(self.layout.view(slot, name), self.slabs.packed.bytes_of(name), codec, dtype)
+        return Decode(self.layout.view(slot, name), self.slabs.packed.bytes_of(name), entry.codec, dtype)
 
     def grad_spans(self, adds: Mapping[str, bool]) -> list[tuple[bool, Span]]:
         """Return the places of the part's gradients, neighbours joined that are landed alike.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.errors import ScheduleMismatchError
-from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, Stream
+from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, ScheduleError, Stream
 from horizon_lm.units import Unit
 
 MovesOf = Callable[[Op], Sequence[Move] | None]
@@ -157,6 +157,8 @@ class Cursor:
             self._skip(skipped, index, wanted)
         self._reached_any = True
         self._issue_copies(up_to=index)
+        if self._position < index:
+            raise ScheduleError(f"{self._tasks[self._position].op} is before {wanted}, but what it moves is not known")
         return index
 
     def _skip(self, skipped: list[Op], index: int, wanted: str) -> None:

@@ -69,7 +69,9 @@ class ForwardPass:
         self.trained = engine.trainable()
         self.state = self._record(keeps, request.head_grads) if request.recording else None
         self._drain_if_reshaped(keeps)
-        self.routed = frozenset(index for index in request.routed if not engine.layout.is_resident(index))
+        # Experts in tiles are never resident.
+        cut = engine.tiles.experts
+        self.routed = frozenset(u for u in request.routed if u in cut or not engine.layout.is_resident(u))
         # After the drain, which may have issued the table's update.
         self._schedule = build.forward(
             engine.layout,

@@ -47,7 +47,7 @@ class RoutedBlocks:
 
     def expert_moves(self, unit: Unit, memory: DeviceBuffers, chosen: Iterable[int]) -> list[Move]:
         """Return the moves that stream some experts of a block, which are sorted."""
-        spans, store = list(_spans(chosen)), self._store
+        spans, store = list(spans_of_indices(chosen)), self._store
         return [
             self._move(store.units[part], memory.weights_of(part), name, start, stop)
             for part in store.parts_of(unit)
@@ -73,8 +73,8 @@ def copy_range(slabs: UnitSlabs, slot: torch.Tensor, elements: slice) -> Move:
     return Copy(slot[elements], source, source.numel() * source.element_size())
 
 
-def _spans(sorted_indices: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the spans of consecutive indices."""
+def spans_of_indices(sorted_indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first of consecutive indices, and the one after the last of them."""
     indices = list(sorted_indices)
     ends = [place for place, (a, b) in enumerate(pairwise(indices), 1) if b != a + 1]
     for first, last in pairwise([0, *ends, len(indices)]):

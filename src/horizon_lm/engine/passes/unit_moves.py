@@ -37,10 +37,11 @@ class UnitMoves:
             return None
         return find(self, op)
 
-    def _stream_in(self, op: Op) -> list[Move]:
+    def _stream_in(self, op: Op) -> list[Move] | None:
         """Return the moves that stream a unit into its slots; of a block that is routed, without its experts."""
         if op.unit.is_tile:
-            return self._stream_in_slot(op.unit)
+            # Of a routed block, the moves are bound when it is known which experts its tokens are routed to.
+            return None if op.unit.block_index in self._routed else self._stream_in_slot(op.unit)
         is_routed = op.unit.is_block and op.unit.block_index in self._routed
         left_out = self._engine.routed.names_of(op.unit) if is_routed else []
         return [move for part in self._engine.store.parts_of(op.unit) for move in self._stream_in_part(part, left_out)]

@@ -9,6 +9,7 @@ Shapes: N tokens, K experts of a token, S = N * K rows, R rows of a tile, H hidd
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ class ExpertCall:
         self._rows: torch.Tensor | None = None  # outputs of all rows, or gradients of their inputs, (S, H)
         self.output: torch.Tensor | None = None
         self.output_like = hidden.shape, hidden.dtype
+
+    def chosen(self) -> list[int]:
+        """Return the experts that tokens are routed to."""
+        return [expert for expert, (start, stop) in enumerate(pairwise(self._bounds)) if start < stop]
 
     def compute(self, experts: slice, function: Experts) -> None:
         """Compute the rows of some experts."""

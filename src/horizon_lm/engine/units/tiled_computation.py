@@ -14,6 +14,7 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.lockstep import compute_jointly
+from horizon_lm.engine.passes.routed_blocks import spans_of_indices
 from horizon_lm.engine.units.expert_call import ExpertCall, Experts
 from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
 from horizon_lm.schedule.ops import Kind
@@ -59,6 +60,8 @@ class TiledExperts:
             def compute(arrived: Sequence[ExpertCall]) -> Sequence[ExpertCall]:
                 nonlocal is_computed
                 is_computed = True
+                if self._index in engine.forward.routed:
+                    self._stream_chosen(arrived)
                 part.pop_all().close()
                 self._compute_tiles(arrived)
                 part.enter_context(cursor.compute(Kind.FORWARD, unit))
@@ -80,6 +83,15 @@ class TiledExperts:
         # Micro-batches with random numbers of their own have put back each other's states.
         if engine.forward.randomness.has_streams:
             device.set_rng_state(outside)
+
+    def _stream_chosen(self, calls: Sequence[ExpertCall]) -> None:
+        """Stream of each tile only the experts that tokens are routed to."""
+        engine, chosen = self._engine, sorted({expert for call in calls for expert in call.chosen()})
+        for unit in self.tiles:
+            experts = engine.tiles.experts_of(unit)
+            some = [slice(*span) for span in spans_of_indices(e for e in chosen if experts.start <= e < experts.stop)]
+            moves = engine.tiles.parts[unit].moves(engine.memory.weights_of(unit), engine.tiles.decoded(unit), some)
+            engine.cursor.bind(Kind.STREAM_IN, unit, moves)
 
     @torch.no_grad()
     def _compute_tiles(self, calls: Sequence[ExpertCall]) -> None:
