@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,130 +11,32 @@ import torch
 import horizon_lm
 from horizon_lm.cost import meta_recorder
 from horizon_lm.cost.model_outline import outline_model
-from horizon_lm.model.freezing import freeze
 from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.source import ModelSource
-from horizon_lm.model.units import find_parts
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.memory import host_bytes
 from horizon_lm.planning.request import ForwardBatch, Request
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import EMBED, HEAD, OUTER
 from tests.census.tiny_models import build
 from tests.support import tiny_models
 from tests.support.float32_llama import float32_llama
-from tests.support.planned_bytes import HERE, LENGTH, outline_of
+from tests.support.planned_bytes import (
+    DEFAULTS,
+    HERE,
+    LENGTH,
+    Case,
+    draw_case,
+    outline_of,
+    require_planned_bytes,
+    train,
+)
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
-
-
-@dataclass(frozen=True)
-class Case:
-    """Settings of a run."""
-
-    rows: int
-    options: dict[str, Any]
-    moments: str
-    in_backward: bool
-    frozen: frozenset[str]  # units
-    optim: str = "AdamW"
-
-    @property
-    def optimizer(self) -> Any:
-        return getattr(horizon_lm, self.optim)
-
-    @property
-    def request(self) -> Request:
-        names = (
-            "precision",
-            "head",
-            "activation_checkpoints",
-            "resident_blocks",
-            "resident_graphs",
-            "device_micro_batch_size",
-            "head_chunk_tokens",
-        )
-        grad_bytes = 4 if self.options["grad_dtype"] == torch.float32 or self.options["precision"] == "float32" else 2
-        return Request(
-            per_device_train_batch_size=self.rows,
-            optimizer=self.optimizer.planned(),
-            moments=self.moments,
-            update_in_backward=self.in_backward,
-            grad_bytes=grad_bytes,
-            **{name: self.options[name] for name in names},
-        )
-
-
-def draw_case(draw: random.Random) -> Case:
-    """Return random settings of a run."""
-    rows = draw.randint(1, 4)
-    head = draw.choice(["chunked", "whole"])
-    resident = draw.randint(0, 3)
-    precision = draw.choice(["fp32_master", "bf16", "float32"])
-    options = {
-        "device": draw.choice(["cpu", "simulated"]),
-        "precision": precision,
-        "head": head,
-        "activation_checkpoints": draw.choice(["device", "host", 0, 1, 2]),
-        "resident_blocks": resident,
-        "resident_graphs": draw.randint(0, resident),
-        "device_micro_batch_size": draw.choice([None, 1, rows, max(1, rows - 1)]),
-        "head_chunk_tokens": draw.choice([5, 64]) if head == "chunked" else None,
-        "grad_dtype": draw.choice([None, torch.float32]) if precision != "float32" else None,
-    }
-    frozen = draw.sample([EMBED, OUTER, HEAD, "block0", "block1"], draw.choice([0, 0, 1, 2, 3, 4]))
-    moments = draw.choice(["float32", "bfloat16", "8bit"])
-    return Case(rows, options, moments, draw.choice([False, True]), frozenset(frozen), draw.choice(["AdamW", "Lion"]))
-
-
-def trainable(model: Any, frozen: frozenset[str]) -> str | None:
-    """Return patterns of every other weight, or of block 1 if that leaves none."""
-    units = find_parts(model).units
-    names = [ref.name for unit, refs in units.items() if unit not in frozen for ref in refs]
-    return "|".join(names or [ref.name for ref in units["block1"]]) if frozen else None
-
-
-def batch(rows: int) -> dict[str, torch.Tensor]:
-    """Return a batch that needs the most memory: as many distinct tokens as possible, and padding."""
-    ids = torch.arange(rows * LENGTH).view(rows, LENGTH) % tiny_models.VOCABULARY
-    mask = torch.ones_like(ids)
-    mask[0, -3:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
-
-
-def train(streamed: Any, case: Case, steps: int = 2) -> None:
-    optimizer = case.optimizer(streamed, lr=1e-4, moments=case.moments, update_in_backward=case.in_backward)
-    for _ in range(steps):
-        streamed(**batch(case.rows)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    horizon_lm.synchronize(streamed)
 
 
 @pytest.mark.parametrize(("seed", "family"), thinned(itertools.product(range(3), tiny_models.FAMILIES), every=5))
 def test_allocated_bytes_equal_planned_bytes(family: str, seed: int) -> None:
     require_planned_bytes(family, draw_case(random.Random(f"{family} {seed}")))
-
-
-def require_planned_bytes(family: str, case: Case) -> None:
-    """Train a model with these settings, and compare its buffers and host memory with the plan."""
-    model = tiny_models.build(family)
-    pattern = trainable(model, case.frozen)
-    step = choose(outline_of(model, pattern), case.request, HERE).step
-    freeze(model, pattern)
-    streamed = horizon_lm.stream(model, **case.options)
-    train(streamed, case)
-
-    engine = streamed._horizon.engine
-    counted = dict(engine.device.counters.allocated)
-    planned = device_use(step).buffers
-    assert {kind: n for kind, n in counted.items() if n} == planned
-    assert engine.device.counters.allocated_peak == sum(planned.values())
-    kept = {kind: n for kind, n in engine.store.num_bytes.items() if n}
-    if engine.boundaries.num_bytes:
-        kept["boundaries"] = engine.boundaries.num_bytes
-    assert kept == host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
 
 
 @pytest.mark.parametrize(("seed", "family"), thinned(itertools.product(range(3), tiny_models.FAMILIES), every=9))
@@ -230,12 +132,6 @@ def test_activations_match_plan(family: str, options: dict[str, Any]) -> None:
         f"{family} {options}: counted {counted.peak:,}, planned {device_use(step).total:,}, {counted.peak / device_use(step).total:.3f}"
     )
     assert counted.peak == pytest.approx(device_use(step).total, rel=0.05)
-
-
-DEFAULTS: dict[str, Any] = {
-    "precision": "float32", "head": "chunked", "activation_checkpoints": "auto", "resident_blocks": None, "resident_graphs": None,
-    "device_micro_batch_size": None, "head_chunk_tokens": None, "grad_dtype": None,
-}  # fmt: skip
 
 
 def test_frozen_blocks_have_no_boundaries() -> None:

@@ -190,6 +190,8 @@ PEAKS: dict[str, dict[str, Any]] = {
     "blocks of two kinds": {"family": "deepseek_v3"},
     "blocks of two kinds, micro-batches": {"family": "deepseek_v3", "device_micro_batch_size": 2},
     "experts": {"family": "mixtral"},
+    "experts in one tile": {"family": "mixtral", "expert_tile": 4},
+    "experts in tiles, micro-batches": {"family": "qwen3_moe", "expert_tile": 1, "device_micro_batch_size": 2},
     "eager attention": {"family": "gemma2"},
     "longer rows": {"family": "gemma2", "then": (2, 256)},
 }
@@ -226,12 +228,15 @@ def test_a_dead_stream_raises_instead_of_deadlocking(monkeypatch: pytest.MonkeyP
     assert torch.isfinite(torch.tensor(step(model, optimizer, 3)))
 
 
-# The plan assumes that all blocks are like the largest.
-MAY_BE_LESS = ("the first block frozen", "blocks of two kinds", "blocks of two kinds, micro-batches", "longer rows")
+# The plan assumes that all blocks are like the largest, and that one tile of experts has all tokens.
+MAY_BE_LESS = (
+    "the first block frozen", "blocks of two kinds", "blocks of two kinds, micro-batches", "longer rows",
+    "experts in one tile", "experts in tiles, micro-batches",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("spare", [20_000_000, pytest.param(200_000_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", thinned(PEAKS))
+@pytest.mark.parametrize("name", thinned(PEAKS, keep=["experts in one tile"]))
 def test_the_planned_peak_is_not_exceeded(spare: int, name: str) -> None:
     options = dict(PEAKS[name])
     sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 997}

@@ -14,10 +14,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from horizon_lm.cost.block_probe import BlockRun, output_on_meta, run_on_meta
+from horizon_lm.cost.core_probe import CoreRun, run_core_on_meta
 from horizon_lm.model.block_template import structure_key
 from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import forwards
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.routed_experts import RoutedExperts
 from horizon_lm.units import EMBED, OUTER
 
 _ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely to be dimensions of a model, and not multiples of each other
@@ -53,6 +55,13 @@ class BlockCalls:
     def run(self, rows: int, length: int, dtype: torch.dtype, accelerated: bool) -> BlockRun:
         """Run a block's forward and backward pass for a micro-batch of this shape on the meta device."""
         return run_on_meta(self.block, *self.arguments(rows, length), dtype, accelerated, self.in_float32)
+
+    def run_core(
+        self, experts: RoutedExperts, rows: int, length: int, dtype: torch.dtype, accelerated: bool
+    ) -> CoreRun:  # fmt: skip
+        """Do the same without the experts of the block, and with the experts alone."""
+        args, kwargs = self.arguments(rows, length)
+        return run_core_on_meta(self.block, experts, args, kwargs, dtype, accelerated, self.in_float32)
 
     def shared_bytes(self, rows: int, length: int) -> dict[int, int]:
         """Return the size in bytes of each input shared with other blocks (masks, rotary tables), by the identity of

@@ -49,7 +49,11 @@ def run_on_meta(
         accelerated: assume the kernels of a GPU.
         in_float32: weights in float32 nevertheless, by their names inside the block.
     """
-    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype, in_float32)
+    return measure(*copy_on_meta(block, args, kwargs, dtype, in_float32), accelerated)
+
+
+def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool) -> BlockRun:
+    """Run a module on the meta device, as `copy_on_meta` returns it with its arguments."""
     with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.enable_grad():
         output = module.forward(*args, **kwargs)
         tensors = _differentiable(output)

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,11 +24,17 @@ from horizon_lm.model.examination import examine
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.model.routed_experts import experts_per_token, find_experts
+from horizon_lm.model.routed_experts import (
+    RoutedExperts,
+    expert_sizes,
+    experts_per_token,
+    find_divisible_experts,
+    find_experts,
+)
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.memory import ModelSizes
-from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
+from horizon_lm.planning.outline import BlockKind, CoreCosts, Linear, ModelOutline, Work
 from horizon_lm.units import block
 
 
@@ -75,13 +82,14 @@ def outline_model(
     )  # fmt: skip
     if packed:
         require_packable(parts, examined.attention)
+    experts = expert_sizes(parts)
     found = find_chunked_path(parts)
     path = found if isinstance(found, ChunkedPath) else None
     measure = partial(_costs, parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values, path)
     return ModelOutline(
         name=source.place,
-        sizes=parts.sizes(),
-        trained=parts.sizes(trained_only=True),
+        sizes=replace(parts.sizes(), experts=experts),
+        trained=replace(parts.sizes(trained_only=True), experts=experts),
         active=_parameters_per_token(parts),
         experts=_num_experts(parts),
         routed_tokens=min((each.most_tokens for each in find_experts(parts).values()), default=0),
@@ -151,8 +159,9 @@ def _costs(
                 raise ConfigError(f"mlp_chunk_tokens: {type(each.block).__name__} has no feed-forward layer to chunk")
     trunk = parts.trunks()[-1] if path is None else path.trunk
     forward, backward = head_work(parts, trunk, dtype)
+    experts = find_divisible_experts(parts)
     return {
-        "kinds": [_kind(each, length, dtype, accelerated) for each in calls],
+        "kinds": [_kind(each, experts.get(each.indices[0]), length, dtype, accelerated) for each in calls],
         "shared": Linear(_shared(calls, 1, length), _shared(calls, 2, length)),
         "head_peak": {
             name: head_peak(parts, trunk, dtype, name == "chunked" and path is not None, head_values)
@@ -176,7 +185,9 @@ def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
     }
 
 
-def _kind(calls: BlockCalls, length: int, dtype: torch.dtype, accelerated: bool) -> BlockKind:
+def _kind(
+    calls: BlockCalls, experts: RoutedExperts | None, length: int, dtype: torch.dtype, accelerated: bool
+) -> BlockKind:
     """Measure blocks of one structure, and return their memory and work as functions of the rows."""
     # Memory and work are linear in the rows, so two runs suffice.
     one, two = (calls.run(rows, length, dtype, accelerated) for rows in (1, 2))
@@ -185,6 +196,22 @@ def _kind(calls: BlockCalls, length: int, dtype: torch.dtype, accelerated: bool)
         graph=Linear(one.footprint.graph, two.footprint.graph),
         peak=Linear(one.footprint.peak, two.footprint.peak),
         forward_peak=Linear(one.forward_peak, two.forward_peak),
+        forward=Linear(one.forward, two.forward),
+        backward=Linear(one.backward, two.backward),
+        core=None if experts is None else _core(calls, experts, length, dtype, accelerated),
+    )
+
+
+def _core(calls: BlockCalls, experts: RoutedExperts, length: int, dtype: torch.dtype, accelerated: bool) -> CoreCosts:
+    """Measure blocks of one structure without their experts, and the experts alone."""
+    one, two = (calls.run_core(experts, rows, length, dtype, accelerated) for rows in (1, 2))
+    return CoreCosts(
+        count=experts.count,
+        graph=Linear(one.footprint.graph, two.footprint.graph),
+        peak=Linear(one.footprint.peak, two.footprint.peak),
+        experts=Linear(one.footprint.experts, two.footprint.experts),
+        held=Linear(one.footprint.held, two.footprint.held),
+        grad=one.grad,
         forward=Linear(one.forward, two.forward),
         backward=Linear(one.backward, two.backward),
     )

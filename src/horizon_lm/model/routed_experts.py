@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from horizon_lm.codecs.mxfp4 import Mxfp4
+from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.planning.experts import ExpertSizes
+from horizon_lm.units import block
 
 _PER_TOKEN = (
     "num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_experts_per_token",
@@ -68,6 +71,27 @@ def find_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
         if experts is not None:
             found[index] = experts
     return found
+
+
+def expert_sizes(parts: ModelParts) -> list[ExpertSizes | None]:
+    """Return the sizes of the experts of each block that can be computed a few at a time; empty if no block has any."""
+    found = find_divisible_experts(parts)
+    return [_sizes_of(parts, index, found.get(index)) for index in range(parts.num_blocks)] if found else []
+
+
+def _sizes_of(parts: ModelParts, index: int, experts: RoutedExperts | None) -> ExpertSizes | None:
+    if experts is None:
+        return None
+    names = {f"{parts.block_prefix}.{index}.{name}" for name in experts.names}
+    refs = [ref for ref in parts.units[block(index)] if ref.name not in parts.in_float32]
+    packed = {ref.name: ref.param.shape for ref in refs if ref.name in names & parts.codecs.keys()}
+    return ExpertSizes(
+        count=experts.count,
+        per_token=experts.per_token,
+        places=frozenset(place for place, ref in enumerate(refs) if ref.name in names),
+        packed_bytes=sum(entry.num_bytes for entry in PackedSlab(packed, parts.codecs).entries.values()),
+        packed_numel=sum(shape.numel() for shape in packed.values()),
+    )
 
 
 def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int) -> RoutedExperts | None:

@@ -19,6 +19,7 @@ from horizon_lm.units import HEAD
 def working(
     footprints: Sequence[Sequence[Footprint]],
     *,
+    hidden: int,
     boundary: int,
     tokens: int,
     head_peak: Linear[int],
@@ -29,7 +30,8 @@ def working(
 
     Args:
         footprints: footprints of the blocks for each micro-batch, largest first.
-        boundary: bytes of a block's input for the whole batch.
+        hidden: bytes of a block's input for the whole batch.
+        boundary: bytes that a block keeps for the backward pass.
         tokens: tokens of the whole batch.
         head_peak: peak bytes of norm, head and loss, as a function of tokens.
         chunk_tokens: tokens per chunk of logits; None if Hugging Face's code computes all logits together.
@@ -37,19 +39,35 @@ def working(
     """
     # The head also needs the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
     at_once = tokens if chunk_tokens is None else min(tokens, chunk_tokens)
-    hidden = boundary if chunk_tokens is None else 2 * boundary + at_once * (boundary // tokens)
+    at_head = hidden if chunk_tokens is None else 2 * hidden + at_once * (hidden // tokens)
     # Several micro-batches are concatenated: the output of a block in the forward pass, the gradient of its input in
     # the backward pass. The output of a single micro-batch is already the next block's boundary or the head's input.
-    together, output = (2 * boundary, 0) if len(footprints) > 1 else (0, boundary)
-    graphs = [sum(each.graph for each in of_block) for of_block in zip(*footprints, strict=True)]
+    together, output = (2 * hidden, 0) if len(footprints) > 1 else (0, hidden)
+    of_blocks = list(zip(*footprints, strict=True))
+    peaks = [_peak(of_block) + together for of_block in of_blocks]
     return Working(
-        graphs=[graph - output for graph in graphs],
-        peaks=[each.peak + together for each in footprints[0]],
-        backward_peaks=[each.peak - each.graph + together + output for each in footprints[0]],
-        head=head_peak.at(at_once) + hidden,
+        graphs=[0 if each[0].experts else sum(part.graph for part in each) - output for each in of_blocks],
+        peaks=peaks,
+        backward_peaks=[
+            peak if each.experts else peak - each.graph + output
+            for peak, each in zip(peaks, footprints[0], strict=True)
+        ],
+        head=head_peak.at(at_once) + at_head,
         boundary=boundary,
         first=first,
+        tiled=frozenset(index for index, each in enumerate(footprints[0]) if each.experts),
     )
+
+
+def _peak(micro_batches: Sequence[Footprint]) -> int:
+    """Return the peak of a block's forward and backward pass.
+
+    With tiles, all micro-batches come as far as the experts before any goes on. The graph of a single one exists meanwhile.
+    """
+    largest = micro_batches[0]
+    graph = largest.graph if len(micro_batches) == 1 else 0
+    with_experts = graph + largest.experts if largest.experts else 0
+    return max(largest.peak, with_experts) + sum(each.held for each in micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +95,8 @@ def step_working(step: Step) -> Working:
     """Return the bytes that the computations of a step need."""
     outline, settings = step.outline, step.settings
     return working(
-        [outline.footprints(rows) for rows in settings.slices],
+        [outline.footprints(rows, settings.expert_tile) for rows in settings.slices],
+        hidden=step.hidden,
         boundary=step.boundary,
         tokens=step.tokens,
         head_peak=outline.head_peak["chunked" if settings.chunked_head else "whole"],
@@ -113,6 +132,8 @@ def _forward(step: Step, batch: ForwardBatch) -> int:
     tokens = batch.rows * batch.length
     hidden = tokens * outline.sizes.hidden * outline.compute_bytes
     in_block = max(kind.forward_peak.at(max(1.0, at_once * in_rows)) for kind in outline.kinds)
+    if settings.expert_tile is not None:
+        in_block += max((kind.core.held.at(batch.rows * in_rows) for kind in outline.kinds if kind.core), default=0)
     head = outline.head_peak["chunked" if settings.chunked_head else "whole"]
     at_head = head.at(min(tokens, settings.chunk_tokens or tokens))
     masks = outline.shared.at(batch.rows * max(1.0, share**2)) - outline.shared.at(settings.rows)
@@ -121,7 +142,7 @@ def _forward(step: Step, batch: ForwardBatch) -> int:
 
 def weights_of_blocks(step: Step) -> Sequence[int]:
     """Return the device bytes of each block's weights."""
-    return block_bytes(step.outline.sizes, step.settings.shard, step.outline.compute_bytes)
+    return block_bytes(step.outline.sizes, step.buffer_settings())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +174,7 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
     changes: list[tuple[float, int]] = []
     needed, residency = step_working(step), step.settings.residency
     num_blocks, first = step.outline.num_blocks, step.outline.first_differentiated
-    of_slice = step.outline.footprints(step.settings.slices[0])
+    of_slice = step.outline.footprints(step.settings.slices[0], step.settings.expert_tile)
     for span in spans:
         if span.op.stream != Stream.COMPUTE or span.end <= span.start:
             continue

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from horizon_lm.constants import COLLECTIVE_BYTES, PACKED_ALIGNMENT
+from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.slabs import WHOLE, Shard, UnitCuts, scale_at, slab_elements, used_bytes
 
 
@@ -44,6 +45,7 @@ class ModelSizes:
         packed: the quantized tensors of each block, which ``blocks`` has, too; empty if no block has any.
         matrices: for each tensor in ``blocks``, its trained matrices; None for other tensors. A block without any may have an empty
             list.
+        experts: the routed experts of each block that can be cut into tiles, None for other blocks; empty if no block has any.
         in_float32: the weights that are kept in float32 whatever the precision, which are in none of the others; None if there are
             none.
     """
@@ -58,6 +60,7 @@ class ModelSizes:
     idle: Sequence[int] = ()
     packed: Sequence[PackedSizes] = ()
     matrices: Sequence[Sequence[MatrixShape | None]] = ()
+    experts: Sequence[ExpertSizes | None] = ()
     in_float32: "ModelSizes | None" = None
 
     @property
@@ -104,6 +107,23 @@ class ModelSizes:
         ]
         return replace(self, blocks=blocks)
 
+    def experts_of(self, index: int) -> ExpertSizes | None:
+        """Return the routed experts of a block; None if it has none that can be cut into tiles."""
+        return self.experts[index] if self.experts else None
+
+    def without_experts(self) -> "ModelSizes":
+        """Return the sizes of what one rank streams of the model beside tiles: blocks with 0 for their experts."""
+        blocks = [
+            tensors if experts is None else experts.others(tensors)
+            for tensors, experts in zip(self.blocks, self.experts, strict=True)
+        ]
+        return replace(self, blocks=blocks, packed=(), matrices=())
+
+    def tile_numel(self, size: int) -> int:
+        """Return the elements of a slot for tiles of at most this many experts."""
+        found = zip(self.blocks, self.experts, strict=True)
+        return max((slab_elements(each.tile(tensors, size)) for tensors, each in found if each), default=0)
+
     def packed_of(self, index: int) -> PackedSizes:
         """Return the quantized tensors of a block; none in a model without them."""
         return self.packed[index] if self.packed else _NOT_PACKED
@@ -120,6 +140,7 @@ class BufferSettings:
         chunked_head: the head runs in chunks, with an fp32 gradient buffer.
         offloaded: number of blocks whose boundaries pass through a ring on the device.
         resident: number of last blocks with resident weights.
+        expert_tile: number of experts in a tile; None if no block is cut into tiles.
         table_rows, forward_table_rows: maximum number of distinct table rows read by a step, and by a batch without
             gradients, on all ranks; None for one per token.
         shard: the range of each slab that this rank owns.
@@ -132,17 +153,25 @@ class BufferSettings:
     chunked_head: bool = True
     offloaded: int = 0
     resident: int = 0
+    expert_tile: int | None = None
     table_rows: int | None = None
     forward_table_rows: int = 0
     shard: Shard = WHOLE
 
+    @property
+    def kept_each(self) -> int:
+        """The hidden states that a block keeps for the backward pass: its input, and with tiles what its experts return."""
+        return 1 if self.expert_tile is None else 2
 
-def block_bytes(sizes: ModelSizes, shard: Shard, compute_bytes: int) -> list[int]:
-    """Return the bytes of each block's weights on the device."""
-    slots = [numel * compute_bytes for numel in _block_slots(sizes, shard)]
+
+def block_bytes(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
+    """Return the bytes of each block's weights in its slot on the device."""
+    moved = sizes if settings.expert_tile is None else sizes.without_experts()
+    slots = [numel * settings.compute_bytes for numel in _block_slots(moved, settings.shard)]
     if sizes.in_float32 is None:
         return slots
-    return [sum(both) for both in zip(slots, block_bytes(sizes.in_float32, shard, 4), strict=True)]
+    others = block_bytes(sizes.in_float32, replace(settings, compute_bytes=4, expert_tile=None))
+    return [sum(both) for both in zip(slots, others, strict=True)]
 
 
 def _block_slots(sizes: ModelSizes, shard: Shard) -> list[int]:
@@ -169,7 +198,10 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     """
     trained = trained or sizes
     accumulates, slot_grad = settings.shard.grad_slots(settings.micro_batches, settings.grad_bytes)
-    buffers = _unit_buffers(sizes, trained, settings, slot_grad, accumulates)
+    moved, moved_grads = sizes, trained
+    if settings.expert_tile is not None:
+        moved, moved_grads = sizes.without_experts(), trained.without_experts()
+    buffers = _unit_buffers(moved, moved_grads, settings, slot_grad, accumulates)
     if sizes.in_float32 is not None:
         assert trained.in_float32 is not None
         own = replace(settings, compute_bytes=4)
@@ -182,9 +214,27 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
         "packed_slots": 2 * max((settings.shard.packed_slot(each.slab_bytes)[-1] for each in sizes.packed), default=0),
         "table_rows": max(rows, forward_rows) * compute,
         "table_row_grads": rows * settings.grad_bytes if trained.table else 0,
-        "boundary_ring": 2 * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
+        "boundary_ring": 2 * settings.kept_each * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
+        **_tile_buffers(sizes, trained, settings, 4 if accumulates else slot_grad),
     }
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
+
+
+def _tile_buffers(sizes: ModelSizes, trained: ModelSizes, settings: BufferSettings, tile_grad: int) -> dict[str, int]:
+    """Return the bytes of the slots of tiles.
+
+    Args:
+        sizes, trained, settings: as in `device_buffers`.
+        tile_grad: bytes per element of a gradient, which is summed over micro-batches in its slot.
+    """
+    if settings.expert_tile is None:
+        return {}
+    slot = sizes.tile_numel(settings.expert_tile)
+    is_trained = trained.tile_numel(settings.expert_tile) > 0
+    return {
+        "tile_slots": 2 * slot * settings.compute_bytes,
+        "tile_grad_slots": 2 * slot * tile_grad if is_trained else 0,
+    }
 
 
 def _unit_buffers(

@@ -15,10 +15,14 @@ class Footprint:
     Attributes:
         graph: activations kept for a later backward pass, including outputs.
         peak: peak of the forward and backward pass.
+        experts: peak of the experts if they are computed tile by tile, apart from the block; 0 otherwise.
+        held: bytes that the block holds meanwhile, for each micro-batch.
     """
 
     graph: int
     peak: int
+    experts: int = 0
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,32 @@ class Linear(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class CoreCosts:
+    """The costs of a block whose experts are computed tile by tile, apart from it.
+
+    Attributes:
+        count: number of experts.
+        graph, peak, experts, held: bytes as in `Footprint`; ``experts`` without the gradients of their weights.
+        grad: bytes of the largest gradient of a weight of one expert; 0 if none is trained.
+        forward, backward: work as in `BlockKind`, without the experts.
+    """
+
+    count: int
+    graph: Linear[int]
+    peak: Linear[int]
+    experts: Linear[int]
+    held: Linear[int]
+    grad: int
+    forward: Linear[Work]
+    backward: Linear[Work]
+
+    def footprint(self, rows: int, tile: int) -> Footprint:
+        """Return the footprint of one of these blocks for a micro-batch of this many rows, and tiles of this many experts."""
+        experts = self.experts.at(rows) + min(tile, self.count) * self.grad
+        return Footprint(self.graph.at(rows), self.peak.at(rows), experts, self.held.at(rows))
+
+
+@dataclass(frozen=True, slots=True)
 class BlockKind:
     """Blocks of one structure, with their costs for one device micro-batch.
 
@@ -75,6 +105,7 @@ class BlockKind:
         graph, peak: bytes as in `Footprint`.
         forward_peak: peak bytes of a forward pass without a graph.
         forward, backward: work of a forward pass, and of a backward pass with an existing graph.
+        core: the costs without experts; None if they cannot be cut into tiles.
     """
 
     indices: Sequence[int]
@@ -83,9 +114,17 @@ class BlockKind:
     forward_peak: Linear[int]
     forward: Linear[Work]
     backward: Linear[Work]
+    core: CoreCosts | None = None
 
-    def footprint(self, rows: int) -> Footprint:
-        """Return the footprint of one of these blocks for a micro-batch of this many rows."""
+    def footprint(self, rows: int, tile: int | None = None) -> Footprint:
+        """Return the footprint of one of these blocks for a micro-batch of this many rows.
+
+        Args:
+            rows: number of rows.
+            tile: number of experts in a tile; None for whole blocks.
+        """
+        if self.core is not None and tile is not None:
+            return self.core.footprint(rows, tile)
         return Footprint(self.graph.at(rows), self.peak.at(rows))
 
 
@@ -151,9 +190,9 @@ class ModelOutline:
         """Return the structure of a block."""
         return next(kind for kind in self.kinds if index in kind.indices)
 
-    def footprints(self, rows: int) -> Sequence[Footprint]:
-        """Return the footprint of each block for a micro-batch of this many rows."""
-        found = {id(kind): kind.footprint(rows) for kind in self.kinds}
+    def footprints(self, rows: int, tile: int | None = None) -> Sequence[Footprint]:
+        """Return the footprint of each block. The arguments are those of `BlockKind.footprint`."""
+        found = {id(kind): kind.footprint(rows, tile) for kind in self.kinds}
         return [found[id(self.kind(index))] for index in range(self.num_blocks)]
 
     def step_flops(self, tokens: int) -> float:

@@ -221,6 +221,8 @@ _DEVICE_NAMES = {
     "resident_weights": ("resident weights", "blocks that stay on the device"),
     "grad_slots": ("gradient slots", "sized for the largest block"),
     "grad_accumulator": ("gradient accumulator", "fp32, sized for the largest block"),
+    "tile_slots": ("expert slots", "double-buffered, sized for the largest tile of experts"),
+    "tile_grad_slots": ("expert gradient slots", "sized for the largest tile of experts"),
     "head_weights": ("head weights", ""),
     "head_grads": ("head gradients", ""),
     "outer_weights": ("outer weights", "final norm and other small parameters"),

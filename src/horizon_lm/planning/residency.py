@@ -119,8 +119,9 @@ class Working:
         peaks: peak of each block's forward and backward pass.
         backward_peaks: peak of each block's backward pass, in addition to a resident graph.
         head: peak of the head.
-        boundary: bytes of a block's input.
+        boundary: bytes that a block keeps for the backward pass: its input, and with tiles what its experts return.
         first: the first block with a gradient; earlier blocks keep nothing.
+        tiled: blocks whose experts are computed tile by tile. Their graph is never kept.
     """
 
     graphs: Sequence[int]
@@ -129,6 +130,7 @@ class Working:
     head: int
     boundary: int
     first: int = 0
+    tiled: frozenset[int] = frozenset()
 
     def step_peak(self, boundaries: int, graphs: int = 0) -> int:
         """Return the peak of a step in which these numbers of last blocks keep their boundaries and their graphs.
@@ -165,7 +167,7 @@ def choose_residency(spare: int, weights: Sequence[int], working: Working) -> Re
         return Residency(boundaries, 0, 0)
     resident = graphs = 0
     for num_bytes in reversed(weights):
-        if spare - num_bytes < working.step_peak(num_blocks, graphs + 1):
+        if num_blocks - 1 - graphs in working.tiled or spare - num_bytes < working.step_peak(num_blocks, graphs + 1):
             break
         spare, resident, graphs = spare - num_bytes, resident + 1, graphs + 1
     spare -= working.step_peak(num_blocks, graphs)

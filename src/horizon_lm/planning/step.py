@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.planning.memory import BufferSettings, HostSettings, ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
@@ -65,9 +66,14 @@ class Step:
         return min(tokens, vocabulary, self.settings.distinct_tokens or vocabulary)
 
     @property
-    def boundary(self) -> int:
+    def hidden(self) -> int:
         """Bytes of one block's input for the whole batch (B, T, H)."""
         return self.tokens * self.outline.sizes.hidden * self.outline.compute_bytes
+
+    @property
+    def boundary(self) -> int:
+        """Bytes that a block keeps for the backward pass: its input, and with tiles as much that experts return."""
+        return self.hidden * self.buffer_settings().kept_each
 
     @property
     def offloaded(self) -> int:
@@ -83,6 +89,19 @@ class Step:
     def staying(self) -> int:
         """Number of boundaries that stay on the device."""
         return min(self.settings.residency.boundaries, self.outline.num_blocks - self.outline.first_differentiated)
+
+    def tiled_experts(self, index: int) -> ExpertSizes | None:
+        """Return the experts of a block that is cut into tiles; None for other blocks."""
+        return None if self.settings.expert_tile is None else self.outline.sizes.experts_of(index)
+
+    @property
+    def num_tiles(self) -> tuple[int, ...]:
+        """The number of tiles of each block; empty if no block has any."""
+        size = self.settings.expert_tile
+        if size is None:
+            return ()
+        found = map(self.outline.sizes.experts_of, range(self.outline.num_blocks))
+        return tuple(0 if experts is None else experts.num_tiles(size) for experts in found)
 
     @property
     def gathers_packed(self) -> bool:
@@ -100,6 +119,7 @@ class Step:
             chunked_head=settings.chunked_head,
             offloaded=self.waiting,
             resident=settings.residency.weights,
+            expert_tile=settings.expert_tile,
             table_rows=self.table_rows,
             forward_table_rows=max(
                 (self._distinct(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
@@ -137,6 +157,7 @@ class Step:
             adapters=self.outline.has_adapters,
             sharded=settings.num_ranks > 1,
             packed=self.gathers_packed,
+            tiles=self.num_tiles,
         )
 
     def passes(self) -> list[Pass]:

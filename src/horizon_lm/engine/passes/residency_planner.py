@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
+from horizon_lm.cost.core_probe import run_core_on_meta
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, ProbeDoneError, RowOutputs
 from horizon_lm.engine.passes.recompute import no_autocast_cache
@@ -20,6 +21,7 @@ from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
+from horizon_lm.model.routed_experts import expert_sizes
 from horizon_lm.planning.device_memory import working
 from horizon_lm.planning.memory import BufferSettings, block_bytes, device_buffers
 from horizon_lm.planning.outline import Footprint
@@ -38,14 +40,16 @@ def plan_device(
         tokens: tokens of all batches of the step.
         num_micro_batches: number of micro-batches of all batches.
     """
-    options, sizes = engine.options, engine.parts.sizes()
-    trained = engine.parts.sizes(trained_only=True)
+    options, experts = engine.options, expert_sizes(engine.parts)
+    sizes, trained = (replace(engine.parts.sizes(only), experts=experts) for only in (False, True))
     assert options.head_peak is not None
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
     settings = _buffer_settings(engine, tokens, offloaded=num_blocks - first)
+    hidden_bytes = tokens * hidden.shape[-1] * hidden.element_size()
     needed = working(
         [footprints] * num_micro_batches,
-        boundary=tokens * hidden.shape[-1] * hidden.element_size(),
+        hidden=hidden_bytes,
+        boundary=hidden_bytes * settings.kept_each,
         tokens=tokens,
         head_peak=options.head_peak,
         chunk_tokens=options.chunk_tokens,
@@ -63,7 +67,7 @@ def plan_device(
         )
     # The margin is for fragmentation of the allocator, of which the plan knows nothing.
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
-    weights = block_bytes(sizes, settings.shard, options.compute_dtype.itemsize)
+    weights = block_bytes(sizes, settings)
     residency = options.residency
     if residency is None:
         residency = choose_residency(left, weights, needed)
@@ -91,21 +95,27 @@ def _buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSetti
         micro_batches=options.in_micro_batches,
         chunked_head=options.chunked_head,
         offloaded=offloaded,
+        expert_tile=options.expert_tile,
         table_rows=engine.expected.table_rows(most_tokens * num_ranks, sizes.vocabulary),
         shard=engine.store.shard,
     )
 
 
 def find_footprint(
-    engine: Engine, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+    engine: Engine, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Footprint, Any]:
     """Return the memory that a block takes for these arguments, and an output with the block's structure.
 
     The block runs on the device if the device can measure memory; otherwise it runs on meta tensors, whose shapes
-    suffice.
+    suffice. So does a block with tiles, for all of which the device may have no room.
     """
     meter, dtype, device = engine.device.meter(), engine.options.compute_dtype, engine.device.torch_device
     in_float32 = engine.parts.in_float32_inside(block.name)
+    if experts := engine.tiles.experts.get(index):
+        assert engine.options.expert_tile is not None
+        core = run_core_on_meta(block.module, experts, args, kwargs, dtype, device.type != "cpu", in_float32)
+        footprint = core.with_tile(min(engine.options.expert_tile, experts.count))
+        return footprint, tree_map(lambda t: torch.zeros_like(t, device=device), core.output)
     if meter is None:
         run = run_on_meta(block.module, args, kwargs, dtype, in_float32=in_float32)
         return run.footprint, tree_map(lambda t: torch.zeros_like(t, device=device), run.output)
@@ -212,7 +222,7 @@ class Rehearsal:
         calls = BlockCalls([call])
         inputs = calls.inputs(call.tensors, self._row_dims(index, calls), part)
         with attending(self._segments, *part.rows), capture.capture(()):
-            footprint, output = find_footprint(self._engine, self._blocks[index], *call.rebuild(inputs))
+            footprint, output = find_footprint(self._engine, index, self._blocks[index], *call.rebuild(inputs))
         self._footprints[self._structures[index]] = footprint
         outputs = RowOutputs(self._num_rows)
         outputs.add(part.rows, Tree((output, {})))  # like a block without captured outputs

@@ -1,0 +1,154 @@
+"""Measure a block whose experts are computed tile by tile: the block without them, and the experts alone, on the meta device.
+
+Shapes: N tokens, K experts of a token, S = N * K rows, H hidden size.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizon_lm.cost.block_probe import BlockRun, copy_on_meta, measure
+from horizon_lm.cost.meta_recorder import recording
+from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
+from horizon_lm.planning.outline import Footprint, Work
+
+_INDEX_BYTES = 64  # bytes per row of what is known of it: expert, token, place, and the same while it is sorted
+
+
+@dataclass(frozen=True, slots=True)
+class CoreRun:
+    """The cost of a block without its experts, and of its experts.
+
+    Attributes:
+        footprint: bytes as in `Footprint`; ``experts`` without the gradients of their weights.
+        grad: bytes of the largest gradient of a weight of one expert; 0 if none is trained.
+        forward, backward: work of the block without its experts.
+        output: output of the block, on the meta device.
+    """
+
+    footprint: Footprint
+    grad: int
+    forward: Work
+    backward: Work
+    output: Any
+
+    def with_tile(self, size: int) -> Footprint:
+        """Return the footprint with tiles of this many experts."""
+        own = self.footprint
+        return Footprint(own.graph, own.peak, own.experts + size * self.grad, own.held)
+
+
+def run_core_on_meta(
+    block: nn.Module, experts: RoutedExperts, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype,
+    accelerated: bool = False, in_float32: Collection[str] = (),
+) -> CoreRun:  # fmt: skip
+    """Run a block without its experts on the meta device, and its experts alone.
+
+    Args:
+        block: decoder block, with weights on any device.
+        experts: its experts.
+        args, kwargs, dtype, accelerated, in_float32: as in `cost.block_probe.run_on_meta`.
+    """
+    module, args, kwargs = copy_on_meta(block, args, kwargs, dtype, in_float32)
+    left_out = _LeftOut()
+    own = module.get_submodule(experts.names[0].rpartition(".")[0])
+    compute = own.forward
+    own.forward = left_out.replace
+    core = measure(module, args, kwargs, accelerated)
+    # Without a graph, as in the forward pass, in which micro-batches wait for each other at the experts.
+    with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.no_grad():
+        left_out.live = lambda: recorder.live
+        module.forward(*args, **kwargs)
+    own.forward = compute
+    alone, grad = _run_experts(own, experts, left_out, accelerated)
+    around, held = left_out.bytes_of_rows(alone.output.dtype)
+    peak = alone.footprint.peak + around
+    return CoreRun(
+        Footprint(core.footprint.graph, core.footprint.peak, peak, left_out.held + held),
+        grad, core.forward, core.backward, core.output,
+    )  # fmt: skip
+
+
+class _LeftOut:
+    """A replacement of the experts, which computes nothing.
+
+    Attributes:
+        live: function that returns the bytes of the block so far.
+        held: these bytes when the experts were called last.
+    """
+
+    def __init__(self) -> None:
+        self.live = lambda: 0
+        self.held = 0
+
+    def replace(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return an output of the experts (N, H)."""
+        self.hidden, self.ids, self.weights = expert_arguments(args, kwargs)
+        self.held = self.live()
+        output: torch.Tensor = _Nothing.apply(self.hidden, self.weights)
+        return output
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the arguments of all rows, as of tokens with one expert each: hidden states (S, H), experts (S, 1), weights (S,)."""
+        count = self.ids.numel()
+        hidden = self.hidden.new_empty((count, self.hidden.shape[-1])).requires_grad_()
+        return hidden, self.ids.new_empty((count, 1)), self.weights.new_empty(count).requires_grad_()
+
+    def bytes_of_rows(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the bytes around a computation of all rows, and those that are held between the computations of tiles.
+
+        Args:
+            dtype: dtype of the rows' outputs.
+        """
+        elements, itemsize = self.ids.numel() * self.hidden.shape[-1], self.hidden.element_size()
+        gathered = elements * (
+            itemsize + (itemsize if dtype != self.hidden.dtype else 0)
+        )  # inputs, and gradients of outputs
+        # Outputs of rows in the forward pass; in the backward pass gradients of rows, inputs and gradients of outputs.
+        whole = self.hidden.numel() * itemsize
+        between = max(elements * dtype.itemsize + whole, elements * itemsize + 3 * whole)
+        return gathered, between + self.ids.numel() * _INDEX_BYTES
+
+
+class _Nothing(torch.autograd.Function):
+    """An output of experts that are not computed, and gradients of their inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weights)
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden, weights = ctx.saved_tensors
+        return torch.empty_like(hidden), torch.empty_like(weights)
+
+
+class _Weighted(nn.Module):
+    """The experts of a tile, as they are computed for rows."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.experts(hidden, ids, torch.ones_like(hidden[:, :1]))
+        return output * weights[:, None]
+
+
+def _run_experts(
+    module: nn.Module, experts: RoutedExperts, left_out: _LeftOut, accelerated: bool
+) -> tuple[BlockRun, int]:
+    """Run all rows through a single expert. Also return the bytes of the largest gradient of one of its weights."""
+    grads = [0]
+    for name in experts.names:
+        own = name.rpartition(".")[2]
+        weight = module._parameters[own]
+        assert weight is not None
+        module._parameters[own] = nn.Parameter(weight[:1].detach(), weight.requires_grad)
+        grads.append(weight[:1].nbytes if weight.requires_grad else 0)
+    module.num_experts = 1  # type: ignore[assignment]
+    return measure(_Weighted(module), left_out.rows(), {}, accelerated), max(grads)
