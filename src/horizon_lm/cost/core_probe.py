@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from horizon_lm.cost.block_probe import BlockRun, copy_on_meta, measure
-from horizon_lm.cost.meta_recorder import recording
+from horizon_lm.cost.meta_recorder import Recorder, recording
 from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
 from horizon_lm.planning.outline import Footprint, Work
 
@@ -25,12 +25,14 @@ class CoreRun:
     Attributes:
         footprint: bytes as in `Footprint`; ``experts`` without the gradients of their weights.
         grad: bytes of the largest gradient of a weight of one expert; 0 if none is trained.
+        before: work of the block's forward pass up to the experts.
         forward, backward: work of the block without its experts.
         output: output of the block, on the meta device.
     """
 
     footprint: Footprint
     grad: int
+    before: Work
     forward: Work
     backward: Work
     output: Any
@@ -60,7 +62,7 @@ def run_core_on_meta(
     core = measure(module, args, kwargs, accelerated)
     # Without a graph, as in the forward pass, in which micro-batches wait for each other at the experts.
     with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.no_grad():
-        left_out.live = lambda: recorder.live
+        left_out.recorder = recorder
         module.forward(*args, **kwargs)
     own.forward = compute
     alone, grad = _run_experts(own, experts, left_out, accelerated)
@@ -68,7 +70,7 @@ def run_core_on_meta(
     peak = alone.footprint.peak + around
     return CoreRun(
         Footprint(core.footprint.graph, core.footprint.peak, peak, left_out.held + held),
-        grad, core.forward, core.backward, core.output,
+        grad, left_out.before, core.forward, core.backward, core.output,
     )  # fmt: skip
 
 
@@ -76,18 +78,19 @@ class _LeftOut:
     """A replacement of the experts, which computes nothing.
 
     Attributes:
-        live: function that returns the bytes of the block so far.
-        held: these bytes when the experts were called last.
+        recorder: records the block; None until it is set.
+        held, before: the bytes and the work of the block when the experts were called.
     """
 
     def __init__(self) -> None:
-        self.live = lambda: 0
-        self.held = 0
+        self.recorder: Recorder | None = None
+        self.held, self.before = 0, Work()
 
     def replace(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return an output of the experts (N, H)."""
         self.hidden, self.ids, self.weights = expert_arguments(args, kwargs)
-        self.held = self.live()
+        if self.recorder is not None:
+            self.held, self.before = self.recorder.live, self.recorder.work
         output: torch.Tensor = _Nothing.apply(self.hidden, self.weights)
         return output
 

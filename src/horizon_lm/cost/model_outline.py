@@ -212,6 +212,7 @@ def _core(calls: BlockCalls, experts: RoutedExperts, length: int, dtype: torch.d
         experts=Linear(one.footprint.experts, two.footprint.experts),
         held=Linear(one.footprint.held, two.footprint.held),
         grad=one.grad,
+        before=Linear(one.before, two.before),
         forward=Linear(one.forward, two.forward),
         backward=Linear(one.backward, two.backward),
     )

@@ -174,24 +174,28 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
     changes: list[tuple[float, int]] = []
     needed, residency = step_working(step), step.settings.residency
     num_blocks, first = step.outline.num_blocks, step.outline.first_differentiated
-    of_slice = step.outline.footprints(step.settings.slices[0], step.settings.expert_tile)
+    of_slices = [step.outline.footprints(rows, step.settings.expert_tile) for rows in step.settings.slices]
     for span in spans:
-        if span.op.stream != Stream.COMPUTE or span.end <= span.start:
-            continue
-        if span.op.unit == HEAD:
+        kind, unit = span.op.kind, span.op.unit
+        if unit == HEAD and span.op.stream == Stream.COMPUTE and span.end > span.start:
             changes += [(span.start, needed.head), (span.end, -needed.head)]
-        if not span.op.unit.is_block:
+        if not unit.is_block or span.op.stream != Stream.COMPUTE:
             continue
-        index = span.op.unit.block_index
+        index = unit.block_index
         stays = step.boundary if index >= max(first, num_blocks - residency.boundaries) else 0
-        graph = needed.graphs[index]
-        stays += graph if index >= max(first, num_blocks - residency.graphs) else 0
-        if span.op.kind == Kind.FORWARD:
-            changes += [(span.start, of_slice[index].graph), (span.end, stays - of_slice[index].graph)]
-        if span.op.kind == Kind.BACKWARD:
-            has_graph = index >= num_blocks - residency.graphs
-            peak = needed.backward_peaks[index] if has_graph else needed.peaks[index]
-            changes += [(span.start, peak), (span.end, -stays - peak)]
+        stays += needed.graphs[index] if index >= max(first, num_blocks - residency.graphs) else 0
+        peak = (needed.backward_peaks if index >= num_blocks - residency.graphs else needed.peaks)[index]
+        # A block with tiles begins with the computations that come before those of its tiles.
+        is_tiled = index in needed.tiled
+        used = sum(each[index].held for each in of_slices) if is_tiled else of_slices[0][index].graph
+        if kind == (Kind.ROUTE if is_tiled else Kind.FORWARD):
+            changes.append((span.start, used))
+        if kind == Kind.FORWARD:
+            changes.append((span.end, stays - used))
+        if kind == (Kind.RECOMPUTE if is_tiled else Kind.BACKWARD):
+            changes.append((span.start, peak))
+        if kind == Kind.BACKWARD:
+            changes.append((span.end, -stays - peak))
     changes.sort()
     use = device_use(step)
     base = sum(use.buffers.values()) + use.shared

@@ -78,6 +78,7 @@ class CoreCosts:
         count: number of experts.
         graph, peak, experts, held: bytes as in `Footprint`; ``experts`` without the gradients of their weights.
         grad: bytes of the largest gradient of a weight of one expert; 0 if none is trained.
+        before: work of a forward pass up to the experts.
         forward, backward: work as in `BlockKind`, without the experts.
     """
 
@@ -87,6 +88,7 @@ class CoreCosts:
     experts: Linear[int]
     held: Linear[int]
     grad: int
+    before: Linear[Work]
     forward: Linear[Work]
     backward: Linear[Work]
 

@@ -4,15 +4,17 @@ import math
 from dataclasses import replace
 
 from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.matrices import orthogonalizing_work
 from horizon_lm.planning.memory import ADAMW, LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES, MatrixShape, ModelSizes
 from horizon_lm.planning.outline import Work
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.step import Step, StepSettings, sizes_of
+from horizon_lm.planning.tile_cost import TileCost
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import Rates
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit
 
 FUSED = 0.4
 """Share of elementwise traffic that remains when compiled blocks fuse chains of operations: an assumption."""
@@ -23,7 +25,7 @@ _OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE, *_OF_MATRICES)
 
 def _in_float32(unit: Unit, sizes: ModelSizes) -> int:
     """Return the elements of a unit that are kept in float32."""
-    return 0 if sizes.in_float32 is None else sum(sizes_of(unit, sizes.in_float32))
+    return 0 if sizes.in_float32 is None or unit.is_tile else sum(sizes_of(unit, sizes.in_float32))
 
 
 class StepCost:
@@ -38,8 +40,9 @@ class StepCost:
     def __init__(self, step: Step, hardware: Hardware, interconnect: Interconnect | None = None) -> None:
         self._step, self._hardware, self._interconnect = step, hardware, interconnect
         self._outline, self._settings = step.outline, step.settings
+        self._tiles = TileCost(step)
         self._dtype = "float32" if step.outline.compute_bytes == 4 else "bfloat16"
-        self._known: dict[tuple[Kind, int, bool], float] = {}
+        self._known: dict[tuple[Kind, int, bool, float], float] = {}
 
     def __call__(self, op: Op) -> float:
         if op.kind in UPDATES:
@@ -70,11 +73,8 @@ class StepCost:
             return self._step.boundary
         ranks = self._settings.shard.count
         sizes = self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes
-        elements, in_float32 = self._elements(op.unit, sizes), _in_float32(op.unit, sizes)
-        packed, decoded = 0, 0  # bytes of codes and scales, and elements of what they are decoded to
-        if op.unit.is_block and op.kind in (Kind.STREAM_IN, Kind.GATHER):
-            quantized = self._outline.sizes.packed_of(op.unit.block_index)
-            packed, decoded = quantized.num_bytes, sum(quantized.tensors)
+        elements, in_float32 = self._elements(op, sizes), _in_float32(op.unit, sizes)
+        packed, decoded = self._quantized(op) if op.kind in (Kind.STREAM_IN, Kind.GATHER) else (0, 0)
         if op.kind == Kind.GATHER:
             itemsize = self._outline.compute_bytes
             held = (elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed
@@ -97,10 +97,26 @@ class StepCost:
         # A GPU decodes a part while the next one crosses the link.
         return moved + decoding if hardware.on_host else max(moved, decoding)
 
-    def _elements(self, unit: Unit, sizes: ModelSizes) -> int:
-        if unit == EMBED:
+    def _elements(self, op: Op, sizes: ModelSizes) -> float:
+        if op.unit == EMBED:
             return self._step.table_rows * sizes.hidden
-        return sum(sizes_of(unit, sizes))
+        if experts := self._tiles.experts(op):
+            moved = self._tiles.elements(op, experts, sizes.blocks[op.unit.block_index])
+            return moved + _in_float32(op.unit, sizes)
+        return sum(sizes_of(op.unit, sizes))
+
+    def _quantized(self, op: Op) -> tuple[float, float]:
+        """Return the bytes of the codes and scales that are moved, and the elements of what they are decoded to."""
+        if not (op.unit.is_block or op.unit.is_tile):
+            return 0, 0
+        quantized = self._outline.sizes.packed_of(op.unit.block_index)
+        packed, decoded = quantized.num_bytes, sum(quantized.tensors)
+        if (experts := self._tiles.experts(op)) is None:
+            return packed, decoded
+        if op.unit.is_tile:
+            share = self._tiles.share(op, experts)
+            return share * experts.packed_bytes, share * experts.packed_numel
+        return packed - experts.packed_bytes, decoded - experts.packed_numel
 
     def _summed_bytes(self, unit: Unit) -> int:
         """Return the bytes of an element of a unit's gradients on the device, where ranks sum them."""
@@ -109,7 +125,7 @@ class StepCost:
             return 4 if settings.chunked_head else self._outline.compute_bytes
         return settings.grad_bytes if unit == EMBED else settings.grad_slots[1]
 
-    def _decoding_seconds(self, num_bytes: int, numel: int) -> float:
+    def _decoding_seconds(self, num_bytes: float, numel: float) -> float:
         """Return the seconds that decoding takes."""
         hardware = self._hardware
         rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
@@ -163,18 +179,32 @@ class StepCost:
             return self._seconds(orthogonalizing_work(self._matrices(op.unit)), compiled=False, dtype="bfloat16")
         if op.unit in (EMBED, OUTER):
             moved = self._step.table_rows * self._outline.sizes.hidden * self._outline.compute_bytes
-            moved += self._step.boundary * (2 if op.kind == Kind.FORWARD else 6)
+            moved += self._step.hidden * (2 if op.kind == Kind.FORWARD else 6)
             return moved / self._hardware.device_bandwidth if op.unit == EMBED else 0.0
         if op.unit == HEAD:
             return self._seconds(self._head(op), compiled=False)
-        index = op.unit.block_index
+        index, experts = op.unit.block_index, self._tiles.experts(op)
         kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
         has_graph = index >= self._outline.num_blocks - self._settings.residency.graphs
-        key = (op.kind, kind, has_graph)
+        key = (op.kind, kind, has_graph, self._tiles.share(op, experts) if experts else 1.0)
         if key not in self._known:
-            of_block = self._seconds(self._block(op.kind, index, has_graph), self._settings.compiled)
-            self._known[key] = of_block + self._around_block(op.kind, index) / self._hardware.device_bandwidth
+            if experts:
+                work, around = self._tiles.work(op, self._outline.kinds[kind], experts), self._around_part(op, experts)
+            else:
+                work = self._block(op.kind, index, has_graph)
+                around = self._around_block(op.kind, sum(sizes_of(op.unit, self._outline.trained)))
+            of_block = self._seconds(work, self._settings.compiled)
+            self._known[key] = of_block + around / self._hardware.device_bandwidth
         return self._known[key]
+
+    def _around_part(self, op: Op, experts: ExpertSizes) -> float:
+        """Return the same as `_around_block` for a tile, or for the core of a block with tiles."""
+        if op.kind in (Kind.ROUTE, Kind.RECOMPUTE):
+            return 0.0
+        if not op.unit.is_tile:
+            return self._around_block(op.kind, self._elements(op, self._outline.trained))
+        into_slot = self._into_slot(self._elements(op, self._outline.trained)) if op.kind == Kind.BACKWARD else 0.0
+        return into_slot + self._tiles.rows_bytes(op, experts)
 
     def _block(self, what: Kind, index: int, has_graph: bool) -> Work:
         """Return the work of a block's own code, summed over micro-batches."""
@@ -186,20 +216,21 @@ class StepCost:
                 total += kind.backward.at(rows)
         return total
 
-    def _around_block(self, what: Kind, index: int) -> float:
-        """Return the device bytes that the engine moves: gradients into their slot, micro-batches into
+    def _around_block(self, what: Kind, parameters: float) -> float:
+        """Return the device bytes that the engine moves: gradients of these parameters into their slot, micro-batches into
         whole tensors.
         """
-        parameters, grad = sum(sizes_of(block(index), self._outline.trained)), self._settings.grad_bytes
         if what == Kind.STAGE:
-            return parameters * (4 + grad)
+            return parameters * (4 + self._settings.grad_bytes)
+        concatenated = 2 * self._step.hidden if len(self._settings.slices) > 1 else 0
+        return concatenated if what == Kind.FORWARD else concatenated + self._into_slot(parameters)
+
+    def _into_slot(self, parameters: float) -> float:
+        """Return the device bytes of moving the gradients of these parameters into their slot."""
         num_slices = len(self._settings.slices)
-        concatenated = 2 * self._step.boundary if num_slices > 1 else 0
-        if what == Kind.FORWARD:
-            return concatenated
         # fp32 accumulation reads the gradient and the sum, and writes the sum: 3 x 4 bytes.
-        into_slot = 12 if num_slices > 1 else self._outline.compute_bytes + grad
-        return concatenated + parameters * into_slot * num_slices
+        each = 12 if num_slices > 1 else self._outline.compute_bytes + self._settings.grad_bytes
+        return parameters * each * num_slices
 
     def _head(self, op: Op) -> Work:
         trained, tokens = bool(self._outline.trained.head), self._step.tokens
@@ -209,7 +240,7 @@ class StepCost:
         if settings.chunk_tokens is None:
             return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
         if op.kind == Kind.BACKWARD and trained:  # the forward pass computed the gradients, which are only scaled here
-            return Work(moved_bytes=8.0 * weights + 2 * self._step.boundary)
+            return Work(moved_bytes=8.0 * weights + 2 * self._step.hidden)
         chunks = -(-tokens // settings.chunk_tokens)
         work = forward.at(tokens / chunks) * chunks
         if trained or op.kind == Kind.BACKWARD:

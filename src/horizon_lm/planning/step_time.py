@@ -196,7 +196,7 @@ def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates
     """
     in_backward = step.settings.update_in_backward
     loaded, gathered = (
-        sum(cost(op) for op in passes[0].ops if op.kind == kind and op.unit.is_block)
+        sum(cost(op) for op in passes[0].ops if op.kind == kind and (op.unit.is_block or op.unit.is_tile))
         for kind in (Kind.STREAM_IN, Kind.GATHER)
     )
     updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)

@@ -17,6 +17,7 @@ KINDS = {
     Kind.STREAM_EXPERTS: "#35608f",
     Kind.ROUTE: "#7fbf7b",
     Kind.FORWARD: "#54a24b",
+    Kind.RECOMPUTE: "#b6a13a",
     Kind.BACKWARD: "#f58518",
     Kind.STAGE: "#9d755d",
     Kind.OFFLOAD: "#b279a2",

@@ -265,7 +265,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
         ops.extend(copies.ahead(place))
         if tiles := slots.of(u):
-            ops.append(_compute(Kind.ROUTE, block(u), tuple(inputs)))
+            ops.append(_compute(Kind.RECOMPUTE, block(u), tuple(inputs)))
         for unit in reversed(tiles):
             ops.extend(_backward_of_tile(unit, slots.slot(unit), block(u) in trainable, layout))
             copies.computed()

@@ -61,11 +61,12 @@ class Kind(_Word):
 
     STREAM_IN = "stream_in"  # host weights -> device buffer; with several ranks, this rank's range of them
     GATHER = "gather"  # the ranges of all ranks -> device buffer, where quantized weights are decoded
-    ROUTE = "route"  # the part of a block before its experts; in a backward pass also that after them, see `tiles`
+    ROUTE = "route"  # the part of a block before its experts
     STREAM_EXPERTS = "stream_experts"  # the weights of these experts -> device buffer
     FORWARD = "forward"
     OFFLOAD = "offload"  # boundary: device ring -> host
     FETCH = "fetch"  # boundary: host -> device ring
+    RECOMPUTE = "recompute"  # a block around its experts, before their backward pass, see `tiles`
     BACKWARD = "backward"  # recompute and differentiate
     STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
     REDUCE = "reduce"  # device gradients of all ranks -> this rank's range of their sum, in the same buffer

@@ -4,7 +4,7 @@ A block whose experts do not fit twice on the device is computed in parts. The c
 stays in a slot for the whole block. Its experts are copied and computed tile by tile, in two slots of their own:
 
 - forward: core up to the experts (`ROUTE`), each tile, rest of the core.
-- backward: the core is computed again, as far as the gradient of the experts' output needs it (`ROUTE`); then each tile is
+- backward: the core is computed again, as far as the gradient of the experts' output needs it (`RECOMPUTE`); then each tile is
   computed again and differentiated, the last one first; then the core is differentiated.
 """
 

@@ -160,7 +160,7 @@ class BlockAutograd:
         engine = self.blocks.engine
         experts = TiledBackward(engine, self.index, self.saved.experts)
         self._require_same_attributes()
-        with engine.cursor.compute(Kind.ROUTE, block(self.index)):
+        with engine.cursor.compute(Kind.RECOMPUTE, block(self.index)):
             self._fetch(inputs)
             with self.module.bound(experts.sink.leaves(self.blocks.weights(self.index))):
                 experts.find_output_grads(

@@ -1,0 +1,73 @@
+"""The cost of a block whose experts are moved in tiles: work and traffic of its core and of each tile."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from horizon_lm.planning.experts import ExpertSizes
+from horizon_lm.planning.outline import BlockKind, CoreCosts, Linear, Work
+from horizon_lm.planning.step import Step
+from horizon_lm.schedule.ops import Kind, Op
+
+
+class TileCost:
+    """The cost of the operations of such blocks.
+
+    Args:
+        step: the step, with tiles.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._slices = step, step.settings.slices
+
+    def experts(self, op: Op) -> ExpertSizes | None:
+        """Return the experts of the block of an operation; None if it is not cut into tiles."""
+        if not (op.unit.is_block or op.unit.is_tile):
+            return None
+        return self._step.tiled_experts(op.unit.block_index)
+
+    def share(self, op: Op, experts: ExpertSizes) -> float:
+        """Return the share of a block's experts that an operation moves or computes: none of its core's."""
+        size = self._step.settings.expert_tile
+        assert size is not None
+        return experts.share(size, op.unit.tile_number) if op.unit.is_tile else 0.0
+
+    def elements(self, op: Op, experts: ExpertSizes, tensors: Sequence[int]) -> float:
+        """Return the elements that an operation moves, of the tensors of a block."""
+        return self.share(op, experts) * sum(experts.of(tensors)) if op.unit.is_tile else sum(experts.others(tensors))
+
+    def work(self, op: Op, kind: BlockKind, experts: ExpertSizes) -> Work:
+        """Return the work of the block's own code, summed over micro-batches."""
+        core, total = kind.core, Work()
+        assert core is not None
+        for rows in self._slices if op.kind != Kind.STAGE else ():
+            total += self._of_tile(op, kind, core, rows, experts) if op.unit.is_tile else self._of_core(op, core, rows)
+        return total
+
+    def _of_core(self, op: Op, core: CoreCosts, rows: int) -> Work:
+        forward = core.forward.at(rows)
+        if op.kind == Kind.ROUTE:
+            return core.before.at(rows)
+        if op.kind == Kind.FORWARD:
+            return forward - core.before.at(rows)
+        if op.kind == Kind.RECOMPUTE:
+            return forward
+        # Of several graphs only one at a time has room.
+        return core.backward.at(rows) + (forward if len(self._slices) > 1 else Work())
+
+    def _of_tile(self, op: Op, kind: BlockKind, core: CoreCosts, rows: int, experts: ExpertSizes) -> Work:
+        of_experts = _difference(kind.forward, core.forward, rows)
+        if op.kind == Kind.BACKWARD:
+            of_experts += _difference(kind.backward, core.backward, rows)
+        # Each tile launches as many kernels as all experts at once.
+        return replace(of_experts * self.share(op, experts), num_ops=of_experts.num_ops)
+
+    def rows_bytes(self, op: Op, experts: ExpertSizes) -> float:
+        """Return the device bytes that the engine reads and writes around a tile, of the rows of its tokens."""
+        # Forwards inputs are gathered, and outputs put in their place and added; backwards also the gradients of outputs.
+        accesses = 7 if op.kind == Kind.BACKWARD else 5
+        return accesses * self.share(op, experts) * experts.per_token * self._step.hidden
+
+
+def _difference(whole: Linear[Work], core: Linear[Work], rows: int) -> Work:
+    """Return the work of all experts."""
+    return whole.at(rows) - core.at(rows)
