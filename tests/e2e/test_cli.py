@@ -266,6 +266,13 @@ def test_messages_of_commands_name_no_settings_of_run_files(model: Path, tmp_pat
         assert (result.exit_code, result.stderr.startswith(f"error: {message}")) == (2, True), result.stderr
 
 
+def test_a_folder_with_a_gguf_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    for arguments in (("generate", tmp_path, "Who?"), ("plan", "--model", tmp_path)):
+        result = run(*arguments)
+        assert (result.exit_code, "gguf_file: b.gguf (--gguf-file b.gguf)" in result.stderr) == (2, True), result.stderr
+
+
 def test_system_prompt_of_generate(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[str] = []
 

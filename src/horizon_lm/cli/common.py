@@ -35,6 +35,7 @@ Base = Annotated[
     str | None,
     typer.Option("--base", help="With a folder of adapters, their base. Default: the one that the adapters name."),
 ]
+GgufFile = Annotated[str | None, typer.Option(help="A GGUF file in the folder to read the weights from.")]
 Unproven = Annotated[bool, typer.Option(help="Open a model whose type was not compared with plain autograd.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
 ShardSize = Annotated[str, typer.Option(help="Largest size of a file.")]

@@ -146,6 +146,7 @@ def eval(
     device: common.Device = "auto",
     device_memory: common.DeviceMemory = None,
     precision: common.Precision = "bf16",
+    gguf_file: common.GgufFile = None,
     trust_remote_code: common.RemoteCode = False,
     allow_unproven_model: common.Unproven = False,
 ) -> None:  # fmt: skip
@@ -159,7 +160,7 @@ def eval(
     memory = None if device_memory is None else parse_bytes(device_memory)
     loaded = load_tasks(tasks)
     request, tokenizer = common.find_model(
-        model, base, device, memory, precision, None, trust_remote_code, allow_unproven_model
+        model, base, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
     )
     if apply_chat_template:
         require_template(tokenizer)

@@ -20,7 +20,7 @@ def generate(
     device: common.Device = "auto",
     device_memory: common.DeviceMemory = None,
     precision: common.Precision = "bf16",
-    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the folder to read the weights from.")] = None,
+    gguf_file: common.GgufFile = None,
     trust_remote_code: common.RemoteCode = False,
     allow_unproven_model: common.Unproven = False,
 ) -> None:

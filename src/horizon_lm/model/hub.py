@@ -125,7 +125,7 @@ def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # transformers' parsers raise anything
         raise ConfigError(
-            f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){code_remedy(error)}"
+            f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){code_remedy(error) or gguf_remedy(folder)}"
         ) from error
 
 
@@ -134,6 +134,14 @@ def code_remedy(error: Exception) -> str:
     if "trust_remote_code" not in str(error):
         return ""
     return "; if you trust the code, allow it with trust_remote_code: true (--trust-remote-code)"
+
+
+def gguf_remedy(folder: Path) -> str:
+    """Return the remedy for a folder that has its model in a GGUF file alone, which is read by name; empty for others."""
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    return (
+        f"; read it from {files[0].name} with gguf_file: {files[0].name} (--gguf-file {files[0].name})" if files else ""
+    )
 
 
 def require_model_files(folder: Path) -> None:

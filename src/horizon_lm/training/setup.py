@@ -116,7 +116,7 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     except Exception as error:  # the parsers of transformers and tokenizers raise anything
         raise ConfigError(
             f"{folder} has no tokenizer that can be read ({first_line(error)})"
-            f"{hub.code_remedy(error) or '; copy tokenizer.json and tokenizer_config.json into it'}"
+            f"{hub.code_remedy(error) or hub.gguf_remedy(folder) or '; copy tokenizer.json and tokenizer_config.json into it'}"
         ) from error
 
 
