@@ -361,6 +361,16 @@ def test_a_mistyped_option_machine_or_command(arguments: tuple[Any, ...], meant:
     assert (result.exit_code, meant in result.stderr.rpartition("rror")[2]) == (2, True), result.stderr
 
 
+@pytest.mark.parametrize("command", ["plan", "train", "inspect"])
+def test_a_model_in_the_place_of_a_run_file(command: str, model: Path) -> None:
+    for name in ("Qwen/Qwen2.5-7B", model):
+        result = run(command, name, "--device", "cpu")
+        assert (result.exit_code, result.stderr) == (
+            2,
+            f"error: {name} is no run file; if it is a model, write --model {name}\n",
+        )
+
+
 def test_settings_are_no_mistyped_options() -> None:
     assert "use per_device_train_batch_size" in run("plan", "--batch_size", 3, "--model", "m").stderr
 

@@ -102,10 +102,16 @@ def require_threads() -> None:
 
 
 def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[str | None, list[str]]:
-    """Return the run file, if any, and the overrides among them the options that are set, by the names of their settings."""
+    """Return the run file, if any, and the overrides among them the options that are set, by the names of their settings.
+
+    Raises:
+        ConfigError: what stands in the place of the run file is no file, and not named like one.
+    """
     from horizon_lm.config.load import split_arguments
 
     path, overrides = split_arguments(list(tokens or ()))
+    if path is not None and not path.endswith((".yaml", ".yml")) and (Path(path).is_dir() or not exists(path)):
+        raise ConfigError(f"{path} is no run file; if it is a model, write --model {path}")
     return path, overrides + [
         part for key, value in options.items() if value is not None for part in (f"--{key}", value)
     ]
