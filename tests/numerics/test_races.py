@@ -122,7 +122,7 @@ def _noticed(
         monkeypatch.setattr(build, function, replaced)
     try:
         # As early as possible, as late as possible, then mixed.
-        for seed, eagerness in [(0, 1.0), (0, 0.0), *((seed, None) for seed in range(8))]:
+        for seed, eagerness in [*((seed, None) for seed in range(8)), (0, 1.0), (0, 0.0)]:
             try:
                 if not same(train(SimulatedDevice(seed, eagerness=eagerness), expected, **options), expected):
                     return True
