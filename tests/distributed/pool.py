@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from numba.core.dispatcher import Dispatcher
 
 from tests.support.forks import context
 
@@ -33,8 +34,9 @@ class Pool:
     def _start(self) -> None:
         self._results: Any = context.Queue()
         self._jobs: list[Any] = [context.Queue() for _ in range(self._size)]
+        self._compiling = context.RLock()  # kept until all processes have it
         self._processes = [
-            context.Process(target=_work, args=(rank, jobs, self._results), daemon=True)
+            context.Process(target=_work, args=(rank, jobs, self._results, self._compiling), daemon=True)
             for rank, jobs in enumerate(self._jobs)
         ]
         for process in self._processes:
@@ -74,9 +76,10 @@ class Pool:
                 process.join()
 
 
-def _work(rank: int, jobs: Any, results: Any) -> None:
+def _work(rank: int, jobs: Any, results: Any, compiling: Any) -> None:
     os.environ.pop("WORLD_SIZE", None)
     torch.set_num_threads(1)
+    _compile_in_turn(compiling)
     while (job := jobs.get()) is not None:
         path, world, function, args = job
         os.environ.pop("LOCAL_WORLD_SIZE", None)  # of another job
@@ -90,3 +93,14 @@ def _work(rank: int, jobs: Any, results: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _compile_in_turn(lock: Any) -> None:
+    """Let one process at a time compile kernels, so that the others find them on disk."""
+    compile_kernel = Dispatcher.compile
+
+    def in_turn(kernel: Any, signature: Any) -> Any:
+        with lock:
+            return compile_kernel(kernel, signature)
+
+    Dispatcher.compile = in_turn
