@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from horizon_lm.cost import block_probe
+from horizon_lm.cost import block_probe, model_outline
 from tests.support import remembered
 
 torch.set_num_threads(1)  # with tiny models, more threads only compete
@@ -50,6 +51,19 @@ def written() -> Iterator[Callable[..., frozenset[str]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_probe, "_written", remembered.remember_written(find))
         yield find
+
+
+@pytest.fixture(autouse=True, scope="session")
+def outlines() -> Iterator[Callable[..., Any]]:
+    """Outline a model once for all runs and trainers in this process.
+
+    Yields:
+        The function that outlines a model, for tests that change it.
+    """
+    outline_model = model_outline.outline_model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_outline, "outline_model", remembered.remember(outline_model))
+        yield outline_model
 
 
 @pytest.fixture

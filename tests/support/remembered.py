@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from horizon_lm.cost import block_probe, model_outline
+from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
 
 Outliner = Callable[..., Any]
@@ -18,8 +19,10 @@ def remember(outline_model: Outliner) -> Outliner:
     known: dict[Any, Any] = {}
 
     def outline(source: Any, **options: Any) -> Any:
+        if not isinstance(options.get("adapters"), Adapters | None):  # those of a model, which would be kept
+            return outline_model(source, **options)
         config = source.config.to_json_string(use_diff=False)
-        key = (config, source.place, source.attn_implementation, *options.values())
+        key = (config, source.place, *source._options.values(), *options.values())
         if key not in known:
             known[key] = outline_model(source, **options)
         return known[key]
