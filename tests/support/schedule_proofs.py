@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait, uses
+from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait
 from horizon_lm.units import EMBED, HEAD, OUTER, block
 
 # Maximum number of buffers of each kind, which must not depend on the number of blocks.
@@ -30,13 +30,16 @@ class Problem:
         return f"pass {self.pass_index}, {self.op}: {self.text}"
 
 
+_STREAMS = {stream: number for number, stream in enumerate(Stream)}
+
+
 @dataclass(slots=True)
 class _Node:
-    """An operation of the unrolled sequence. ``clock``: for each stream, the last operation that precedes it."""
+    """An operation of the unrolled sequence. ``clock``: for each stream, the last operation that precedes it, or -1."""
 
     pass_index: int
     op: Op
-    clock: dict[Stream, int]
+    clock: list[int]
 
 
 class _Unrolled:
@@ -45,7 +48,7 @@ class _Unrolled:
     def __init__(self) -> None:
         self.nodes: list[_Node] = []
         self.problems: list[Problem] = []
-        self._last_on_stream: dict[Stream, int] = {}
+        self._last_on_stream = [-1] * len(_STREAMS)
         self._writer: dict[Buffer, int] = {}
         self._readers: dict[Buffer, dict[Stream, int]] = {}
         self._content: dict[Buffer, str] = {}
@@ -65,15 +68,14 @@ class _Unrolled:
                 else:
                     waits.extend([earlier[wait]] if wait in earlier else [])
             self._add(pass_index, _scope_boundaries(op, scope), waits)
-            for use in uses(op):
+            for use in schedule.uses[position]:
                 self._last_use[use] = first + position
 
     def _add(self, pass_index: int, op: Op, waits: list[int]) -> None:
-        index = len(self.nodes)
-        clock: dict[Stream, int] = {}
-        for before in [*waits, *([self._last_on_stream[op.stream]] if op.stream in self._last_on_stream else [])]:
-            for stream, known in self.nodes[before].clock.items():
-                clock[stream] = max(known, clock.get(stream, -1))
+        index, stream = len(self.nodes), _STREAMS[op.stream]
+        clock = [-1] * len(_STREAMS)
+        for before in {*waits, self._last_on_stream[stream]} - {-1}:
+            clock = list(map(max, clock, self.nodes[before].clock))
         self.nodes.append(_Node(pass_index, op, clock))
 
         # A read must follow the last write; a write must follow the last write and all later reads.
@@ -90,14 +92,14 @@ class _Unrolled:
         for buffer in op.writes:
             self._writer[buffer], self._readers[buffer] = index, {}
             self._content[buffer] = op.unit
-        clock[op.stream] = index
-        self._last_on_stream[op.stream] = index
+        clock[stream] = index
+        self._last_on_stream[stream] = index
 
     def _require_order(self, index: int, buffer: Buffer, other: int | None) -> None:
         if other is None or other == index:
             return
         node, before = self.nodes[index], self.nodes[other]
-        if before.op.stream != node.op.stream and node.clock.get(before.op.stream, -1) < other:
+        if before.op.stream != node.op.stream and node.clock[_STREAMS[before.op.stream]] < other:
             self._report(
                 node.pass_index, node.op, f"races with {before.op} of pass {before.pass_index} for {buffer}"
             )  # fmt: skip
