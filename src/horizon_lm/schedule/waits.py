@@ -10,7 +10,7 @@ no rule of the table can be dropped.
 
 from dataclasses import replace
 
-from horizon_lm.schedule.ops import After, Buf, LastUse, Op, Stream, Wait
+from horizon_lm.schedule.ops import After, Buf, Buffer, LastUse, Op, Stream, Wait
 
 # (stream of an operation, kind of buffer that it accesses) -> the stream whose last use of that buffer, in earlier passes,
 # it waits for. Missing pairs are implied by these. (COMPUTE, WEIGHTS) is missing: a computation waits in its own pass for the copy
@@ -73,13 +73,14 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
     """Return the same operations with their waits filled in."""
     clocks: list[_Clock] = []  # the clock at the end of each operation
     last_on_stream: dict[Stream, int] = {}
+    earlier_accesses = _Accesses()
     result: list[Op] = []
     for index, op in enumerate(ops):
         clock = _Clock()
         if op.stream in last_on_stream:
             clock.merge(clocks[last_on_stream[op.stream]])
 
-        needed = [other for other in _conflicts(ops, index) if not clock.knows(ops[other].stream, other)]
+        needed = [other for other in earlier_accesses.conflicting(op) if not clock.knows(ops[other].stream, other)]
         # A wait is dropped if another wait implies it.
         waits: list[Wait] = [
             After(i) for i in needed if not any(j != i and clocks[j].knows(ops[i].stream, i) for j in needed)
@@ -94,6 +95,7 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
                 waits.append(LastUse(buffer, earlier))
                 clock.across.add(LastUse(buffer, earlier))
 
+        earlier_accesses.add(op, index)
         clock.position[op.stream] = index
         clocks.append(clock)
         last_on_stream[op.stream] = index
@@ -101,15 +103,29 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
     return tuple(result)
 
 
-def _conflicts(ops: list[Op], index: int) -> list[int]:
-    """Return, for each other stream, the last operation before ``index`` that conflicts with it."""
-    op, found = ops[index], {}
-    for other in range(index):
-        if ops[other].stream != op.stream and _conflict(op, ops[other]):
-            found[ops[other].stream] = other
-    return sorted(found.values())
+class _Accesses:
+    """The last accesses of each buffer so far: positions of operations, by stream."""
 
+    def __init__(self) -> None:
+        self._all: dict[Buffer, dict[Stream, int]] = {}
+        self._writes: dict[Buffer, dict[Stream, int]] = {}
 
-def _conflict(a: Op, b: Op) -> bool:
-    """Return whether two operations share a buffer that at least one of them writes."""
-    return not set(a.writes).isdisjoint(b.reads + b.writes) or not set(b.writes).isdisjoint(a.reads)
+    def conflicting(self, op: Op) -> list[int]:
+        """Return, for each other stream, the last operation that shares a buffer with this one, which at least one of them writes."""
+        found: dict[Stream, int] = {}
+        of_buffers = [
+            *(self._all.get(each, {}) for each in op.writes),
+            *(self._writes.get(each, {}) for each in op.reads),
+        ]
+        for last in of_buffers:
+            for stream, index in last.items():
+                if stream != op.stream:
+                    found[stream] = max(index, found.get(stream, -1))
+        return sorted(found.values())
+
+    def add(self, op: Op, index: int) -> None:
+        """Record the accesses of an operation."""
+        for buffer in op.reads + op.writes:
+            self._all.setdefault(buffer, {})[op.stream] = index
+        for buffer in op.writes:
+            self._writes.setdefault(buffer, {})[op.stream] = index
