@@ -35,13 +35,13 @@ class StreamingOptions:
     resident_blocks: int | None = chosen(None)
     resident_graphs: int | None = chosen(None)
     mlp_chunk_tokens: int | None = None
-    expert_tile: int | None = None
+    expert_tile: int | str | None = chosen(None)
     compile: bool | str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("device_micro_batch_size", "head_chunk_tokens", "mlp_chunk_tokens", "expert_tile"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
         if self.head not in ("chunked", "whole"):
             raise ConfigError(f"head is {self.head!r}; choose 'chunked' or 'whole'")

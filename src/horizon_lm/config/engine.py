@@ -75,10 +75,10 @@ class EngineSettings(Settings):
     mlp_chunk_tokens: Annotated[Count | None, OnResume.ROUNDING] = Field(
         None, description="Tokens per chunk of a feed-forward layer, for very long rows. Default: all tokens at once."
     )
-    expert_tile: Annotated[Count | None, OnResume.FREE] = Field(
-        None,
-        description="Number of experts of a mixture that are on the device at once, for blocks that do not fit: routed experts are "
-        "streamed in tiles of this many. Default: whole blocks.",
+    expert_tile: Annotated[Literal["auto"] | Count | None, OnResume.FREE] = Field(
+        "auto",
+        description="Number of experts of a mixture that are on the device at once: routed experts are streamed in tiles of this many. "
+        "null: whole blocks. auto: tiles where whole blocks do not fit twice, or where the planned step is notably shorter with them.",
     )
     compile: Annotated[Literal["auto"] | bool, OnResume.ROUNDING] = Field(
         "auto", description="Compile blocks with torch.compile, once per block structure. auto: only on a GPU."

@@ -22,6 +22,7 @@ from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.planning.matrices import NO_MATRICES
 from horizon_lm.planning.memory import PlannedOptimizer
+from horizon_lm.planning.tile_sizes import NO_MATRICES_OF_TILES
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial, with the steepest slope at zero
 _EPS = 1e-7
@@ -149,9 +150,12 @@ class Muon(SlabOptimizer):
         max_consecutive_skips: int | None = 3,
         update_in_backward: bool = False,
     ) -> None:
-        self._matrices = engine_of(model, "horizon_lm.Muon").parts.hidden_matrices()
+        engine = engine_of(model, "horizon_lm.Muon")
+        self._matrices = engine.parts.hidden_matrices()
         if not self._matrices:
             raise ConfigError(NO_MATRICES)
+        if engine.options.expert_tile is not None:
+            raise ConfigError(NO_MATRICES_OF_TILES)
         if update_in_backward:
             raise ConfigError(
                 "horizon_lm.Muon orthogonalizes whole steps, after the backward pass; use it without update_in_backward"

@@ -62,6 +62,8 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
     chosen: dict[str, Any] = {
         "device_micro_batch_size": micro_batch,
         "head_chunk_tokens": chunk,
+        # Compiled code has no place between a block and its tiles.
+        "compiled": request.compiled and request.expert_tile is None,
         **Residency(*request.requested_residency(outline.num_blocks, auto_on_device=room is None)).options(),
     }
     return StepSettings(**{each.name: getattr(request, each.name) for each in fields(request)} | chosen)

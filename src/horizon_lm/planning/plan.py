@@ -12,7 +12,8 @@ from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plain import plain_reasons
 from horizon_lm.planning.request import Budget, Item, Limit, Machine, Request
 from horizon_lm.planning.step import Step
-from horizon_lm.planning.step_time import SaveTime, StepTime, save_time, staged, step_time
+from horizon_lm.planning.step_time import SaveTime, StepTime, estimated_seconds, save_time, staged, step_time
+from horizon_lm.planning.tile_sizes import require_tiles, tile_sizes
 from horizon_lm.quantities import counted, format_bytes
 
 
@@ -102,6 +103,9 @@ def make_plan(
     """
     if request.moments == "auto":
         return _with_chosen_moments(outline, request, machine, priced, usual)
+    if request.expert_tile == "auto":
+        return _with_chosen_tile(outline, request, machine, priced, usual)
+    require_tiles(outline, request)
     choice = choose(outline, request, machine)
     step, use = choice.step, device_use(choice.step)
     on_device = [*_device_items(step, use), *_reserved_items(machine)]
@@ -170,6 +174,50 @@ def _with_chosen_moments(
         f"moments: bfloat16, because updates are not fully overlapped: a step is {saved:.0%} shorter than with float32"
     )
     return replace(lighter, reasons=[reason, *lighter.reasons])
+
+
+def _with_chosen_tile(
+    outline: ModelOutline, request: Request, machine: Machine, priced: bool, usual: ModelOutline | None
+) -> Plan:
+    """Return the plan with whole blocks, or with tiles of experts if that does not fit or takes notably longer. Its request leaves
+    the choice open.
+    """
+
+    def plan(tile: int | None, is_priced: bool) -> Plan:
+        return make_plan(outline, replace(request, expert_tile=tile), machine, is_priced, usual)
+
+    whole, sizes = plan(None, False), tile_sizes(outline, request)
+    must_be_cut, hardware = whole.memory_deficit, machine.hardware
+    # Tiles can shorten a step of which more rows fit with them.
+    if not sizes or not (must_be_cut or (priced and hardware and len(whole.step.settings.slices) > 1)):
+        return replace(plan(None, priced), request=request)
+    fitting = [each for size in sizes if not (each := plan(size, False)).memory_deficit][:_MOST_TILE_SIZES]
+    if not fitting:
+        return replace(min(whole, plan(sizes[-1], False), key=_short), request=request)
+
+    def seconds(tried: Plan) -> float:
+        typical = tried.step if usual is None else replace(tried.step, outline=usual)
+        return estimated_seconds(typical, hardware, machine.computing_threads) if priced and hardware else 0.0
+
+    best = min(fitting, key=seconds)
+    saved = 0.0 if must_be_cut else 1 - seconds(best) / seconds(whole)
+    if not must_be_cut and saved < _SHARE_SAVED_BY_TILES:
+        return replace(plan(None, priced), request=request)
+    why = (
+        f"a step is {saved:.0%} shorter than with whole blocks" if saved else "whole blocks do not fit the device twice"
+    )
+    best = plan(best.step.settings.expert_tile, priced)
+    reason = f"expert_tile: {best.step.settings.expert_tile}, because {why}"
+    return replace(best, request=request, reasons=[reason, *best.reasons])
+
+
+_MOST_TILE_SIZES = 3  # that are simulated: the largest that fit
+_SHARE_SAVED_BY_TILES = 0.1  # of a step, for which whole blocks that fit are cut: they would be compiled
+
+
+def _short(plan: Plan) -> int:
+    """Return the missing bytes of memory."""
+    return plan.host.deficit + plan.device.deficit + plan.buffers.deficit
 
 
 def _model_reasons(outline: ModelOutline) -> list[str]:

@@ -17,12 +17,18 @@ from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(Request):
-    """A request whose open settings are chosen. ``head_chunk_tokens``: tokens of a chunk of logits."""
+    """A request whose open settings are chosen.
+
+    Attributes:
+        head_chunk_tokens: tokens of a chunk of logits.
+        expert_tile: number of experts in a tile; None for whole blocks.
+    """
 
     head_chunk_tokens: int = chosen(64)
     activation_checkpoints: int = chosen(0)
     resident_blocks: int = chosen(0)
     resident_graphs: int = chosen(0)
+    expert_tile: int | None = chosen(None)
 
     @property
     def residency(self) -> Residency:

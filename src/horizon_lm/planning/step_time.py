@@ -99,6 +99,12 @@ def step_time(
     )
 
 
+def estimated_seconds(step: Step, hardware: Hardware, computing_threads: int | None = None) -> float:
+    """Return about the seconds of a step of one rank, sooner than `step_time`, to compare settings."""
+    passes, speed = step.passes(), rates(hardware, computing_threads, None, step.settings)
+    return step_seconds(passes, StepCost(step, hardware), speed, num_steps=2)
+
+
 @dataclass(frozen=True, slots=True)
 class SaveTime:
     """The simulated time of writing one checkpoint while training goes on.

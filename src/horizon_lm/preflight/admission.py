@@ -267,7 +267,10 @@ class Admission:
         plan = self._plan_for(self._run, machine=self._machine())
         if not plan.fits:
             self._reject(plan)
-        self._run = self._run.model_copy(update={"moments": plan.request.moments})  # no later plan changes them
+        # No later plan changes these: moments are in checkpoints, and blocks are opened whole or in tiles.
+        self._run = self._run.model_copy(
+            update={"moments": plan.request.moments, "expert_tile": plan.step.settings.expert_tile}
+        )
         return plan
 
     def smaller_plan(self, plan: Plan, residency: Residency | None = None) -> Plan | None:

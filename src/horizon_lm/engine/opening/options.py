@@ -29,6 +29,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import find_divisible_experts
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.residency import Residency, head_chunk_tokens
+from horizon_lm.planning.tile_sizes import NOT_COMPILED, ONE_PROCESS, no_experts
 from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.store.store import Store
 from horizon_lm.streaming_options import StreamingOptions
@@ -55,9 +56,13 @@ class StreamArguments(StreamingOptions):
         # For its errors, before a model is touched.
         self.get_precision()
         if self.expert_tile is not None and self.compile is True:
-            raise ConfigError("compile=True compiles whole blocks, which expert_tile cuts; leave one of them unset")
+            raise ConfigError(NOT_COMPILED)
         if self.expert_tile is not None and self.device_mesh is not None:
-            raise ConfigError("expert_tile is for one process; leave it unset with several")
+            raise ConfigError(ONE_PROCESS)
+        if isinstance(self.expert_tile, str):
+            raise ConfigError(
+                f"expert_tile is {self.expert_tile!r}; choose a number of experts, or None for whole blocks"
+            )
         if self.check_gradients < 0:
             raise ConfigError(f"check_gradients is {self.check_gradients}; it must be a number of blocks, 0 for none")
 
@@ -85,10 +90,7 @@ class StreamArguments(StreamingOptions):
             in_micro_batches=self.in_micro_batches, allow_unproven_model=self.allow_unproven_model,
         )  # fmt: skip
         if self.expert_tile is not None and not find_divisible_experts(parts):
-            raise ModelNotSupportedError(
-                f"expert_tile: {type(model).__name__} has no experts that can be cut into tiles (only those of transformers' experts "
-                "interface can, without adapters of their own); leave it unset"
-            )
+            raise ModelNotSupportedError(no_experts(type(model).__name__))
         if examined.unproven:
             warn(f"allow_unproven_model: {examined.unproven}", UnprovenModelWarning)
         parts.written = find_written(parts, examined.trial)

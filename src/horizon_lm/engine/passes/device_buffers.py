@@ -15,7 +15,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.outline import Linear
 from horizon_lm.planning.residency import Residency
 from horizon_lm.store.store import Store
-from horizon_lm.streaming_options import StreamingOptions
+from horizon_lm.streaming_options import StreamingOptions, chosen
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
@@ -83,6 +83,7 @@ class EngineOptions(StreamingOptions):
 
     Attributes:
         head_chunk_tokens: tokens per chunk of logits with ``head="chunked"``.
+        expert_tile: number of experts in a tile; None for whole blocks.
         compile: compile blocks, once per block structure.
         compute_dtype: dtype of weights on the device and of hidden states.
         head_peak: peak bytes of norm, head and loss, as a function of tokens; None if memory is not planned.
@@ -90,6 +91,7 @@ class EngineOptions(StreamingOptions):
     """
 
     head_chunk_tokens: int = 64
+    expert_tile: int | None = chosen(None)
     compile: bool = False
     compute_dtype: torch.dtype
     head_peak: Linear[int] | None = None

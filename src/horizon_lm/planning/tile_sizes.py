@@ -1,0 +1,49 @@
+"""The sizes of tiles into which a mixture's experts can be cut in a run."""
+
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.request import Request
+
+ONE_PROCESS = "expert_tile is for one process; leave it unset with several"
+NOT_COMPILED = "compile=True compiles whole blocks, which expert_tile cuts; leave one of them unset"
+NO_MATRICES_OF_TILES = (
+    "horizon_lm.Muon orthogonalizes matrices of whole blocks, which expert_tile cuts; use AdamW, or leave it unset"
+)
+
+
+def no_experts(name: str) -> str:
+    """Return why a model's blocks cannot be cut."""
+    return (
+        f"expert_tile: {name} has no experts that can be cut into tiles (only those of transformers' experts interface can, without "
+        "adapters of their own); leave it unset"
+    )
+
+
+def require_tiles(outline: ModelOutline, request: Request) -> None:
+    """Raise ConfigError if a run cannot have the tiles that it asks for, and ModelNotSupportedError if its model cannot."""
+    if request.expert_tile is None:
+        return
+    if problem := _problem(request):
+        raise ConfigError(problem)
+    if not outline.sizes.experts:
+        raise ModelNotSupportedError(no_experts(outline.name))
+
+
+def _problem(request: Request) -> str:
+    """Return why a run cannot have tiles; empty if it can."""
+    if request.num_ranks > 1:
+        return ONE_PROCESS
+    if request.compile is True:
+        return NOT_COMPILED
+    return NO_MATRICES_OF_TILES if request.optimizer.orthogonalizes else ""
+
+
+def tile_sizes(outline: ModelOutline, request: Request) -> list[int]:
+    """Return the sizes to try, largest first: powers of two that make at most 64 tiles; none if a run cannot have tiles."""
+    most = max((each.count for each in outline.sizes.experts if each), default=0)
+    if _problem(request) or request.mlp_chunk_tokens is not None or outline.unknown:
+        return []
+    return [2**power for power in reversed(range(most.bit_length())) if most / _MOST_TILES <= 2**power < most]
+
+
+_MOST_TILES = 64  # of a block: smaller ones are slower, and what does not fit then is something else

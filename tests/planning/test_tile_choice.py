@@ -1,0 +1,103 @@
+"""The plan cuts the experts of a mixture into tiles where whole blocks do not fit, and rejects tiles that cannot be."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.cost.model_outline import outline_model
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.model.source import ModelSource
+from horizon_lm.planning.choose import with_device_room
+from horizon_lm.planning.device_memory import device_use
+from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.plan import Plan, make_plan
+from horizon_lm.planning.request import Limit, Machine, Request
+from tests.support import tiny_models
+from tests.support.handmade_outlines import machine
+
+
+def outline_of(family: str, **settings: Any) -> ModelOutline:
+    source = ModelSource(tiny_models.build(family, **settings).config, "tiny")
+    return outline_model(source, length=32, dtype=torch.bfloat16, on_accelerator=True)
+
+
+@pytest.fixture(scope="module")
+def outline() -> ModelOutline:
+    return outline_of("qwen3_moe", num_experts=16, moe_intermediate_size=512)
+
+
+GPU = Machine("by hand", False, machine(), device_limits=[Limit("memory", 10**9)])
+REQUEST = Request(per_device_train_batch_size=4, expert_tile="auto", compiled=True)
+
+
+def plan(outline: ModelOutline, room: int | None = None, **changes: Any) -> Plan:
+    on = GPU if room is None else with_device_room(GPU, room)
+    return make_plan(outline, replace(REQUEST, **changes), on)
+
+
+def smallest(outline: ModelOutline, tile: int | None) -> int:
+    """Return the bytes of the smallest step with tiles of this size."""
+    made = plan(outline, 1, expert_tile=tile)
+    return device_use(made.step).total
+
+
+def test_whole_blocks_that_fit_stay_whole(outline: ModelOutline) -> None:
+    made = plan(outline)
+    assert made.step.settings.expert_tile is None
+    assert made.step.settings.compiled
+
+
+def test_blocks_that_do_not_fit_twice_are_cut(outline: ModelOutline) -> None:
+    """Into the largest tiles that fit, or smaller ones if a step is shorter with them; these are not compiled."""
+    room = smallest(outline, 4)
+    assert room < smallest(outline, 8) < smallest(outline, None)
+    made = plan(outline, room)
+    assert made.fits
+    assert made.step.settings.expert_tile in (4, 2, 1)
+    assert not made.step.settings.compiled
+    assert any(each.startswith("expert_tile: ") and "do not fit" in each for each in made.reasons)
+    assert made.request.expert_tile == "auto"
+    assert not plan(outline, room, expert_tile=None).fits
+
+
+def test_a_device_that_is_too_small_for_any_tile(outline: ModelOutline) -> None:
+    made = plan(outline, smallest(outline, 1) // 2)
+    assert not made.fits
+    assert made.device.deficit < plan(outline, smallest(outline, 1) // 2, expert_tile=None).device.deficit
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"num_ranks": 2}, "for one process; leave it unset"),
+        ({"compile": True}, "compile=True compiles whole blocks, .* leave one of them unset"),
+        ({"optimizer": horizon_lm.Muon.planned()}, "use AdamW, or leave it unset"),
+    ],
+    ids=str,
+)
+def test_tiles_that_cannot_be_are_rejected(outline: ModelOutline, changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        plan(outline, expert_tile=2, **changes)
+    room = smallest(outline, 4)
+    assert plan(outline, room, **changes).step.settings.expert_tile is None
+
+
+def test_models_without_experts_have_no_tiles() -> None:
+    dense = outline_of("llama")
+    with pytest.raises(ModelNotSupportedError, match=r"no experts that can be cut into tiles .* leave it unset"):
+        plan(dense, expert_tile=2)
+    assert plan(dense).step.settings.expert_tile is None
+
+
+def test_stream_does_not_choose() -> None:
+    with pytest.raises(ConfigError, match="expert_tile is 'auto'; choose a number of experts, or None"):
+        horizon_lm.stream(tiny_models.build("qwen3_moe"), "cpu", expert_tile="auto")  # type: ignore[arg-type]
+
+
+def test_muon_has_whole_blocks() -> None:
+    model = horizon_lm.stream(tiny_models.build("qwen3_moe"), "cpu", expert_tile=2)
+    with pytest.raises(ConfigError, match="use AdamW, or leave it unset"):
+        horizon_lm.Muon(model, lr=1e-2)
