@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.report import loss_png
 from tests.e2e import resuming, tiny
 from tests.e2e.resuming import Runs
 
@@ -25,3 +26,15 @@ def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """Return what starts such runs, and interrupts them."""
     return Runs(monkeypatch)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Let runs draw their losses."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no losses except in tests that look at the picture, which takes much of the time of a short run."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(loss_png, "write_loss_png", lambda *_: None)

@@ -91,6 +91,7 @@ def test_sampling_uses_the_seed(model: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_finished_run_is_not_overwritten(tmp_path: Path, run_file: Path) -> None:
     assert run("train", run_file, "--max_steps", 1).exit_code == 0
     before = (tmp_path / "run/model/model.safetensors").read_bytes()

@@ -286,6 +286,7 @@ def test_other_versions_are_rejected(
         horizon_lm.train(cut, print_fn=lambda line: None)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_trackers_and_pictures_go_on(base: dict[str, Any], tmp_path: Path) -> None:
     """TensorBoard has each point once, in the folder of the first part; loss.png has both parts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -45,11 +45,10 @@ def sources() -> dict[str, Source]:
 
 @pytest.fixture
 def runs(model: Path, sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Runs":
-    # One source for all runs, because outlining the model takes longer than training it; and no drawings.
+    # One source for all runs, because outlining the model takes longer than training it.
     monkeypatch.setattr(
         "horizon_lm.preflight.admission.open_source", lambda run: sources.setdefault("", open_source(run))
     )
-    monkeypatch.setattr("horizon_lm.training.run_dir.RunDir.draw_loss", lambda self: None)
     return Runs(model, tmp_path, monkeypatch)
 
 
