@@ -1,0 +1,121 @@
+"""Simulate steps of large mixtures whose experts are streamed in tiles, on machines that we do not have. Nothing is measured.
+
+python benchmarks/simulated_tiles.py [--output FILE.md]
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.config import RunConfig, plan_config
+from horizon_lm.model import hub
+from horizon_lm.model.known_models import find_known
+from horizon_lm.model.source import ModelSource
+from horizon_lm.planning.catalog import find_profile
+from horizon_lm.planning.plan import Plan
+from horizon_lm.preflight.admission import plan_run
+from horizon_lm.preflight.inputs import Source, open_source
+from horizon_lm.preflight.this_machine import other_machine
+from horizon_lm.quantities import counted, format_bytes, parse_bytes
+
+LORA = {"use_peft": True, "lora_target_modules": r".*attn\.\w*proj\w*"}
+FULL = {"moments": "bfloat16"}
+KIMI = "Kimi-K2-Instruct"
+# The shapes that differ from DeepSeek-V3's, whose code it has (https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/config.json).
+KIMI_SHAPES = {
+    "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "topk_group": 1, "vocab_size": 163_840,
+}  # fmt: skip
+LENGTH, ROWS = 4096, (16, 8, 4, 2, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its settings, and a machine with this much host memory."""
+
+    model: str
+    trained: str
+    settings: Mapping[str, Any]
+    profile: str
+    memory: str
+
+
+CASES = [
+    Case("DeepSeek-V3", "LoRA on FP8", LORA, "rtx-4090", "768GB"),
+    Case(KIMI, "LoRA on FP8", LORA, "rtx-4090-server", "1.2TB"),
+    Case("Qwen3-235B-A22B", "all weights, moments in bf16", FULL, "rtx-4090-server", "3TB"),
+    Case("Qwen3-235B-A22B", "all weights, moments in bf16", FULL, "h200", "3TB"),
+    Case("Qwen3-30B-A3B", "all weights", {}, "rtx-4090", "512GB"),
+]
+
+
+def opened(run: RunConfig, model: str) -> Source:
+    if model != KIMI:
+        return open_source(run)
+    known = find_known("DeepSeek-V3")
+    assert known is not None
+    config = hub.known_config(replace(known, config={**known.config, **KIMI_SHAPES}))
+    config.quantization_config = dict(known.quantization or {})
+    return Source(ModelSource(config, KIMI, None), hub.config_bytes(config), is_local=False)
+
+
+def planned(case: Case, tile: str | None) -> Plan:
+    """Return the plan with the largest batch that fits, or with the smallest if none does."""
+    source = None
+    for rows in ROWS:
+        run = plan_config(
+            model_name_or_path="DeepSeek-V3" if case.model == KIMI else case.model, max_length=LENGTH,
+            per_device_train_batch_size=rows, device="cuda", expert_tile=tile, **case.settings,
+        )  # fmt: skip
+        source = source or opened(run, case.model)
+        machine = other_machine(find_profile(case.profile), parse_bytes(case.memory))
+        # Without its time, which takes longer than the bytes.
+        if plan_run(run, source, machine, priced=False).fits or rows == ROWS[-1]:
+            return plan_run(run, source, machine)
+    raise AssertionError
+
+
+def row(case: Case, tile: str | None) -> str:
+    plan = planned(case, tile)
+    settings, time = plan.step.settings, plan.time
+    blocks = "whole" if settings.expert_tile is None else f"tiles of {settings.expert_tile}"
+    start = (
+        f"| {case.model} | {case.trained} | {case.profile}, {case.memory} | {blocks} | {format_bytes(plan.host.num_bytes)} | "
+        f"{format_bytes(plan.device.num_bytes)} | "
+    )
+    lacking = [f"{budget.place}: {format_bytes(budget.deficit)} missing" for budget in plan.budgets if budget.deficit]
+    if lacking or time is None:
+        return f"{start}{'; '.join(lacking)} | - | - | - |"
+    exposed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in time.exposed_seconds.items() if seconds > 0.05)
+    return (
+        f"{start}{counted(settings.rows, 'row')} in parts of {settings.slices[0]} | {time.seconds:.1f} | "
+        f"{time.tokens_per_second:,.0f} | {time.limited_by}; computes {time.busy['compute']:.0%} of the time, exposed: {exposed or 'nothing'} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    lines = [
+        "# Simulated, nothing measured: mixtures whose experts are streamed in tiles", "",
+        f"{date.today().isoformat()}. What `horizon-lm plan` says of rows of {LENGTH:,} tokens, with whole blocks and with `expert_tile: auto`, for the largest batch of "
+        f"{', '.join(map(str, ROWS))} rows that fits. LoRA has rank 16 on the attention of the published FP8 weights. {KIMI} is planned with the code of DeepSeek-V3. "
+        "`docs/field-check.md` says how far such figures are to be trusted; on GPUs other than 9.x and 10.x, experts are multiplied one by one, which is not simulated.", "",
+        "Command: `python benchmarks/simulated_tiles.py`", "",
+        "| model | trains | machine | blocks | host memory | device memory | batch | step, s | tokens/s | held by |", "|" + "---|" * 10,
+    ]  # fmt: skip
+    for case in CASES:
+        for tile in (None, "auto"):
+            lines.append(row(case, tile))
+            print(lines[-1], flush=True)
+    text = "\n".join(lines) + "\n"
+    if arguments.output:
+        arguments.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
