@@ -111,7 +111,7 @@ def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShap
         capability = int(hardware.capability), round(10 * hardware.capability) % 10
     used = plan.step.outline.attention
     sinks = has_sinks(source.model.skeleton())
-    kernel = kernel_of_segments(config, used, compute_dtype(run), plan.request.compiled, capability, sinks)
+    kernel = kernel_of_segments(config, used, compute_dtype(run), plan.step.settings.compiled, capability, sinks)
     return [f"attention: packed and padded rows use {kernel}"]
 
 
