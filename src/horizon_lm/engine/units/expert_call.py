@@ -159,7 +159,7 @@ class ExpertCall:
             grads.index_add_(0, tokens, rows)
         else:
             used = self._bounds[-1]
-            grads.index_put_((self._tokens[:used],), rows[:used], accumulate=True)
+            _add_in_order(grads, self._tokens[:used], rows[:used])
         return grads, weight_grads
 
     def attach(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -173,6 +173,14 @@ class ExpertCall:
 def _weighted(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted outputs (R, H) of rows, from their hidden states (R, H), experts (R, 1) and weights (R,)."""
     return function(hidden, ids, torch.ones_like(hidden[:, :1])) * weights[:, None]
+
+
+def _add_in_order(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add rows (R, H) to the tokens (R,) of a total (N, H), reproducibly."""
+    if total.device.type == "cpu":  # where `index_put_` adds in several threads, as atomic additions come
+        total.index_add_(0, tokens, rows)
+    else:  # where `index_add_` does
+        total.index_put_((tokens,), rows, accumulate=True)
 
 
 class _FromTiles(torch.autograd.Function):

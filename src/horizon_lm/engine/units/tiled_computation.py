@@ -50,12 +50,9 @@ class TiledExperts:
     def forward(self, calls: list[ExpertCall]) -> Iterator[None]:
         """Context manager: compute a block in the running forward pass. Add the calls of all micro-batches to a list."""
         engine, unit = self._engine, block(self._index)
-        cursor, device = engine.cursor, engine.device
-        outside = device.rng_state()
-        with ExitStack() as part:
+        cursor, is_computed = engine.cursor, False
+        with self._own_randomness(), ExitStack() as part:
             part.enter_context(cursor.compute(Kind.ROUTE, unit))
-
-            is_computed = False
 
             def compute(arrived: Sequence[ExpertCall]) -> Sequence[ExpertCall]:
                 nonlocal is_computed
@@ -69,10 +66,8 @@ class TiledExperts:
                 return arrived
 
             def meet(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-                # The other micro-batches draw random numbers meanwhile.
-                state = device.rng_state()
-                call: ExpertCall = compute_jointly(("experts", unit), self.call(hidden, ids, weights), compute)
-                device.set_rng_state(state)
+                with self._own_randomness():  # the other micro-batches draw random numbers meanwhile
+                    call: ExpertCall = compute_jointly(("experts", unit), self.call(hidden, ids, weights), compute)
                 assert call.output is not None
                 return call.attach(hidden, weights) if torch.is_grad_enabled() else call.output
 
@@ -80,9 +75,17 @@ class TiledExperts:
                 yield
             if not is_computed:  # the block has left out its experts
                 compute([])
-        # Micro-batches with random numbers of their own have put back each other's states.
-        if engine.forward.randomness.has_streams:
-            device.set_rng_state(outside)
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Context manager: put back the random state, which micro-batches with random numbers of their own replace in turn."""
+        engine = self._engine
+        if not engine.forward.randomness.has_streams:
+            yield
+            return
+        state = engine.device.rng_state()
+        yield
+        engine.device.set_rng_state(state)
 
     def _stream_chosen(self, calls: Sequence[ExpertCall]) -> None:
         """Stream of each tile only the experts that tokens are routed to."""
