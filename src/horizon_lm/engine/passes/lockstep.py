@@ -43,6 +43,7 @@ class ThreadState:
     def __init__(self) -> None:
         self._variables = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
+        self._num_threads = torch.get_num_threads()
         self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _DEVICE_TYPES]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._device = torch.get_default_device()
@@ -53,6 +54,8 @@ class ThreadState:
         """Call a function with these settings and return its result."""
 
         def call() -> T:
+            # Each thread has its own number, and sums of another number of threads have other bits.
+            torch.set_num_threads(self._num_threads)
             with ExitStack() as stack:
                 for device_type, enabled, dtype in self._autocast:
                     if (enabled, dtype) != (
