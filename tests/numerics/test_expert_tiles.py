@@ -1,6 +1,7 @@
 """Experts that are streamed in tiles: the numbers of plain autograd, on a device that holds a few of them at a time."""
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.fixed_routing import Choices
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
 from horizon_lm.schedule import build
@@ -344,6 +346,22 @@ def test_device_peak_does_not_depend_on_the_number_of_experts(precision: str) ->
     whole = horizon_lm.stream(plain("qwen3_moe", 64, hidden_size=64), "cpu", precision=precision)
     loss_and_gradients(whole)
     assert horizon_lm.stats(whole)["device_bytes_peak"] > 4 * many
+
+
+def test_one_graph_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for the graph of one micro-batch."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    recompute = BlockAutograd._recompute
+
+    def recompute_alone(self: BlockAutograd, number: int, inputs: Any) -> Any:
+        assert all(each() is None for each in alive)
+        graph = recompute(self, number, inputs)
+        alive[:] = [weakref.ref(output) for output in graph.outputs]
+        return graph
+
+    monkeypatch.setattr(BlockAutograd, "_recompute", recompute_alone)
+    loss_and_gradients(streamed("qwen3_moe", 3, device_micro_batch_size=1))
+    assert alive
 
 
 def test_on_the_emulated_gpu() -> None:

@@ -52,16 +52,29 @@ class TiledBackward:
             pairs_of: function of a number and a graph that returns those outputs that a loss depends on.
         """
         for number, before in enumerate(self._before):
-            outputs: list[torch.Tensor] = []
-            with self._experts.replaced(self._keeping(before, outputs)):
-                graph = recompute(number)
-            pairs = pairs_of(number, graph)
-            (grad,) = torch.autograd.grad(
-                [output for output, _ in pairs], outputs, [grad for _, grad in pairs], retain_graph=True, allow_unused=True
-            )  # fmt: skip
-            self._calls[number].begin_backward(torch.zeros_like(outputs[0]) if grad is None else grad)
+            graph = self._find_output_grad(number, before, recompute, pairs_of)
             # A single graph is differentiated as it is. Of several, only one at a time has room, so they are computed again.
-            self._graph = graph if len(self._before) == 1 else None
+            if len(self._before) == 1:
+                self._graph = graph
+            del graph  # before the next is made
+
+    def _find_output_grad(
+        self,
+        number: int,
+        before: ExpertCall,
+        recompute: Callable[[int], Graph],
+        pairs_of: Callable[[int, Graph], Pairs],
+    ) -> Graph:
+        """Find the gradient of the experts' output of one micro-batch. Return the graph of the micro-batch."""
+        outputs: list[torch.Tensor] = []
+        with self._experts.replaced(self._keeping(before, outputs)):
+            graph = recompute(number)
+        pairs = pairs_of(number, graph)
+        (grad,) = torch.autograd.grad(
+            [output for output, _ in pairs], outputs, [grad for _, grad in pairs], retain_graph=True, allow_unused=True
+        )  # fmt: skip
+        self._calls[number].begin_backward(torch.zeros_like(outputs[0]) if grad is None else grad)
+        return graph
 
     def _keeping(
         self, before: ExpertCall, outputs: list[torch.Tensor]
