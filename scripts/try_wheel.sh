@@ -9,10 +9,10 @@ ls -l dist
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m venv --without-pip "$work/env"
-# Dependencies come from the active environment, but the package itself must come from the wheel.
+# Dependencies come from the active environment, and from that which it sees, but the package itself must come from the wheel.
 site=$("$work/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$python" -m pip --disable-pip-version-check --quiet install --no-deps --target "$site" dist/*.whl
-"$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/borrowed.pth"
+"$python" -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' > "$site/borrowed.pth"
 cd "$work"
 "$work/env/bin/python" -c "
 import horizon_lm

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import horizon_lm
@@ -502,6 +503,8 @@ def test_a_function_whose_order_is_unknown_is_rejected() -> None:
 
 def test_experts_with_weights_that_all_of_them_share_are_rejected() -> None:
     """Such a weight would get a gradient from each tile."""
+    if "muse_spark" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no such experts")
     with pytest.raises(ModelNotSupportedError, match="has no experts that can be cut into tiles"):
         Subject("image_text", "muse_spark").stream(expert_tile=1)
 
