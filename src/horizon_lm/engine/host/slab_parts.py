@@ -56,25 +56,16 @@ class SlabPart:
             some: of rows, those to stream, by their places in the slab; None for all.
         """
         if self.rows is not None:
-            wanted = [self.rows] if some is None else some
-            return [self._move_rows(slot, name, rows, decoded) for name in self.layout for rows in wanted]
+            wanted, first = [self.rows] if some is None else list(some), self.rows.start
+            return [
+                move_rows(self.slabs, name, rows, self.layout.view(slot, name)[rows.start - first :], decoded.get(name))
+                for name in self.layout
+                for rows in wanted
+            ]
         plain = {name: True for name in self.layout if name in self.slabs.plain}
         spans = joined(self.spans(self.slabs.plain, self.layout, plain))
-        copies: list[Move] = [self._copy(slot[of_part], self.slabs.weights[of_slab]) for _, (of_slab, of_part) in spans]
+        copies: list[Move] = [copy(slot[of_part], self.slabs.weights[of_slab]) for _, (of_slab, of_part) in spans]
         return [*copies, *(self._decode(slot, name, decoded[name]) for name in self.layout if name not in plain)]
-
-    def _move_rows(self, slot: torch.Tensor, name: str, rows: slice, decoded: Mapping[str, torch.dtype]) -> Move:
-        """Return the move that streams rows of a tensor to their place in the slot."""
-        assert self.rows is not None
-        target = self.layout.view(slot, name)[rows.start - self.rows.start : rows.stop - self.rows.start]
-        if name in self.slabs.plain:
-            return self._copy(target.view(-1), self.slabs.plain.view(self.slabs.weights, name)[rows].view(-1))
-        entry = self.slabs.packed.entries[name]
-        codec = Rows(entry.codec, entry.shape[0], rows.start)
-        return Decode(target, self.slabs.packed.bytes_of(name), codec, decoded[name])
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
-        return Copy(target, source, source.nbytes)
 
     def _decode(self, slot: torch.Tensor, name: str, dtype: torch.dtype) -> Decode:
         entry = self.slabs.packed.entries[name]
@@ -98,6 +89,28 @@ class SlabPart:
                 else:
                     start += self.rows.start * entry.strides[0]
                 yield flags[name], (slice(start, start + numel), slice(entry.offset, entry.offset + numel))
+
+
+def move_rows(slabs: UnitSlabs, name: str, rows: slice, place: torch.Tensor, decoded: torch.dtype | None) -> Move:
+    """Return the move that streams rows of a tensor (E, ...) to the device.
+
+    Args:
+        slabs: the slabs with the tensor.
+        name: its full name.
+        rows: the rows.
+        place: a tensor on the device that begins with their places.
+        decoded: the dtype that values are rounded to if the tensor is quantized.
+    """
+    target = place[: rows.stop - rows.start]
+    if decoded is None:
+        return copy(target.view(-1), slabs.plain.view(slabs.weights, name)[rows].view(-1))
+    entry = slabs.packed.entries[name]
+    return Decode(target, slabs.packed.bytes_of(name), Rows(entry.codec, entry.shape[0], rows.start), decoded)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> Copy:
+    """Return the copy of a part of a slab of weights, 1-D, to the device."""
+    return Copy(target, source, source.nbytes)
 
 
 def joined(spans: Iterable[tuple[bool, Span]]) -> Iterator[tuple[bool, Span]]:

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from horizon_lm.codecs.rows import Rows
-from horizon_lm.device.transfers import Copy, Decode, Move
+from horizon_lm.device.transfers import Move
+from horizon_lm.engine.host.slab_parts import move_rows
 from horizon_lm.engine.passes.device_buffers import DeviceBuffers
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import find_experts
@@ -47,30 +47,22 @@ class RoutedBlocks:
 
     def expert_moves(self, unit: Unit, memory: DeviceBuffers, chosen: Iterable[int]) -> list[Move]:
         """Return the moves that stream some experts of a block, which are sorted."""
-        spans, store = list(spans_of_indices(chosen)), self._store
+        spans = [slice(*span) for span in spans_of_indices(chosen)]
         return [
-            self._move(store.units[part], memory.weights_of(part), name, start, stop)
-            for part in store.parts_of(unit)
-            for name in self.names_of(unit)
-            if name in store.units[part].layout
-            for start, stop in spans
+            move
+            for part in self._store.parts_of(unit)
+            for move in self._moves(self._store.units[part], memory.weights_of(part), self.names_of(unit), spans)
         ]
 
-    def _move(self, slabs: UnitSlabs, slot: torch.Tensor, name: str, start: int, stop: int) -> Move:
-        """Return the move that streams a weight (E, ...) of the experts from ``start`` to ``stop``."""
-        if name not in slabs.packed:
-            entry = slabs.layout.entries[name]
-            first, of_expert = entry.offset, entry.strides[0]
-            return copy_range(slabs, slot, slice(first + start * of_expert, first + stop * of_expert))
-        packed = slabs.packed.entries[name]
-        codec, weights = Rows(packed.codec, packed.shape[0], start), slabs.layout.view(slot, name)[start:stop]
-        return Decode(weights, slabs.packed.bytes_of(name), codec, self._store.decoded_dtype(name))
-
-
-def copy_range(slabs: UnitSlabs, slot: torch.Tensor, elements: slice) -> Move:
-    """Return the copy of a range of a slab of weights to the same range of a slot."""
-    source = slabs.weights[elements]
-    return Copy(slot[elements], source, source.numel() * source.element_size())
+    def _moves(
+        self, slabs: UnitSlabs, slot: torch.Tensor, names: Iterable[str], spans: Iterable[slice]
+    ) -> Iterator[Move]:
+        """Yield the moves that stream some experts of these weights, as far as they are in these slabs."""
+        for name in names:
+            if name in slabs.layout:
+                decoded = self._store.decoded_dtype(name) if name in slabs.packed else None
+                for span in spans:
+                    yield move_rows(slabs, name, span, slabs.layout.view(slot, name)[span.start :], decoded)
 
 
 def spans_of_indices(sorted_indices: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -7,9 +7,9 @@ import torch
 
 from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
+from horizon_lm.engine.host.slab_parts import copy
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
-from horizon_lm.engine.passes.routed_blocks import copy_range
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.store.unit_slabs import UnitSlabs
 from horizon_lm.units import EMBED, Unit, block
@@ -57,7 +57,7 @@ class UnitMoves:
         slot, moves = memory.weights_of(unit), list[Move]()
         if slabs.weights[slabs.own].numel() or not slabs.packed.num_bytes:
             ranges = slabs.plain.ranges_without(left_out) if left_out else [slabs.own]
-            moves += [copy_range(slabs, slot, each) for each in ranges]
+            moves += [copy(slot[each], slabs.weights[each]) for each in ranges]
         if not slabs.packed.num_bytes:
             return moves
         if not memory.gathers_packed:

@@ -6,6 +6,7 @@ micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batc
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -90,33 +91,14 @@ class BlockComputation:
             saved: saves what the backward pass needs; None if there is no backward pass.
         """
         engine, module = self.engine, self.blocks[index]
-        dims, tensors = self.row_dims(index, calls), calls.tensors
+        dims = self.row_dims(index, calls)
         outputs = [RowOutputs(count) for count in engine.forward.num_rows]
         offload = saved is not None and engine.layout.is_offloaded(index)
         # Before the computation: the offload is issued as soon as it ends, and its copy must be known by then.
         if saved is not None and offload:
             self._plan_offloads(index, calls, saved.forward_state)
         experts: list[ExpertCall] = [] if saved is None else saved.experts
-
-        def compute(number: int, part: MicroBatch) -> None:
-            """Run one micro-batch through the block."""
-            call, segments = calls.calls[part.batch], self.segments[part.batch]
-            inputs = calls.inputs(tensors, dims, part)
-            if saved is not None:
-                inputs = saved.inputs(inputs, calls.spans[part.batch])
-            args, kwargs = call.rebuild(inputs)
-            before = None if saved is None else call.containers(args, kwargs)
-            choices = None if saved is None else saved.new_choices()
-            with (
-                engine.forward.randomness.drawing(number) as rng_state,
-                nullcontext() if saved is None else saved.computing(),
-                choices.recorded() if choices is not None else nullcontext(),
-            ):
-                tree = Tree(run_block(module, args, kwargs, keys, segments, part.rows, uncompiled))
-            if saved is not None:
-                _require_unchanged(module.name, before, call.containers(args, kwargs))
-                tree.tensors = saved.save(rng_state, inputs, tree.tensors)
-            outputs[part.batch].add(part.rows, tree)
+        run = _BlockRun(engine, module, calls, dims, keys, self.segments, uncompiled, saved, outputs)
 
         with (
             computing(engine, index, experts),
@@ -134,12 +116,12 @@ class BlockComputation:
             with module.bound(weights if saved is None else saved.params(weights)):
                 # All micro-batches run through a block before the next block, so its weights are streamed only once per
                 # pass.
-                in_turn = [partial(compute, *each) for each in enumerate(engine.forward.micro_batches)]
-                if index in engine.tiles.experts:
-                    run_together(in_turn)
+                micro_batches = list(enumerate(engine.forward.micro_batches))
+                if index in engine.tiles.experts:  # they meet at the experts
+                    run_together([partial(run.compute, *each) for each in micro_batches])
                 else:
-                    for compute_next in in_turn:
-                        compute_next()
+                    for each in micro_batches:
+                        run.compute(*each)
             if offload:
                 self._offload_experts(index, calls, experts)
             # Resident weights are read again, in the backward pass and by later passes until an update.
@@ -223,6 +205,42 @@ class BlockComputation:
             dims = compare_rows(call.paths, shapes, more, self.engine.forward.num_rows[batch])
             self._row_dims.update({(signature, path): dim for path, dim in dims.items()})
         return [self._row_dims[key] for key in keys]
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockRun:
+    """The forward computation of a block whose weights are bound, for one micro-batch at a time."""
+
+    engine: Engine
+    module: StreamedBlock
+    calls: BlockCalls
+    dims: Sequence[int | None]
+    keys: tuple[str, ...]
+    segments: Sequence[Segments | None]
+    uncompiled: bool
+    saved: SavedForBackward | None
+    outputs: Sequence[RowOutputs]
+
+    def compute(self, number: int, part: MicroBatch) -> None:
+        """Compute a micro-batch, save what its backward pass needs, and add its outputs to those of its batch."""
+        call, saved = self.calls.calls[part.batch], self.saved
+        inputs = self.calls.inputs(self.calls.tensors, self.dims, part)
+        if saved is not None:
+            inputs = saved.inputs(inputs, self.calls.spans[part.batch])
+        args, kwargs = call.rebuild(inputs)
+        before = None if saved is None else call.containers(args, kwargs)
+        choices = None if saved is None else saved.new_choices()
+        with (
+            self.engine.forward.randomness.drawing(number) as rng_state,
+            nullcontext() if saved is None else saved.computing(),
+            nullcontext() if choices is None else choices.recorded(),
+        ):
+            segments = self.segments[part.batch]
+            tree = Tree(run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled))
+        if saved is not None:
+            _require_unchanged(self.module.name, before, call.containers(args, kwargs))
+            tree.tensors = saved.save(rng_state, inputs, tree.tensors)
+        self.outputs[part.batch].add(part.rows, tree)
 
 
 def put_bytes(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:

@@ -31,16 +31,17 @@ class ExpertCall:
         hidden: hidden states (N, H).
         ids: the experts of each token (N, K). A number of at least E stands for no expert.
         weights: their weights (N, K).
+        before: the same call in the forward pass, for its backward pass.
 
     Attributes:
         output: the experts' output (N, H), once it is computed.
-        is_differentiated: its gradients are computed, or being computed.
         output_like: its shape and dtype, which are those of the hidden states.
     """
 
     def __init__(
-        self, module: nn.Module, count: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> None:
+        self, module: nn.Module, count: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        before: "ExpertCall | None" = None,
+    ) -> None:  # fmt: skip
         if hidden.ndim != 2 or ids.shape != weights.shape:
             raise ModelNotSupportedError(
                 f"{type(module).__name__} is called with hidden states of shape {tuple(hidden.shape)} and weights of shape "
@@ -56,11 +57,12 @@ class ExpertCall:
         self._tokens = order % tokens if self._order.by_rank else order // ranks
         # Of each row, the place of its pair in (N, K).
         self._places = self._tokens * ranks + order // tokens if self._order.by_rank else order
-        ends = torch.bincount(flat.clamp(max=count), minlength=count + 1)[:count].cumsum(0)
-        self._bounds = [0, *ends.tolist()]  # of the rows of each expert
-        self.is_differentiated = False
+        # Of the rows of each expert. The host waits for them only once, because the same experts are chosen again.
+        self._bounds: list[int] = _bounds(flat, count) if before is None else before._bounds
+        self._grad: torch.Tensor | None = None  # of the output
+        self._weight_grads: torch.Tensor | None = None  # (S,), by place
         self._rows: torch.Tensor | None = None  # outputs of all rows, or gradients of their inputs, (S, H)
-        self.output: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None if before is None else before.output
         self.output_like = hidden.shape, hidden.dtype
 
     def chosen(self) -> list[int]:
@@ -76,8 +78,13 @@ class ExpertCall:
         places = self._places[rows]
         weighted = _weighted(function, self._hidden[self._tokens[rows]], ids, self._weights.flatten()[places])
         if self._rows is None:
-            self._rows = weighted.new_zeros((self._ids.numel(), weighted.shape[-1]))
+            self._rows = self._new_rows(weighted)
         self._rows[places if self._order.unsorts else rows] = weighted
+
+    def _new_rows(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for all rows (S, H), zeros if there are rows without an expert."""
+        new = like.new_empty if self._bounds[-1] == self._ids.numel() else like.new_zeros
+        return new((self._ids.numel(), like.shape[-1]))
 
     def _tile(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the experts (R, 1) of a tile's rows, and the rows (R,) in the order in which they are given to the function; None
@@ -117,9 +124,9 @@ class ExpertCall:
 
     def begin_backward(self, grad: torch.Tensor) -> None:
         """Take the gradient of the experts' output (N, H)."""
-        self.is_differentiated = True
         self._grad = grad
-        self._weight_grads = torch.zeros_like(self._weights).flatten() if self._needs_grads[1] else None
+        if self._needs_grads[1]:
+            self._weight_grads = torch.zeros_like(self._weights).flatten()
 
     def differentiate(self, experts: slice, function: Experts) -> None:
         """Compute the rows of some experts again, and differentiate them. Gradients of weights go to the tile's leaves."""
@@ -130,6 +137,7 @@ class ExpertCall:
         tokens, places = self._tokens[rows], self._places[rows]
         hidden = self._hidden[tokens].requires_grad_(self._needs_grads[0])
         weights = self._weights.flatten()[places].requires_grad_(self._needs_grads[1])
+        assert self._grad is not None
         with torch.enable_grad():
             weighted = _weighted(function, hidden, ids, weights)
             if not weighted.requires_grad:
@@ -137,13 +145,19 @@ class ExpertCall:
             weighted.backward(self._grad[tokens].to(weighted.dtype))
         if hidden.grad is not None:
             if self._rows is None:
-                self._rows = hidden.new_zeros((self._ids.numel(), hidden.shape[-1]))
+                self._rows = self._new_rows(hidden)
             self._rows[places if self._order.spreads_unsorted else rows] = hidden.grad
         if self._weight_grads is not None and weights.grad is not None:
             self._weight_grads[places] = weights.grad
 
     def take_grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of hidden states (N, H) and weights (N, K), and forget them."""
+        """Return the gradients of hidden states (N, H) and weights (N, K), and forget them.
+
+        Raises:
+            StreamingError: this call belongs to a graph that must not be differentiated.
+        """
+        if self._grad is None:
+            reject_gradient(None)
         rows, self._rows = self._rows, None
         weight_grads = None if self._weight_grads is None else self._weight_grads.view(self._ids.shape)
         if not self._needs_grads[0]:
@@ -168,6 +182,12 @@ class ExpertCall:
         # A leaf with a gradient of its own: what comes after the experts depends on it also where nothing before is trained.
         output: torch.Tensor = _FromTiles.apply(self, self.output.detach().requires_grad_(), hidden, weights)
         return output
+
+
+def _bounds(ids: torch.Tensor, count: int) -> list[int]:
+    """Return where the rows of each expert begin among the sorted rows, and where those of the last end. The host waits for it."""
+    ends = torch.bincount(ids.clamp(max=count), minlength=count + 1)[:count].cumsum(0)
+    return [0, *ends.tolist()]
 
 
 def _weighted(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -195,8 +215,6 @@ class _FromTiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        if not ctx.call.is_differentiated:
-            reject_gradient(None)
         return None, None, *ctx.call.take_grads()
 
 

@@ -82,8 +82,7 @@ class TiledBackward:
         """Return a replacement of the experts that returns their former output, and adds it to a list."""
 
         def keep(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            call = self._experts.call(hidden, ids, weights)
-            call.output = before.output
+            call = self._experts.call(hidden, ids, weights, before)
             self._calls.append(call)
             outputs.append(call.attach(hidden, weights))
             return outputs[-1]

@@ -42,9 +42,11 @@ class TiledExperts:
         """The tiles, in the order of the forward pass."""
         return self._engine.tiles.slots.of(self._index)
 
-    def call(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> ExpertCall:
-        """Return a call of the experts."""
-        return ExpertCall(self._experts.module, self._experts.count, hidden, ids, weights)
+    def call(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, before: ExpertCall | None = None
+    ) -> ExpertCall:
+        """Return a call of the experts; ``before`` is that of the forward pass."""
+        return ExpertCall(self._experts.module, self._experts.count, hidden, ids, weights, before)
 
     @contextmanager
     def forward(self, calls: list[ExpertCall]) -> Iterator[None]:
