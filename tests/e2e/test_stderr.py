@@ -42,15 +42,21 @@ def test_a_command_that_fails() -> None:
     ]
 
 
-def test_bitsandbytes_without_a_library_for_this_cuda(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("logger", "text"),
+    [
+        ("bitsandbytes.cextension", "bitsandbytes library load error"),  # without a library for this version of CUDA
+        ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),  # on a CPU with AVX-512
+    ],
+)
+def test_messages_of_bitsandbytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, logger: str, text: str
 ) -> None:
-    log = "import logging\nlogging.getLogger('bitsandbytes.cextension').error('bitsandbytes library load error')\n"
-    (tmp_path / "peft.py").write_text(log)
+    (tmp_path / "peft.py").write_text(f"import logging\nlogging.getLogger({logger!r}).error({text!r})\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", sys)  # so that what is there now is put back
     del sys.modules["peft"]
     adapters._peft()
     assert caplog.records == []
-    logging.getLogger("bitsandbytes.cextension").error("of the user's own import")
+    logging.getLogger(logger).error("of the user's own import")
     assert len(caplog.records) == 1

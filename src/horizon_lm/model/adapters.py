@@ -245,8 +245,9 @@ def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _peft() -> Any:
-    # PEFT imports bitsandbytes, which logs an error if it has no library for this version of CUDA; nothing here needs it.
-    logger = logging.getLogger("bitsandbytes.cextension")
+    # PEFT imports bitsandbytes, which logs an error if it has no library for this version of CUDA, and a warning if it has no
+    # kernels for a CPU with AVX-512; nothing here needs them.
+    logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
