@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ import transformers
 from horizon_lm.cost import block_probe, model_outline
 from tests.support import remembered
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control has put pytest into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # with tiny models, more threads only compete
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
