@@ -38,7 +38,10 @@ MORE = ("glm4_moe", "olmoe", "granitemoe", "granitemoehybrid", "ernie4_5_moe")
 
 
 def plain(family: str, experts: int = EXPERTS, **config: Any) -> Any:
-    return tiny_models.build(family, **{NAMES[family]: experts}, **config)
+    # The experts' width is a multiple of the elements that a CPU computes at once, 32 at most: torch computes what is left at
+    # the end of all rows by another sigmoid, and all rows end elsewhere than those of a tile.
+    width = {"intermediate_size": 64} if family == "gpt_oss" else {}
+    return tiny_models.build(family, **{NAMES[family]: experts}, **width, **config)
 
 
 def streamed(family: str, tile: int | None, device: Any = "cpu", experts: int = EXPERTS, **options: Any) -> Any:
@@ -479,7 +482,7 @@ def test_the_recomputed_block_routes_as_the_forward_pass() -> None:
     assert off(run()) < 1e-4
     with pytest.MonkeyPatch.context() as patch:  # negative control: the recomputed block routes again
         patch.setattr(Choices, "repeated", Choices.recorded)
-        assert off(run()) > 0.1
+        assert not off(run()) < 0.1  # not a number where an expert is used that was not streamed
 
 
 # Rejections
