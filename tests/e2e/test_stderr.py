@@ -36,6 +36,14 @@ def test_a_run_of_adapters(tmp_path: Path, model: Path) -> None:
     assert stderr_of("merge", run / "model", tmp_path / "merged") == ""
 
 
+def test_messages_of_bitsandbytes_during_a_command() -> None:
+    """transformers imports it, too."""
+    log = "logging.getLogger('bitsandbytes.backends.cpu.ops').error('Failed to load CPU gemm_4bit_forward')"
+    program = f"import logging; from horizon_lm import cli; cli.app = lambda: {log}; cli.main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_command_that_fails() -> None:
     assert stderr_of("plan", "nowhere.yaml").splitlines() == [
         "error: nowhere.yaml: No such file or directory; name the YAML file of a run"

@@ -2,6 +2,7 @@
 seconds.
 """
 
+import logging
 import os
 import warnings
 from contextlib import nullcontext
@@ -110,6 +111,8 @@ def main() -> None:
     """Run the installed command."""
     format_warning = warnings.formatwarning
     warnings.formatwarning = lambda *args, **kwargs: visible(format_warning(*args, **kwargs))
+    # transformers and PEFT import it. On some machines it logs that it lacks a library or kernels, which nothing here needs.
+    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
     interrupt_on_stop_signals()
     code = 0
     try:
