@@ -30,6 +30,7 @@ import horizon_lm
 from horizon_lm.cli.plan import plan_one
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import read_run_config
+from horizon_lm.errors import HorizonError, InterruptedRunError
 from horizon_lm.model import hub
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.memory import BufferSettings, ModelSizes, device_buffers
@@ -282,4 +283,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (InterruptedRunError, KeyboardInterrupt):
+        sys.exit("The demo was interrupted. `make demo` begins it again.")
+    except HorizonError as error:
+        sys.exit(f"error: {error}")

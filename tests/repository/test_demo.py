@@ -3,13 +3,17 @@
 import importlib.util
 import io
 import json
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from horizon_lm import errors
+from horizon_lm.config import load
 from horizon_lm.training.run import RunResult
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +78,22 @@ def test_next_steps_begin_with_the_environment_that_was_created(
     lines = [line.strip() for line in printed(demo).split("Next:\n")[1].splitlines()]
     assert (lines[0] == "source .venv/bin/activate") is created
     assert any(line.startswith("horizon-lm generate runs/demo/model") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (errors.InterruptedRunError("interrupted after step 1 of 60 by SIGTERM"), "The demo was interrupted."),
+        (KeyboardInterrupt(), "The demo was interrupted."),
+        (errors.ConfigError("the folder is full"), "error: the folder is full"),
+    ],
+)
+def test_an_ended_demo_shows_no_traceback(monkeypatch: pytest.MonkeyPatch, error: BaseException, text: str) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(load, "read_run_config", fail)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    monkeypatch.chdir(ROOT)  # it changes into this folder itself
+    with pytest.raises(SystemExit, match=text):
+        runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
