@@ -21,10 +21,10 @@ def streamed(**options: Any) -> Any:
     return horizon_lm.stream(tiny_models.build("llama"), precision="float32", **options)
 
 
-def test_gradient_checkpointing_warns_and_has_no_effect() -> None:
+def test_gradient_checkpointing_has_no_effect() -> None:
+    """It does not warn either: trainers of TRL enable it by default, and what it asks for is done."""
     model = streamed()
-    with pytest.warns(UserWarning, match="recomputes every block"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     model(**tiny_models.batch()).loss.backward()
     assert horizon_lm.stats(model)["block_forward_rows"] == 2 * 3 * 3
 

@@ -29,7 +29,6 @@ def _write(model: Any) -> None:
     [
         (HeadWarning, lambda model: horizon_lm.stream(_without_chunks())),
         (ForeignWriteWarning, lambda model: (_write(model), model(**batch()))),
-        (UserWarning, lambda model: model.gradient_checkpointing_enable()),
     ],
 )
 def test_the_line_that_a_warning_names(category: type[Warning], act: Callable[[Any], Any]) -> None:

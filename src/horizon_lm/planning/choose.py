@@ -93,7 +93,7 @@ def _choose_micro_batch(
     slices = step.settings.slices
     batch += ", one micro-batch" if len(slices) == 1 else f", {len(slices)} micro-batches of {slices[0]}"
     if wanted:
-        return step, f"{batch} (set by device_micro_batch_size)"
+        return step, batch
     if not fits:
         return step, f"{batch}, which does not fit"
     return step, f"{batch}, the largest that fit" if size < sizes[0] else batch
@@ -135,7 +135,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     if step.outline.unknown:
         return requested, "residency on the device is decided with the first batch"
     if request.activation_checkpoints != "auto":
-        return requested, _describe(requested, num_blocks, "as configured")
+        return requested, _describe(requested, num_blocks)
     if room is None:
         return requested, _describe(requested, num_blocks, "device memory is host memory")
     # First the buffers while every activation checkpoint is offloaded: the ring is dropped only once none is offloaded.
@@ -154,7 +154,8 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     return found, _describe(found, num_blocks, why)
 
 
-def _describe(residency: Residency, num_blocks: int, why: str) -> str:
+def _describe(residency: Residency, num_blocks: int, why: str | None = None) -> str:
+    """Return where activation checkpoints and weights are, with a reason if a plan has chosen it."""
     where = "on the device" if residency.boundaries == num_blocks else "in host memory"
     if 0 < residency.boundaries < num_blocks:
         where = f"of the {_last(residency.boundaries)} of {num_blocks} on the device, the others in host memory"
@@ -163,7 +164,7 @@ def _describe(residency: Residency, num_blocks: int, why: str) -> str:
         parts.append(f"weights of the {_last(residency.weights)} resident (loaded once per step)")
     if residency.graphs:
         parts.append(f"the {_last(residency.graphs)} not recomputed")
-    return f"{'; '.join(parts)} ({why})"
+    return "; ".join(parts) + ("" if why is None else f" ({why})")
 
 
 def _last(num_blocks: int) -> str:

@@ -117,11 +117,7 @@ def use_cache(model: Any, how: str) -> Any:
 
 @row("face.gradient-checkpointing", OBJECT, "`gradient_checkpointing_enable()`, which every trainer calls", EITHER)
 def gradient_checkpointing(model: Any) -> Any:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     values = gradients(model)
     model.gradient_checkpointing_disable()
     return [values, gradients(model)]

@@ -208,8 +208,7 @@ class StreamedModel:
     # Methods without effect
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Warn that this has no effect, because every block is already recomputed."""
-        warn("gradient checkpointing has no effect: a streamed model recomputes every block")
+        """Do nothing: a streamed model always recomputes its blocks."""
 
     def gradient_checkpointing_disable(self) -> None:
         """Do nothing: a streamed model always recomputes its blocks."""
