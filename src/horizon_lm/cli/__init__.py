@@ -32,7 +32,7 @@ _COMMANDS = {
     "plan": "Compute the memory, disk space and time that a run needs, before anything is downloaded.",
     "train": "Train a model with the settings of a YAML file, and export it to OUTPUT_DIR/model.",
     "inspect": "Show the tokens that a run would train on, statistics, and likely mistakes in the data.",
-    "init": "Print a run file to start from: each setting with its description, most of them commented out.",
+    "init": "Print a run file to start from, or translate one of another trainer.",
     "generate": "Answer a prompt with a model that may be larger than the device's memory.",
     "eval": "Run lm-eval tasks on a model that may be larger than the device's memory.",
     "checkpoints": "List the checkpoints of a run, and verify their files.",
