@@ -30,7 +30,7 @@ from horizon_lm.model.quantization import expected_codecs
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.residency import ExpectedBatch
 from horizon_lm.quantities import format_bytes, parse_bytes

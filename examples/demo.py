@@ -33,7 +33,8 @@ from horizon_lm.config.load import read_run_config
 from horizon_lm.errors import HorizonError, InterruptedRunError
 from horizon_lm.model import hub
 from horizon_lm.model.units import find_parts
-from horizon_lm.planning.memory import BufferSettings, ModelSizes, device_buffers
+from horizon_lm.planning.device_buffers import BufferSettings, device_buffers
+from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.run import RunResult
 from horizon_lm.training.setup import choose_device

@@ -7,7 +7,7 @@ import torch
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.step_cost import StepCost

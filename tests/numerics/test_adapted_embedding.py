@@ -21,7 +21,7 @@ from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.request import Machine, Request
 from tests.seams.compare import difference
 from tests.support import tiny_models

@@ -14,7 +14,7 @@ import horizon_lm
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
-from horizon_lm.planning.memory import slab_elements
+from horizon_lm.slabs import slab_elements
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.adapted_models import KINDS, MIXTURES, adapted

@@ -26,7 +26,7 @@ from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.quantization import four_bits, take_quantization
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import choose
-from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.store.quantized_checkpoint import Quantized
 from tests.seams.compare import difference

@@ -7,7 +7,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import DoesNotFitError
-from horizon_lm.planning.memory import BufferSettings, device_buffers
+from horizon_lm.planning.device_buffers import BufferSettings, device_buffers
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
 

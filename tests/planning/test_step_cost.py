@@ -9,8 +9,9 @@ import pytest
 
 from horizon_lm import AdamW, Lion
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.memory import ADAMW, PackedSizes
+from horizon_lm.planning.model_sizes import PackedSizes
 from horizon_lm.planning.plan import Plan, make_plan
+from horizon_lm.planning.planned_optimizer import ADAMW
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings

@@ -4,7 +4,7 @@ from math import inf
 from typing import Any
 
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.memory import ModelSizes
+from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
 
 # The shape of Qwen2.5-7B.

@@ -14,7 +14,7 @@ from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.units import EMBED, HEAD, OUTER
 from tests.support import tiny_models

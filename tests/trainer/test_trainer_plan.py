@@ -12,10 +12,10 @@ import horizon_lm
 from horizon_lm.errors import ConfigError, DoesNotFitError, StreamingError
 from horizon_lm.integrations import trainer_plan
 from horizon_lm.integrations.trainer_plan import TrainerPlan
-from horizon_lm.planning.memory import slab_elements
 from horizon_lm.planning.request import Limit
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.quantities import format_seconds
+from horizon_lm.slabs import slab_elements
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models

@@ -19,7 +19,7 @@ from horizon_lm.model.known_models import PART, KnownModel, find_known, known_mo
 from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.catalog import Hardware, find_profile, published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
-from horizon_lm.planning.memory import LOW_HALF_BYTES, WEIGHT_BYTES
+from horizon_lm.planning.host_memory import LOW_HALF_BYTES, WEIGHT_BYTES
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.remedies import Remedy
 from horizon_lm.planning.render import plan_as_json, plan_lines

@@ -33,7 +33,7 @@ from horizon_lm.model.routed_experts import (
 )
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
-from horizon_lm.planning.memory import ModelSizes
+from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import BlockKind, CoreCosts, Linear, ModelOutline, Work
 from horizon_lm.units import block
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.slab import PackedSlab
-from horizon_lm.planning.memory import ModelSizes, PackedSizes
+from horizon_lm.planning.model_sizes import ModelSizes, PackedSizes
 from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
 

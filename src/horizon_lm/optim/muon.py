@@ -21,7 +21,7 @@ from horizon_lm.kernels.updates import OnDevice, Rule
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.planning.matrices import NO_MATRICES
-from horizon_lm.planning.memory import PlannedOptimizer
+from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.planning.tile_sizes import NO_MATRICES_OF_TILES
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial, with the steepest slope at zero

@@ -31,7 +31,7 @@ from horizon_lm.optim.update_tasks import (
     last_parts,
     span_pieces,
 )
-from horizon_lm.planning.memory import PlannedOptimizer
+from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.schedule import build
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store

@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.planning.device_buffers import device_buffers
 from horizon_lm.planning.device_memory import device_use, step_working, weights_of_blocks
-from horizon_lm.planning.memory import device_buffers, host_bytes
+from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Limit, Machine, Request
 from horizon_lm.planning.residency import Residency, choose_residency, head_chunk_tokens

@@ -5,8 +5,8 @@ over time.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from horizon_lm.planning.device_buffers import block_bytes, device_buffers
 from horizon_lm.planning.matrices import orthogonalizing_bytes
-from horizon_lm.planning.memory import block_bytes, device_buffers
 from horizon_lm.planning.outline import Footprint, Linear
 from horizon_lm.planning.request import ForwardBatch
 from horizon_lm.planning.residency import Working

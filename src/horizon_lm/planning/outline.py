@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from operator import add, attrgetter, sub
 from typing import Generic, TypeVar
 
-from horizon_lm.planning.memory import ModelSizes
+from horizon_lm.planning.model_sizes import ModelSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.memory import host_bytes
+from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.request import Machine
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step

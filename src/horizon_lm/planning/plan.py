@@ -7,7 +7,8 @@ from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import Curve, DeviceUse, device_use, memory_curve
-from horizon_lm.planning.memory import ModelSizes, checkpoint_bytes, host_bytes, largest_file_bytes, slab_elements
+from horizon_lm.planning.host_memory import checkpoint_bytes, host_bytes, largest_file_bytes
+from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plain import plain_reasons
 from horizon_lm.planning.request import Budget, Item, Limit, Machine, Request
@@ -15,6 +16,7 @@ from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_time import SaveTime, StepTime, estimated_seconds, save_time, staged, step_time
 from horizon_lm.planning.tile_sizes import require_tiles, tile_sizes
 from horizon_lm.quantities import counted, format_bytes
+from horizon_lm.slabs import slab_elements
 
 
 @dataclass(frozen=True, slots=True)

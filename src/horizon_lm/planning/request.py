@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
-from horizon_lm.planning.memory import ADAMW, PlannedOptimizer
+from horizon_lm.planning.planned_optimizer import ADAMW, PlannedOptimizer
 from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions, chosen
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from horizon_lm.planning.device_buffers import BufferSettings
 from horizon_lm.planning.experts import ExpertSizes
-from horizon_lm.planning.memory import BufferSettings, HostSettings, ModelSizes
+from horizon_lm.planning.host_memory import HostSettings
+from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.residency import Residency

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.experts import ExpertSizes
+from horizon_lm.planning.host_memory import LOW_HALF_BYTES, WEIGHT_BYTES
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.matrices import orthogonalizing_work
-from horizon_lm.planning.memory import ADAMW, LOW_HALF_BYTES, MOMENT_BYTES, WEIGHT_BYTES, MatrixShape, ModelSizes
+from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes
 from horizon_lm.planning.outline import Work
+from horizon_lm.planning.planned_optimizer import ADAMW, MOMENT_BYTES
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.step import Step, StepSettings, sizes_of
 from horizon_lm.planning.tile_cost import TileCost

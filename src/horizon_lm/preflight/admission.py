@@ -12,10 +12,10 @@ from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
 from horizon_lm.model.source import ModelSource
 from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.choose import with_device_room
+from horizon_lm.planning.device_buffers import sum_buffers
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.matrices import NO_MATRICES
-from horizon_lm.planning.memory import sum_buffers
 from horizon_lm.planning.plan import Plan, describe_deficit, make_plan
 from horizon_lm.planning.remedies import Remedy
 from horizon_lm.planning.render import remedy_lines

@@ -19,7 +19,7 @@ from horizon_lm.model.known_models import find_known
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantization import requested_quantization, require_adapters
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.memory import ModelSizes
+from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.store.quantized_checkpoint import Quantized
 

@@ -22,8 +22,8 @@ from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.model.routed_experts import expert_sizes
+from horizon_lm.planning.device_buffers import BufferSettings, block_bytes, device_buffers
 from horizon_lm.planning.device_memory import working
-from horizon_lm.planning.memory import BufferSettings, block_bytes, device_buffers
 from horizon_lm.planning.outline import Footprint
 from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency
 

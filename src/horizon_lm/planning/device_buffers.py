@@ -1,0 +1,145 @@
+"""Sizes of the engine's buffers on the device, computed from the sizes of a model's units."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from horizon_lm.constants import COLLECTIVE_BYTES
+from horizon_lm.planning.model_sizes import ModelSizes
+from horizon_lm.slabs import WHOLE, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSettings:
+    """The settings that determine the engine's device buffers.
+
+    Attributes:
+        tokens: sequences of a step times the longest length.
+        compute_bytes, grad_bytes: bytes per element on the device, and in the gradient store.
+        micro_batches: a device micro-batch is set, so gradients are accumulated in fp32.
+        chunked_head: the head runs in chunks, with an fp32 gradient buffer.
+        offloaded: number of blocks whose boundaries pass through a ring on the device.
+        resident: number of last blocks with resident weights.
+        expert_tile: number of experts in a tile; None if no block is cut into tiles.
+        table_rows, forward_table_rows: maximum number of distinct table rows read by a step, and by a batch without
+            gradients, on all ranks; None for one per token.
+        shard: the range of each slab that this rank owns.
+    """
+
+    tokens: int
+    compute_bytes: int = 4
+    grad_bytes: int = 2
+    micro_batches: bool = False
+    chunked_head: bool = True
+    offloaded: int = 0
+    resident: int = 0
+    expert_tile: int | None = None
+    table_rows: int | None = None
+    forward_table_rows: int = 0
+    shard: Shard = WHOLE
+
+    @property
+    def kept_each(self) -> int:
+        """The hidden states that a block keeps for the backward pass: its input, and with tiles what its experts return."""
+        return 1 if self.expert_tile is None else 2
+
+
+def block_bytes(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
+    """Return the bytes of each block's weights in its slot on the device."""
+    moved = sizes if settings.expert_tile is None else sizes.without_experts()
+    _, *blocks, _, _, _ = moved.cuts(settings.shard)
+    slots = [cuts.slot_numel * settings.compute_bytes for cuts in blocks]
+    if sizes.in_float32 is None:
+        return slots
+    others = block_bytes(sizes.in_float32, replace(settings, compute_bytes=4, expert_tile=None))
+    return [sum(both) for both in zip(slots, others, strict=True)]
+
+
+def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSizes | None = None) -> Mapping[str, int]:
+    """Return the bytes of each kind of buffer in a training step, for the worst case of the tokens in a batch.
+
+    Args:
+        sizes: sizes of the model.
+        settings: settings of the step.
+        trained: sizes of the trainable parameters; None if all parameters are trainable.
+    """
+    trained = trained or sizes
+    accumulates, slot_grad = settings.shard.grad_slots(settings.micro_batches, settings.grad_bytes)
+    moved, moved_grads = sizes, trained
+    if settings.expert_tile is not None:
+        moved, moved_grads = sizes.without_experts(), trained.without_experts()
+    buffers = _unit_buffers(moved, moved_grads, settings, slot_grad, accumulates)
+    if sizes.in_float32 is not None:
+        assert trained.in_float32 is not None
+        own = replace(settings, compute_bytes=4)
+        for kind, num_bytes in _unit_buffers(sizes.in_float32, trained.in_float32, own, 4, accumulates).items():
+            buffers[kind] += num_bytes
+    num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
+    rows, forward_rows = num_rows * sizes.hidden, settings.forward_table_rows * sizes.hidden
+    compute = settings.compute_bytes
+    buffers |= {
+        "packed_slots": 2 * max((settings.shard.packed_slot(each.slab_bytes)[-1] for each in sizes.packed), default=0),
+        "table_rows": max(rows, forward_rows) * compute,
+        "table_row_grads": rows * settings.grad_bytes if trained.table else 0,
+        "boundary_ring": 2 * settings.kept_each * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
+        **_tile_buffers(sizes, trained, settings, 4 if accumulates else slot_grad),
+    }
+    return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
+
+
+def _tile_buffers(sizes: ModelSizes, trained: ModelSizes, settings: BufferSettings, tile_grad: int) -> dict[str, int]:
+    """Return the bytes of the slots of tiles.
+
+    Args:
+        sizes, trained, settings: as in `device_buffers`.
+        tile_grad: bytes per element of a gradient, which is summed over micro-batches in its slot.
+    """
+    if settings.expert_tile is None:
+        return {}
+    slot = sizes.tile_numel(settings.expert_tile)
+    is_trained = trained.tile_numel(settings.expert_tile) > 0
+    return {
+        "tile_slots": 2 * slot * settings.compute_bytes,
+        "tile_grad_slots": 2 * slot * tile_grad if is_trained else 0,
+    }
+
+
+def _unit_buffers(
+    sizes: ModelSizes, trained: ModelSizes, settings: BufferSettings, slot_grad: int, accumulates: bool
+) -> dict[str, int]:
+    """Return the bytes of the buffers of blocks, head and outer parameters, without those of weights in float32.
+
+    Args:
+        sizes, trained, settings: as in `device_buffers`.
+        slot_grad: bytes per element of a gradient on the device.
+        accumulates: gradients are summed in an accumulator.
+    """
+    compute = settings.compute_bytes
+    table, *slots, own_head, outer, _ = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
+    head, trained_head = (table, trained.table) if sizes.tied else (own_head, trained.own_head)
+    grad_slots = max(slots) if any(map(sum, trained.blocks)) else 0
+    first_resident = len(sizes.blocks) - settings.resident
+    return {
+        "weight_slots": 2 * max(slots) * compute if first_resident else 0,
+        "resident_weights": sum(slots[first_resident:]) * compute,
+        "grad_slots": (1 if accumulates else 2) * grad_slots * slot_grad,
+        "grad_accumulator": grad_slots * 4 if accumulates else 0,
+        "head_weights": head * compute,
+        "head_grads": head * (4 if settings.chunked_head else compute) if trained_head else 0,
+        "outer_weights": outer * compute,
+        "outer_grads": outer * slot_grad if trained.outer else 0,
+    }
+
+
+def sum_buffers(size: int, of_machine: int, at_once: int = COLLECTIVE_BYTES) -> Mapping[str, int]:
+    """Return the bytes in which a rank sums gradients on its device, by their use.
+
+    Args:
+        size: number of ranks.
+        of_machine: number of ranks of each machine.
+        at_once: bytes of the gradients that it receives at once.
+    """
+    if size == 1:
+        return {}
+    # Each of the machine's ranks sends an equal share of what is received. Their total has the length of one share, and is float32: twice
+    # the share's bytes for gradients in bfloat16, and more than enough for those in float32.
+    return {"received": at_once, "total": 2 * at_once // of_machine}

@@ -1,0 +1,36 @@
+"""An optimizer as the planner knows it: its moments, and the bytes that they take."""
+
+from dataclasses import dataclass
+
+from horizon_lm.planning.model_sizes import ModelSizes
+
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of each moment
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOptimizer:
+    """The figures of an optimizer that a plan needs. An update reads and writes its moments once.
+
+    Attributes:
+        name: as in reports.
+        num_moments: moments of each parameter.
+        orthogonalizes: matrices of blocks have one moment, which is orthogonalized on the device.
+    """
+
+    name: str
+    num_moments: int
+    orthogonalizes: bool = False
+
+    def moment_bytes(self, moments: str) -> int:
+        """Return the bytes of a parameter's moments, without the scales of 8-bit moments: of one in a matrix, where these differ."""
+        return (1 if self.orthogonalizes else self.num_moments) * MOMENT_BYTES[moments]
+
+    def moments_of(self, trained: ModelSizes) -> list[ModelSizes]:
+        """Return the sizes of the parameters that have each moment."""
+        if not self.orthogonalizes:
+            return [trained] * self.num_moments
+        return [trained.only_matrices(), *[trained.without_matrices()] * self.num_moments]
+
+
+ADAMW = PlannedOptimizer("AdamW", 2)
+"""The optimizer that runs have by default, and that the seconds of an update are measured with."""
