@@ -3,20 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.planning.budgets import (
+    buffer_budget,
+    device_budget,
+    disk_budget,
+    download_budget,
+    file_problems,
+    host_budget,
+    transferred_bytes,
+)
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import Curve, DeviceUse, device_use, memory_curve
-from horizon_lm.planning.host_memory import checkpoint_bytes, host_bytes, largest_file_bytes
-from horizon_lm.planning.model_sizes import ModelSizes
+from horizon_lm.planning.device_memory import Curve, device_use, memory_curve
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plain import plain_reasons
-from horizon_lm.planning.request import Budget, Item, Limit, Machine, Request
+from horizon_lm.planning.request import Budget, Machine, Request
 from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_time import SaveTime, StepTime, estimated_seconds, save_time, staged, step_time
 from horizon_lm.planning.tile_sizes import require_tiles, tile_sizes
-from horizon_lm.quantities import counted, format_bytes
-from horizon_lm.slabs import slab_elements
+from horizon_lm.quantities import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +87,6 @@ class Plan:
         return None if self.time is None else memory_curve(self.step, self.time.spans, self.host.num_bytes)
 
 
-def describe_deficit(budget: Budget) -> str:
-    """Return the needed, available and missing bytes of one place as a sentence."""
-    assert budget.limit is not None
-    return (
-        f"{budget.place}: {format_bytes(budget.num_bytes)} needed, {format_bytes(budget.limit.num_bytes)} available "
-        f"({budget.limit.name}), {format_bytes(budget.deficit)} short ({budget.deficit:,} bytes)"
-    )
-
-
 def make_plan(
     outline: ModelOutline, request: Request, machine: Machine, priced: bool = True, usual: ModelOutline | None = None
 ) -> Plan:
@@ -110,8 +106,7 @@ def make_plan(
     require_tiles(outline, request)
     choice = choose(outline, request, machine)
     step, use = choice.step, device_use(choice.step)
-    on_device = [*_device_items(step, use), *_reserved_items(machine)]
-    host = _host_items(step, use, machine)
+    host = host_budget(step, use, machine)
     typical = step if usual is None else replace(step, outline=usual)
     hardware = machine.hardware
     if hardware is not None and machine.page_lock_error:
@@ -119,8 +114,6 @@ def make_plan(
     time, save = None, None
     if priced and hardware is not None and not outline.unknown:
         time, save = _times(typical, hardware, machine)
-    num_bytes = request.download_bytes
-    download = [Item("download", num_bytes, "the checkpoint to start from")] if num_bytes else []
     return Plan(
         request,
         machine,
@@ -136,18 +129,14 @@ def make_plan(
             *plain_reasons(typical, machine, time),
             *([f"{outline.unknown}, so activations and times are not included"] if outline.unknown else []),
         ],
-        host=Budget("host", [item for item in host if item.num_bytes], machine.host_limits),
-        device=Budget("device", [] if machine.on_host else on_device, [] if machine.on_host else machine.device_limits),
-        disk=Budget("disk", [*_disk_items(step), *([] if machine.download_limits else download)], machine.disk_limits),
-        download=Budget("download", download if machine.download_limits else [], machine.download_limits),
-        buffers=Budget(
-            "buffers",
-            _buffer_items(use),
-            [Limit("device_memory", request.device_memory)] if request.device_memory is not None else [],
-        ),
+        host=host,
+        device=device_budget(step, use, machine),
+        disk=disk_budget(step, machine),
+        download=download_budget(step, machine),
+        buffers=buffer_budget(step, use),
         time=time,
         save=save,
-        problems=_file_problems(step, machine),
+        problems=file_problems(step, machine),
     )
 
 
@@ -235,6 +224,15 @@ def _adapter_reasons(outline: ModelOutline) -> list[str]:
     return [f"adapters: {trained:,} parameters are trained, {trained / total:.2%} of {total:,}"]
 
 
+def _staging_reasons(host: Budget, machine: Machine) -> list[str]:
+    if not machine.page_lock_error:
+        return []
+    return [
+        f"{format_bytes(transferred_bytes(host))} of host memory cannot be page-locked ({machine.page_lock_error}); transfers use "
+        "staging buffers, which are slower"
+    ]
+
+
 _GROUPED = (9, 10)  # major compute capabilities with torch's kernel for grouped products, in torch 2.11 to 2.13
 
 
@@ -263,145 +261,3 @@ def _shorter_step_reasons(step: Step, hardware: Hardware | None, machine: Machin
 
 
 _NOTABLE_SHARE = 0.02  # of a step's duration
-_WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
-
-_DEVICE_NAMES = {
-    "weight_slots": ("weight slots", "double-buffered, sized for the largest block"),
-    "packed_slots": ("codes and scales", "gathered from all ranks before they are decoded"),
-    "resident_weights": ("resident weights", "blocks that stay on the device"),
-    "grad_slots": ("gradient slots", "sized for the largest block"),
-    "grad_accumulator": ("gradient accumulator", "fp32, sized for the largest block"),
-    "tile_slots": ("expert slots", "double-buffered, sized for the largest tile of experts"),
-    "tile_grad_slots": ("expert gradient slots", "sized for the largest tile of experts"),
-    "head_weights": ("head weights", ""),
-    "head_grads": ("head gradients", ""),
-    "outer_weights": ("outer weights", "final norm and other small parameters"),
-    "outer_grads": ("outer gradients", ""),
-    "table_rows": ("embedding rows", "maximum that a step can read"),
-    "table_row_grads": ("embedding row gradients", ""),
-    "boundary_ring": ("activation checkpoint ring", "double buffer of transfers to and from the host"),
-}
-
-
-def _device_items(step: Step, use: DeviceUse) -> list[Item]:
-    residency, settings = step.settings.residency, step.settings
-    rows = settings.slices[0]
-    stay = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
-    return [
-        *_buffer_items(use),
-        *([Item("activation checkpoints", use.checkpoints, stay)] if use.checkpoints else []),
-        Item(
-            "activations and head workspace",
-            use.activations,
-            f"peak, {rows} × {step.outline.length:,} tokens in a block"
-            + (f", {counted(residency.graphs, 'resident graph')}" if residency.graphs else "")
-            + (", all logits" if settings.chunk_tokens is None else f", logits of {settings.chunk_tokens:,} tokens"),
-        ),
-        Item("masks and positions", use.shared, f"for {step.outline.attention} attention"),
-    ]
-
-
-def _buffer_items(use: DeviceUse) -> list[Item]:
-    return [Item(_DEVICE_NAMES[kind][0], num_bytes, _DEVICE_NAMES[kind][1]) for kind, num_bytes in use.buffers.items()]
-
-
-_COLLECTIVES = "sums of gradients, and what NCCL takes (estimate)"
-
-
-def _reserved_items(machine: Machine) -> list[Item]:
-    """Return the device memory that is not used by the step itself."""
-    limits = [limit.num_bytes for limit in machine.device_limits]
-    margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
-    return [
-        Item("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
-        *([Item("collectives", machine.collective_bytes, _COLLECTIVES)] if machine.collective_bytes else []),
-        Item("context", machine.device_context_bytes, "driver, libraries and their kernels (estimate)"),
-        Item("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for allocator fragmentation"),
-    ]
-
-
-_HOST_NAMES = {
-    "weights": ("weights", "streamed to the device"),
-    "packed_weights": ("quantized weights", "codes and scales, decoded on the device"),
-    "low_halves": ("low halves", "the other 16 bits of the fp32 master weights"),
-    "grads": ("gradients", ""),
-    "landing": ("landing slots", "gradients until their update"),
-    "boundaries": ("activation checkpoints", "block inputs, kept for the backward pass"),
-}
-
-
-def _host_items(step: Step, use: DeviceUse, machine: Machine) -> list[Item]:
-    kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
-    optimizer = step.settings.optimizer
-    count = "one" if optimizer.num_moments == 1 else "two"
-    count = "one of matrices, two of others" if optimizer.orthogonalizes else f"{count} per parameter"
-    names = {**_HOST_NAMES, "moments": ("moments", f"{count} ({optimizer.name})")}
-    items = [Item(names[kind][0], num_bytes, names[kind][1]) for kind, num_bytes in kept.items()]
-    if machine.on_host:
-        items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
-    workers = machine.compile_workers if step.settings.compiled else 0
-    saved, width = _exported(step)
-    largest = max(map(slab_elements, saved.units)) * width
-    # The export follows the last step, when the memory of activations is free again.
-    export = max(0, largest - (use.activations if machine.on_host else 0))
-    return [
-        *items,
-        Item("staging", machine.staging_bytes, "page-locked transfer buffers"),
-        Item("export", export, "one unit while it is written"),
-        Item("process", machine.process_bytes, "interpreter, libraries and dataset"),
-        Item("compilers", workers * _WORKER_BYTES, f"{workers} torch.compile worker processes"),
-    ]
-
-
-def _staging_reasons(host: Sequence[Item], machine: Machine) -> list[str]:
-    if not machine.page_lock_error:
-        return []
-    moved = sum(item.num_bytes for item in host if item.name in {_HOST_NAMES[kind][0] for kind in _TRANSFERRED})
-    return [
-        f"{format_bytes(moved)} of host memory cannot be page-locked ({machine.page_lock_error}); transfers use staging buffers, "
-        "which are slower"
-    ]
-
-
-_TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")
-
-
-def _exported(step: Step) -> tuple[ModelSizes, int]:
-    """Return the parameters of the exported model, and their bytes. PEFT saves the adapters alone, in float32."""
-    outline = step.outline
-    return (outline.trained, 4) if outline.base_is_frozen else (outline.sizes, step.settings.export_bytes)
-
-
-def _disk_items(step: Step) -> list[Item]:
-    saved, width = _exported(step)
-    exported = saved.num_parameters * width
-    of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
-    items = [Item("exported model", exported, f"{width} bytes per parameter{of_adapters}")]
-    saves = step.settings.saves
-    if saves.num:
-        each = exported if saves.only_model or saves.with_model else 0
-        if not saves.only_model:
-            each += checkpoint_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
-        count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
-        note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
-        items.append(Item("checkpoints", count * each, note))
-    return items
-
-
-_LARGEST_FILE = 50 * 10**9  # of an exported model, which is cut into several above that
-
-
-def _file_problems(step: Step, machine: Machine) -> list[str]:
-    """Return why the run could not write a file, although there is room on the disk."""
-    saved, width = _exported(step)
-    files = [("the exported model", min(saved.num_parameters * width, _LARGEST_FILE))]
-    if step.settings.saves.num and not step.settings.saves.only_model:
-        files.append(
-            ("a checkpoint", largest_file_bytes(step.outline.sizes, step.outline.trained, step.host_settings()))
-        )
-    return [
-        f"A file may have at most {format_bytes(machine.file_limit)} (ulimit -f), and {name} needs one of {format_bytes(num_bytes)}; "
-        "raise the limit: ulimit -f unlimited."
-        for name, num_bytes in files
-        if machine.file_limit is not None and num_bytes > machine.file_limit
-    ]

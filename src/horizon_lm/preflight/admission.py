@@ -11,12 +11,13 @@ from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
 from horizon_lm.model.source import ModelSource
 from horizon_lm.optim.choosing import optimizer_class
+from horizon_lm.planning.budgets import describe_deficit
 from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_buffers import sum_buffers
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.matrices import NO_MATRICES
-from horizon_lm.planning.plan import Plan, describe_deficit, make_plan
+from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.remedies import Remedy
 from horizon_lm.planning.render import remedy_lines
 from horizon_lm.planning.request import ForwardBatch, Machine, Request, Saves

@@ -1,0 +1,184 @@
+"""The budgets of a plan: what a run needs on the device, in host memory and on disk, item by item."""
+
+from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.planning.device_memory import DeviceUse
+from horizon_lm.planning.host_memory import checkpoint_bytes, host_bytes, largest_file_bytes
+from horizon_lm.planning.model_sizes import ModelSizes
+from horizon_lm.planning.request import Budget, Item, Limit, Machine
+from horizon_lm.planning.step import Step
+from horizon_lm.quantities import counted, format_bytes
+from horizon_lm.slabs import slab_elements
+
+_WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
+_DEVICE_NAMES = {
+    "weight_slots": ("weight slots", "double-buffered, sized for the largest block"),
+    "packed_slots": ("codes and scales", "gathered from all ranks before they are decoded"),
+    "resident_weights": ("resident weights", "blocks that stay on the device"),
+    "grad_slots": ("gradient slots", "sized for the largest block"),
+    "grad_accumulator": ("gradient accumulator", "fp32, sized for the largest block"),
+    "tile_slots": ("expert slots", "double-buffered, sized for the largest tile of experts"),
+    "tile_grad_slots": ("expert gradient slots", "sized for the largest tile of experts"),
+    "head_weights": ("head weights", ""),
+    "head_grads": ("head gradients", ""),
+    "outer_weights": ("outer weights", "final norm and other small parameters"),
+    "outer_grads": ("outer gradients", ""),
+    "table_rows": ("embedding rows", "maximum that a step can read"),
+    "table_row_grads": ("embedding row gradients", ""),
+    "boundary_ring": ("activation checkpoint ring", "double buffer of transfers to and from the host"),
+}
+
+
+def device_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
+    """Return the device memory of a run; it is empty if the device computes in host memory."""
+    if machine.on_host:
+        return Budget("device", [])
+    return Budget("device", [*_device_items(step, use), *_reserved_items(machine)], machine.device_limits)
+
+
+def buffer_budget(step: Step, use: DeviceUse) -> Budget:
+    """Return the memory of the engine's buffers on the device, which ``device_memory`` may limit."""
+    limit = step.settings.device_memory
+    return Budget("buffers", _buffer_items(use), [] if limit is None else [Limit("device_memory", limit)])
+
+
+def _device_items(step: Step, use: DeviceUse) -> list[Item]:
+    residency, settings = step.settings.residency, step.settings
+    rows = settings.slices[0]
+    stay = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
+    return [
+        *_buffer_items(use),
+        *([Item("activation checkpoints", use.checkpoints, stay)] if use.checkpoints else []),
+        Item(
+            "activations and head workspace",
+            use.activations,
+            f"peak, {rows} × {step.outline.length:,} tokens in a block"
+            + (f", {counted(residency.graphs, 'resident graph')}" if residency.graphs else "")
+            + (", all logits" if settings.chunk_tokens is None else f", logits of {settings.chunk_tokens:,} tokens"),
+        ),
+        Item("masks and positions", use.shared, f"for {step.outline.attention} attention"),
+    ]
+
+
+def _buffer_items(use: DeviceUse) -> list[Item]:
+    return [Item(_DEVICE_NAMES[kind][0], num_bytes, _DEVICE_NAMES[kind][1]) for kind, num_bytes in use.buffers.items()]
+
+
+_COLLECTIVES = "sums of gradients, and what NCCL takes (estimate)"
+
+
+def _reserved_items(machine: Machine) -> list[Item]:
+    """Return the device memory that is not used by the step itself."""
+    limits = [limit.num_bytes for limit in machine.device_limits]
+    margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
+    return [
+        Item("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
+        *([Item("collectives", machine.collective_bytes, _COLLECTIVES)] if machine.collective_bytes else []),
+        Item("context", machine.device_context_bytes, "driver, libraries and their kernels (estimate)"),
+        Item("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for allocator fragmentation"),
+    ]
+
+
+_HOST_NAMES = {
+    "weights": ("weights", "streamed to the device"),
+    "packed_weights": ("quantized weights", "codes and scales, decoded on the device"),
+    "low_halves": ("low halves", "the other 16 bits of the fp32 master weights"),
+    "grads": ("gradients", ""),
+    "landing": ("landing slots", "gradients until their update"),
+    "boundaries": ("activation checkpoints", "block inputs, kept for the backward pass"),
+}
+
+
+def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
+    """Return the host memory of a run, with that of the device if it computes there."""
+    kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+    optimizer = step.settings.optimizer
+    count = "one" if optimizer.num_moments == 1 else "two"
+    count = "one of matrices, two of others" if optimizer.orthogonalizes else f"{count} per parameter"
+    names = {**_HOST_NAMES, "moments": ("moments", f"{count} ({optimizer.name})")}
+    items = [Item(names[kind][0], num_bytes, names[kind][1]) for kind, num_bytes in kept.items()]
+    if machine.on_host:
+        items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
+    workers = machine.compile_workers if step.settings.compiled else 0
+    saved, width = _exported(step)
+    largest = max(map(slab_elements, saved.units)) * width
+    # The export follows the last step, when the memory of activations is free again.
+    export = max(0, largest - (use.activations if machine.on_host else 0))
+    items += [
+        Item("staging", machine.staging_bytes, "page-locked transfer buffers"),
+        Item("export", export, "one unit while it is written"),
+        Item("process", machine.process_bytes, "interpreter, libraries and dataset"),
+        Item("compilers", workers * _WORKER_BYTES, f"{workers} torch.compile worker processes"),
+    ]
+    return Budget("host", [item for item in items if item.num_bytes], machine.host_limits)
+
+
+_TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")
+
+
+def transferred_bytes(host: Budget) -> int:
+    """Return the bytes of host memory that transfers to and from the device read or write."""
+    names = {_HOST_NAMES[kind][0] for kind in _TRANSFERRED}
+    return sum(item.num_bytes for item in host.items if item.name in names)
+
+
+def disk_budget(step: Step, machine: Machine) -> Budget:
+    """Return the disk space of a run, with that of the download unless it goes to another disk."""
+    saved, width = _exported(step)
+    exported = saved.num_parameters * width
+    of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
+    items = [Item("exported model", exported, f"{width} bytes per parameter{of_adapters}")]
+    saves = step.settings.saves
+    if saves.num:
+        each = exported if saves.only_model or saves.with_model else 0
+        if not saves.only_model:
+            each += checkpoint_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+        count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
+        note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
+        items.append(Item("checkpoints", count * each, note))
+    if not machine.download_limits:
+        items += _download_items(step)
+    return Budget("disk", items, machine.disk_limits)
+
+
+def download_budget(step: Step, machine: Machine) -> Budget:
+    """Return the disk space of the checkpoint download; it is empty unless it goes to another disk than the run."""
+    return Budget("download", _download_items(step) if machine.download_limits else [], machine.download_limits)
+
+
+def _download_items(step: Step) -> list[Item]:
+    num_bytes = step.settings.download_bytes
+    return [Item("download", num_bytes, "the checkpoint to start from")] if num_bytes else []
+
+
+def _exported(step: Step) -> tuple[ModelSizes, int]:
+    """Return the parameters of the exported model, and their bytes. PEFT saves the adapters alone, in float32."""
+    outline = step.outline
+    return (outline.trained, 4) if outline.base_is_frozen else (outline.sizes, step.settings.export_bytes)
+
+
+_LARGEST_FILE = 50 * 10**9  # of an exported model, which is cut into several above that
+
+
+def file_problems(step: Step, machine: Machine) -> list[str]:
+    """Return why the run could not write a file, although there is room on the disk."""
+    saved, width = _exported(step)
+    files = [("the exported model", min(saved.num_parameters * width, _LARGEST_FILE))]
+    if step.settings.saves.num and not step.settings.saves.only_model:
+        files.append(
+            ("a checkpoint", largest_file_bytes(step.outline.sizes, step.outline.trained, step.host_settings()))
+        )
+    return [
+        f"A file may have at most {format_bytes(machine.file_limit)} (ulimit -f), and {name} needs one of {format_bytes(num_bytes)}; "
+        "raise the limit: ulimit -f unlimited."
+        for name, num_bytes in files
+        if machine.file_limit is not None and num_bytes > machine.file_limit
+    ]
+
+
+def describe_deficit(budget: Budget) -> str:
+    """Return the needed, available and missing bytes of one place as a sentence."""
+    assert budget.limit is not None
+    return (
+        f"{budget.place}: {format_bytes(budget.num_bytes)} needed, {format_bytes(budget.limit.num_bytes)} available "
+        f"({budget.limit.name}), {format_bytes(budget.deficit)} short ({budget.deficit:,} bytes)"
+    )
