@@ -64,7 +64,7 @@ class Run:
     def state(self) -> dict[str, bytes]:
         """Return every byte of the weights and the optimizer's state, read from host memory without a wait."""
         kept: dict[str, bytes] = {"steps": repr([float(s["step"]) for s in self.optimizer.state.values()]).encode()}
-        for unit, arrays in self.optimizer._arrays.items():
+        for unit, arrays in self.optimizer._updates.arrays.items():
             moments = [array for each in arrays.moments.values() for array in (each.values, each.scales)]
             for number, array in enumerate((arrays.weights, arrays.low, *moments)):
                 kept[f"{unit}.{number}"] = array.tobytes()

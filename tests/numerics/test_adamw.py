@@ -10,6 +10,7 @@ import torch
 import horizon_lm
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, PartialUpdateError, StreamingError
 from horizon_lm.optim import update_tasks
+from horizon_lm.optim.grad_norm import sum_squares
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
 from tests.support.training_steps import feed, masters
@@ -208,10 +209,9 @@ def test_the_norm_is_that_of_clip_grad_norm(precision: str, backwards: int, tied
     optimizer = horizon_lm.AdamW(model, max_grad_norm=0.1)
     for part in range(backwards):
         model(**tiny_models.batch(seed=part)).loss.backward()
-    known = optimizer._squared_norms(
-        {u: optimizer._present(u) for u in model._horizon.engine.store.units}
-    )  # as summed during landing
     engine = model._horizon.engine
+    present = {unit: list(slabs.grad_layout) for unit, slabs in engine.store.units.items()}
+    known = sum_squares(engine, present)  # as summed during landing
     assert all(
         engine.grads.squared_norms.of(unit) is not None for unit in known if engine.store.units[unit].grad_layout.numel
     )

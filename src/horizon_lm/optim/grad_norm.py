@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from horizon_lm.device.cpu import dtype_name
+from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, warn
 from horizon_lm.kernels.gradients import squared_norm_kernel
 from horizon_lm.quantities import counted
@@ -16,7 +17,30 @@ from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 REMEDY = "Lower the learning rate, or look at the rows of this step."
 
 
-def squared_norm(slabs: UnitSlabs, names: Iterable[str]) -> float:
+def sum_squares(engine: Machinery, present: Mapping[Unit, Iterable[str]]) -> dict[Unit, float]:
+    """Return the sum of squares of each unit's gradients on all ranks.
+
+    They are read from host memory only if landing did not sum them.
+
+    Args:
+        engine: the model's engine.
+        present: the parameters with a gradient, by unit.
+    """
+    units = engine.store.units
+    squared_norms = {unit: 0.0 for unit in units if not unit.is_float32}
+    for unit, slabs in units.items():
+        names = present[unit]
+        known = engine.grads.squared_norms.of(unit) if names else None
+        if known is None and names and slabs.grads.numel():
+            known = _squared_norm(slabs, names)
+        squared_norms[unit.home] += known or 0.0
+    if engine.mesh is None:
+        return squared_norms
+    sums = engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
+    return dict(zip(squared_norms, sums, strict=True))
+
+
+def _squared_norm(slabs: UnitSlabs, names: Iterable[str]) -> float:
     """Return the sum of squares of some gradients of a unit, as stored in host memory, of the part that this rank owns."""
     kernel = squared_norm_kernel(dtype_name(slabs.grads))
     return sum(kernel(as_array(slabs.grads[slabs.own_grads_of(name)])) for name in names)

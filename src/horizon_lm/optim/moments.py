@@ -1,6 +1,6 @@
 """An optimizer's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as passed to the kernels."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,19 +47,17 @@ class Moments:
         store: the store of the model, with gradient layouts.
         kind: ``float32`` (4 bytes per parameter and moment), ``bfloat16`` (2, stochastically rounded) or ``8bit`` (1, and an
             fp32 scale per block of 256).
-        rule_of: returns the rule of a parameter by its name, with the names of its moments.
+        rules: the rule of each trained parameter, which names its moments.
 
     Attributes:
         units: the moments of each unit by name, in the same order for all units.
     """
 
-    def __init__(self, store: Store, kind: str, rule_of: Callable[[str], Rule]) -> None:
+    def __init__(self, store: Store, kind: str, rules: Mapping[str, Rule]) -> None:
         if kind not in _DTYPES:
             raise ConfigError(f"moments is {kind!r}; choose one of {', '.join(_DTYPES)}")
         self.kind = kind
-        held = {
-            unit: {name: rule_of(name).moments for name in slabs.grad_layout} for unit, slabs in store.units.items()
-        }
+        held = {unit: {name: rules[name].moments for name in slabs.grad_layout} for unit, slabs in store.units.items()}
         of_any = (moment for moments in held.values() for names in moments.values() for moment in names)
         self._moments = tuple(dict.fromkeys(of_any))
         self.units: dict[Unit, dict[str, MomentSlabs]] = {unit: {} for unit in store.units}

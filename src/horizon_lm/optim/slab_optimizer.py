@@ -4,38 +4,26 @@ The update is computed in fp32 for all formats of weights, gradients and moments
 in the order in which the next forward pass needs them, and overlaps with that pass.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from horizon_lm.device.transfers import Move, joined
+from horizon_lm.device.transfers import Move
 from horizon_lm.engine.host.updates import TableGrads
-from horizon_lm.engine.passes.device_update import DevicePart
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import allocate_grads, apply_in_backward
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
-from horizon_lm.kernels.gradients import compile_landing
 from horizon_lm.kernels.updates import Rule
-from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, squared_norm
-from horizon_lm.optim.moments import Moments, UnitArrays
+from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, sum_squares
+from horizon_lm.optim.moments import Moments
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state
-from horizon_lm.optim.update_tasks import (
-    Span,
-    StepUpdate,
-    TableRows,
-    compile_kernels,
-    first_parts,
-    last_parts,
-    span_pieces,
-)
+from horizon_lm.optim.unit_updates import UnitUpdates
+from horizon_lm.optim.update_tasks import StepUpdate, TableRows
 from horizon_lm.planning.planned_optimizer import PlannedOptimizer
-from horizon_lm.schedule import build
-from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+from horizon_lm.units import Unit
 
 
 class SlabOptimizer(torch.optim.Optimizer):
@@ -79,7 +67,8 @@ class SlabOptimizer(torch.optim.Optimizer):
             )
         self._store: Store = self._engine.store
         self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
-        self._arrays: dict[Unit, UnitArrays] = {}
+        self._steps: dict[torch.Tensor, int] = {}
+        self._has_states = False
         super().__init__(list(params) if params is not None else self._trainable(), defaults)
         if update_in_backward:
             apply_in_backward(self._engine, self)
@@ -90,25 +79,14 @@ class SlabOptimizer(torch.optim.Optimizer):
         self.non_finite_unit: str | None = None
         self._rejected: str | None = None
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
-        self._current: StepUpdate | None = None  # the step that is being applied
-        self._moments = Moments(self._store, moments, self.rule_of)
-        self._arrays.update({unit: UnitArrays.of(self._store, unit, self._moments) for unit in self._store.units})
-        self._steps: dict[torch.Tensor, int] = {}
+        self._current: StepUpdate | None = None  # the step that backward passes are applying
+        rules = {name: self.rule_of(name) for slabs in self._store.units.values() for name in slabs.grad_layout}
+        self._moments = Moments(self._store, moments, rules)
+        self._updates = UnitUpdates(self._engine, self._moments, rules, update_in_backward)
+        self._has_states = True
         for group in self.param_groups:
             self._add_states(group["params"])
-        self._compile_kernels()
-
-    def _compile_kernels(self) -> None:
-        used = {
-            (arrays.modes(rule), unit == EMBED): arrays
-            for unit, arrays in self._arrays.items()
-            for rule in {self.rule_of(name) for name in arrays.grad_layout}
-        }
-        for ((rule, *_), is_table), arrays in used.items():
-            compile_kernels(arrays, rule, self.defaults, is_table)
-            # A device has gradients in the dtype of its weights, and in fp32 if it sums several.
-            sources = {"float32", "float32" if arrays.weight_format == "float32" else "bfloat16"}
-            compile_landing(arrays.grad_format, sources, is_table)
+        self._updates.compile(self.defaults)
 
     def allocate_moments(self) -> None:
         """Let the system allocate the memory of all moments now, which are zero. It would do so in the first update."""
@@ -156,10 +134,10 @@ class SlabOptimizer(torch.optim.Optimizer):
             )
         engine.access.wait_for_grads()
         engine.foreign_writes.follow()
-        present = {unit: self._present(unit) for unit in self._store.units}
+        present = self._present()
         if not (self.pending if self._in_backward else any(present.values())):  # no gradients: do nothing, like torch
             return loss
-        squared_norms = self._squared_norms(present)
+        squared_norms = sum_squares(engine, present)
         unit = first_non_finite_unit(squared_norms, self._engine.parts.num_blocks)
         if unit is not None:
             self._reject_step(unit)
@@ -170,8 +148,9 @@ class SlabOptimizer(torch.optim.Optimizer):
         self.grad_norm = sum(squared_norms.values()) ** 0.5
         self.unit_grad_norms = {unit: square**0.5 for unit, square in squared_norms.items()}
         if self._in_backward:
+            assert self._current is not None
             engine.grads.squared_norms.clear()
-            self._finish_step()
+            self._finish_step(self._current)
         else:
             self._issue_update(present, clip_factor(self.grad_norm, self.max_grad_norm))
         return loss
@@ -179,8 +158,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     def landed_grad_norm(self) -> float:
         """Return the global norm of the gradients of this step, before clipping. Wait until they are in host memory."""
         self._engine.access.wait_for_grads()
-        present = {unit: self._present(unit) for unit in self._store.units}
-        return float(sum(self._squared_norms(present).values()) ** 0.5)
+        return float(sum(sum_squares(self._engine, self._present()).values()) ** 0.5)
 
     def belongs_to(self, engine: Engine) -> bool:
         """Return whether this optimizer updates the model of this engine."""
@@ -221,26 +199,13 @@ class SlabOptimizer(torch.optim.Optimizer):
             self._current = None
         self._engine.access.clear_grads()
 
-    def _present(self, unit: Unit) -> list[str]:
-        """Return the parameters of a unit that have a gradient. Other parameters are not updated, as in torch."""
-        layout = self._store.units[unit].grad_layout
-        if self._in_backward:
-            return list(layout)
-        return [name for name in layout if not self._engine.grads.is_empty(name)]
-
-    def _squared_norms(self, present: Mapping[Unit, list[str]]) -> dict[Unit, float]:
-        """Return the sum of squares of each unit's stored gradients, read again only if landing did not compute it."""
-        squared_norms = {unit: 0.0 for unit in self._store.units if not unit.is_float32}
-        for unit, slabs in self._store.units.items():
-            names = present[unit]
-            known = self._engine.grads.squared_norms.of(unit) if names else None
-            if known is None and names and slabs.grads.numel():
-                known = squared_norm(slabs, names)
-            squared_norms[unit.home] += known or 0.0
-        if self._engine.mesh is None:
-            return squared_norms
-        sums = self._engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
-        return dict(zip(squared_norms, sums, strict=True))
+    def _present(self) -> dict[Unit, list[str]]:
+        """Return the parameters of each unit that have a gradient. Other parameters are not updated, as in torch."""
+        grads = self._engine.grads
+        return {
+            unit: [name for name in slabs.grad_layout if self._in_backward or not grads.is_empty(name)]
+            for unit, slabs in self._store.units.items()
+        }
 
     def _reject_step(self, unit: Unit) -> None:
         """Skip a step whose gradient is not finite, or raise NonFiniteError."""
@@ -258,70 +223,26 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     # One step
 
-    def _start_step(self, clip: float) -> None:
+    def _new_step(self, clip: float) -> StepUpdate:
         groups = [(group["params"], {name: group[name] for name in self.defaults}) for group in self.param_groups]
-        self._current = StepUpdate(groups, self._steps, self._seed, self._step + 1, clip)
+        return StepUpdate(groups, self._steps, self._seed, self._step + 1, clip)
 
     def _issue_update(self, present: Mapping[Unit, list[str]], clip: float) -> None:
-        """Count the step, and issue the updates of all units, in the order in which the next forward pass streams them in."""
+        """Count the step, and issue the updates of all units."""
         self._engine.updates.finish()
-        self._start_step(clip)
-        blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
-        order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
-        spans = {part: self._spans(part, present[part]) for unit in order for part in self._store.parts_of(unit)}
-        moves = {
-            unit: joined([self._moves(part, last_parts(spans[part])) for part in self._store.parts_of(unit)])
-            for unit in order
-        }
-        first = {unit: first_parts(found) for unit, found in spans.items()}
-        on_device = {unit: self._on_device(unit, found) for unit, found in first.items() if found}
-        table = None  # the embedding's update is left to the next forward pass, which knows which rows it needs first
-        if present[EMBED]:
-            table = self.table(TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
-        updated = [unit for unit, pieces in moves.items() if pieces or unit in on_device]
-        schedule = build.update(self._engine.layout, updated, on_device)
-        self._finish_step()
-        self._engine.run_update(schedule, moves, table, on_device)
+        step = self._new_step(clip)
+        update = self._updates.of_all(step, present)
+        self._finish_step(step)
+        self._engine.run_update(*update)
 
-    def _moves(self, unit: Unit, spans: Sequence[Span]) -> Sequence[Move]:
-        slabs = self._store.units[unit]
-        return self._pieces(self._arrays[unit], unit, spans, slabs.grads[slabs.own_grads])
-
-    def _on_device(self, unit: Unit, spans: Sequence[Span]) -> DevicePart:
-        """Return what comes before a unit's update: the first parts of these spans, and their matrices."""
-        slabs, rule = self._store.units[unit], spans[0].rule
-        assert rule.on_device is not None
-        arrays = self._arrays[unit].of_grads(as_array(slabs.grads))
-        moves = self._pieces(arrays, unit, spans, slabs.grads[slabs.own_grads])
-        return DevicePart(moves, [name for span in spans for name in span.names], rule.on_device.compute)
-
-    def _pieces(self, arrays: UnitArrays, unit: Unit, spans: Sequence[Span], grads: torch.Tensor) -> Sequence[Move]:
-        record = self._engine.updates.partial_update.record
-        return span_pieces(arrays, spans, as_array(grads), record, self._guard(unit))
-
-    def _finish_step(self) -> None:
-        """Count the step, whose updates may still be running, or are about to be issued."""
-        assert self._current is not None
-        for param in self._current.stepped:
+    def _finish_step(self, step: StepUpdate) -> None:
+        """Count a step, whose updates may still be running, or are about to be issued."""
+        for param in step.stepped:
             self._steps[param] += 1
-        torch._foreach_add_([self.state[param]["step"] for param in self._current.stepped], 1.0)
+        torch._foreach_add_([self.state[param]["step"] for param in step.stepped], 1.0)
         self._step += 1
         self._skipped.reset()
         self._current = None
-
-    def _spans(self, unit: Unit, names: Iterable[str]) -> list[Span]:
-        assert self._current is not None
-        params = {name: self._engine.refs[name].param for name in names}
-        return self._current.spans(unit, self._arrays[unit], params, self.rule_of)
-
-    def _guard(self, unit: Unit) -> Callable[[], bool]:
-        """Return a check of a unit's gradient to call when its update runs; before that, the gradient may be
-        incomplete.
-        """
-        if not self._in_backward:
-            return lambda: True
-        squared_norms = self._engine.grads.squared_norms
-        return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
 
     # The interface for updates in a backward pass (`engine.host.updates.UnitOptimizer`)
 
@@ -331,20 +252,19 @@ class SlabOptimizer(torch.optim.Optimizer):
                 "update_in_backward has already changed the weights in this step's backward; call optimizer.step() after "
                 "each backward, and put all rows of a step into one forward"
             )
-        self._start_step(clip=1.0)
+        self._current = self._new_step(clip=1.0)
 
     @property
     def pending(self) -> bool:
         return self._current is not None
 
     def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        return self._pieces(self._arrays[unit], unit, self._spans(unit, names), grads)
+        assert self._current is not None
+        return self._updates.of_unit(self._current, unit, names, grads)
 
     def table(self, grads: TableGrads) -> TableRows | None:
-        spans, record = self._spans(EMBED, self._store.units[EMBED].layout), self._engine.updates.partial_update.record
-        if not spans:
-            return None
-        return TableRows(self._arrays[EMBED], grads, spans[0], record, self._guard(EMBED))
+        assert self._current is not None
+        return self._updates.of_table(self._current, grads)
 
     # Parameter groups and state
 
@@ -362,7 +282,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         except ConfigError:
             self.param_groups.pop()
             raise
-        if self._arrays:
+        if self._has_states:
             self._add_states(group["params"])
 
     def _add_states(self, params: Iterable[torch.nn.Parameter]) -> None:

@@ -81,7 +81,7 @@ class StepUpdate:
         self.stepped: list[torch.nn.Parameter] = []
 
     def spans(
-        self, unit: Unit, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter], rule_of: Callable[[str], Rule]
+        self, unit: Unit, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter], rules: Mapping[str, Rule]
     ) -> list[Span]:
         """Group parameters of a unit into spans, leaving out parameters that the optimizer does not train."""
         order = {name: number for number, name in enumerate(arrays.layout)}
@@ -91,7 +91,7 @@ class StepUpdate:
             settings = self._settings.get(id(param))
             if settings is None:
                 continue
-            rule, step = rule_of(name), self._steps[param] + 1
+            rule, step = rules[name], self._steps[param] + 1
             if rule.on_device is not None:
                 settings = {**settings, "shape": tuple(param.shape)}
             if arrays.mergeable and before == (order[name] - 1, rule, settings, step):

@@ -1,0 +1,138 @@
+"""The updates of a model's units: from gradients and the numbers of a step to moves that the engine runs."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from horizon_lm.device.transfers import Move, joined
+from horizon_lm.engine.host.updates import TableGrads
+from horizon_lm.engine.passes.device_update import DevicePart
+from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.kernels.gradients import compile_landing
+from horizon_lm.kernels.updates import Rule
+from horizon_lm.optim.moments import Moments, UnitArrays
+from horizon_lm.optim.update_tasks import (
+    Span,
+    StepUpdate,
+    TableRows,
+    compile_kernels,
+    first_parts,
+    last_parts,
+    span_pieces,
+)
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import Pass
+from horizon_lm.store.arena import as_array
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+
+
+class UpdatePass(NamedTuple):
+    """The update of all units, as the arguments of `Engine.run_update`."""
+
+    schedule: Pass
+    moves: Mapping[Unit, Sequence[Move]]
+    table: TableRows | None
+    on_device: Mapping[Unit, DevicePart]
+
+
+class UnitUpdates:
+    """The slabs of all units, and their updates.
+
+    Args:
+        engine: the model's engine, with memory for gradients.
+        moments: the moments of the optimizer.
+        rules: the rule of each trained parameter, by full name.
+        in_backward: units are updated before all gradients of a step are known to be finite.
+
+    Attributes:
+        arrays: the slabs of each unit.
+    """
+
+    def __init__(self, engine: Machinery, moments: Moments, rules: Mapping[str, Rule], in_backward: bool) -> None:
+        self._engine, self._store, self._rules, self._in_backward = engine, engine.store, rules, in_backward
+        self.arrays = {unit: UnitArrays.of(self._store, unit, moments) for unit in self._store.units}
+
+    def compile(self, settings: Mapping[str, Any]) -> None:
+        """Compile the kernels, so that the first step takes no longer than later steps.
+
+        Args:
+            settings: settings of a parameter group.
+        """
+        used = {
+            (arrays.modes(rule), unit == EMBED): arrays
+            for unit, arrays in self.arrays.items()
+            for rule in {self._rules[name] for name in arrays.grad_layout}
+        }
+        for ((rule, *_), is_table), arrays in used.items():
+            compile_kernels(arrays, rule, settings, is_table)
+            # A device has gradients in the dtype of its weights, and in fp32 if it sums several.
+            sources = {"float32", "float32" if arrays.weight_format == "float32" else "bfloat16"}
+            compile_landing(arrays.grad_format, sources, is_table)
+
+    def of_all(self, step: StepUpdate, present: Mapping[Unit, Iterable[str]]) -> UpdatePass:
+        """Return the update of all units, in the order in which the next forward pass streams them in.
+
+        Args:
+            step: the numbers of the step.
+            present: the parameters with a gradient, by unit.
+        """
+        blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
+        order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
+        parts = {unit: self._store.parts_of(unit) for unit in order}
+        spans = {part: self._spans(step, part, present[part]) for unit in order for part in parts[unit]}
+        moves = {
+            unit: joined([self._pieces(self.arrays[part], part, last_parts(spans[part])) for part in parts[unit]])
+            for unit in order
+        }
+        first = {unit: first_parts(found) for unit, found in spans.items()}
+        on_device = {unit: self._on_device(unit, found) for unit, found in first.items() if found}
+        table = None  # the embedding's update is left to the next forward pass, which knows which rows it needs first
+        if present[EMBED]:
+            table = self.of_table(step, TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
+        updated = [unit for unit, pieces in moves.items() if pieces or unit in on_device]
+        return UpdatePass(build.update(self._engine.layout, updated, on_device), moves, table, on_device)
+
+    def of_unit(self, step: StepUpdate, unit: Unit, names: Iterable[str], grads: torch.Tensor) -> Sequence[Move]:
+        """Return the update of these parameters of a unit, whose gradients will be in ``grads``."""
+        return self._pieces(self.arrays[unit], unit, self._spans(step, unit, names), grads)
+
+    def of_table(self, step: StepUpdate, grads: TableGrads) -> TableRows | None:
+        """Return the update of the embedding, or None if it is not trained."""
+        spans, record = (
+            self._spans(step, EMBED, self._store.units[EMBED].layout),
+            self._engine.updates.partial_update.record,
+        )
+        return TableRows(self.arrays[EMBED], grads, spans[0], record, self._guard(EMBED)) if spans else None
+
+    def _spans(self, step: StepUpdate, unit: Unit, names: Iterable[str]) -> list[Span]:
+        params = {name: self._engine.refs[name].param for name in names}
+        return step.spans(unit, self.arrays[unit], params, self._rules)
+
+    def _on_device(self, unit: Unit, spans: Sequence[Span]) -> DevicePart:
+        """Return what comes before a unit's update: the first parts of these spans, and their matrices."""
+        rule = spans[0].rule
+        assert rule.on_device is not None
+        arrays = self.arrays[unit].of_grads(as_array(self._store.units[unit].grads))
+        moves = self._pieces(arrays, unit, spans)
+        return DevicePart(moves, [name for span in spans for name in span.names], rule.on_device.compute)
+
+    def _pieces(
+        self, arrays: UnitArrays, unit: Unit, spans: Sequence[Span], grads: torch.Tensor | None = None
+    ) -> Sequence[Move]:
+        """Return the update of some spans, from the part of a gradient slab that this rank owns; None for that of the unit."""
+        if grads is None:
+            slabs = self._store.units[unit]
+            grads = slabs.grads[slabs.own_grads]
+        record = self._engine.updates.partial_update.record
+        return span_pieces(arrays, spans, as_array(grads), record, self._guard(unit))
+
+    def _guard(self, unit: Unit) -> Callable[[], bool]:
+        """Return a check of a unit's gradient to call when its update runs; before that, the gradient may be
+        incomplete.
+        """
+        if not self._in_backward:
+            return lambda: True
+        squared_norms = self._engine.grads.squared_norms
+        return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
