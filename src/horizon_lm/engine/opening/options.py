@@ -16,8 +16,8 @@ from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.distributed.mesh import find_mesh
 from horizon_lm.engine.calls.model_forward import ModelForward
+from horizon_lm.engine.opening.attaching import attach
 from horizon_lm.engine.opening.late_adapters import are_adapters_changed, attach_again
-from horizon_lm.engine.opening.streamed_model import attach
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.recompute import outside_inference_mode
 from horizon_lm.errors import ConfigError, HeadWarning, ModelNotSupportedError, UnprovenModelWarning, warn
