@@ -11,7 +11,6 @@ from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.calls.chunked_losses import WANTED
 from horizon_lm.engine.calls.model_forward import ModelForward
-from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt
 from horizon_lm.engine.opening.streamed_model import StreamedModel
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
@@ -97,12 +96,9 @@ def attach(
     # Memory that the model had before is registered already.
     kept = {slab.data_ptr() for slab in _registered(before)} if before else ()
     device.register_host([slab for slab in slabs if slab.numel() and slab.data_ptr() not in kept])
-    for name, ref in engine.refs.items():
-        if name in store.codecs:  # a placeholder, which is never written and has no gradient
-            continue
-        heads = any(module is parts.head for module, _ in ref.places)
-        assert ref.param.data_ptr() == store.weight(name).data_ptr() or ref.param.numel() == 0
-        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine.access)
+    plain = {name: ref.param for name, ref in engine.refs.items() if name not in store.codecs and ref.param.numel()}
+    assert all(param.data_ptr() == store.weight(name).data_ptr() for name, param in plain.items())
+    engine.access.adopt_parameters()
     cls = type(model)
     parts.refer_weakly()  # the model owns the engine, which refers to the parts
     # Before the class changes, in which `_horizon` is a property without a setter.

@@ -17,7 +17,7 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.calls.model_forward import ModelForward
 from horizon_lm.engine.host.packed_parameters import PackedParameter
-from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
+from horizon_lm.engine.host.parameters import StreamedParameter, landing_grad
 from horizon_lm.engine.opening.moving import move_in
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import trains_other_adapters
@@ -136,11 +136,8 @@ def _detach(horizon: ModelForward) -> None:
 
 def _restore(horizon: ModelForward, streamed_class: type) -> None:
     """Undo `_detach`."""
-    model, engine = horizon.model, horizon.engine
-    for ref in (ref for name, ref in engine.refs.items() if name not in engine.store.codecs):
-        heads = any(module is engine.parts.head for module, _ in ref.places)
-        adopt(ref.param, HeadParameter if heads else StreamedParameter, engine.access)
-    model.__class__ = streamed_class
+    horizon.engine.access.adopt_parameters()
+    horizon.model.__class__ = streamed_class
     horizon.replaced.replace()
 
 

@@ -4,7 +4,7 @@ import weakref
 
 from torch import nn
 
-from horizon_lm.engine.host.parameters import landing_grad
+from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
 from horizon_lm.engine.passes.machinery import Machinery, require_attached
 from horizon_lm.engine.passes.running import Running
 from horizon_lm.errors import StreamingError
@@ -23,6 +23,14 @@ class HostAccess:
         engine = self._of()
         assert engine is not None
         return engine
+
+    def adopt_parameters(self) -> None:
+        """Turn the model's parameters into streamed parameters, which ask this object."""
+        engine = self.engine
+        for name, ref in engine.refs.items():
+            if name not in engine.store.codecs:  # a placeholder, which is never written and has no gradient
+                heads = any(module is engine.parts.head for module, _ in ref.places)
+                adopt(ref.param, HeadParameter if heads else StreamedParameter, self)
 
     @property
     def has_parts(self) -> bool:
