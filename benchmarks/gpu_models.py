@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.model.hub import build_skeleton
+from horizon_lm.model.skeletons import build_skeleton
 
 _QWEN25: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151_936, "tie_word_embeddings": True}
 _QWEN25_1_5B = _QWEN25 | {

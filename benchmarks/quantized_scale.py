@@ -24,9 +24,9 @@ from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.engine.opening import loading
 from horizon_lm.engine.opening.options import StreamArguments, open_device
 from horizon_lm.model.adapters import Adapters
-from horizon_lm.model.hub import build_skeleton, known_config
-from horizon_lm.model.known_models import find_known
+from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.quantization import expected_codecs
+from horizon_lm.model.skeletons import build_skeleton
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use

@@ -13,8 +13,7 @@ from typing import Any
 from horizon_lm.cli.plan import MODES
 from horizon_lm.config import plan_config
 from horizon_lm.config.load import parse_overrides
-from horizon_lm.model.hub import known_config
-from horizon_lm.model.known_models import find_known
+from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.catalog import find_profile
 from horizon_lm.planning.device_memory import device_use

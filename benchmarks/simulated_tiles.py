@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import RunConfig, plan_config
-from horizon_lm.model import hub
-from horizon_lm.model.known_models import find_known
+from horizon_lm.model import hf_config
+from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.catalog import find_profile
 from horizon_lm.planning.plan import Plan
@@ -57,9 +57,9 @@ def opened(run: RunConfig, model: str) -> Source:
         return open_source(run)
     known = find_known("DeepSeek-V3")
     assert known is not None
-    config = hub.known_config(replace(known, config={**known.config, **KIMI_SHAPES}))
+    config = known_config(replace(known, config={**known.config, **KIMI_SHAPES}))
     config.quantization_config = dict(known.quantization or {})
-    return Source(ModelSource(config, KIMI, None), hub.config_bytes(config), is_local=False)
+    return Source(ModelSource(config, KIMI, None), hf_config.config_bytes(config), is_local=False)
 
 
 def planned(case: Case, tile: str | None) -> Plan:

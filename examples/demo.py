@@ -31,7 +31,7 @@ from horizon_lm.cli.plan import plan_one
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import read_run_config
 from horizon_lm.errors import HorizonError, InterruptedRunError
-from horizon_lm.model import hub
+from horizon_lm.model import gguf_weights, hf_config, skeletons
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.device_buffers import BufferSettings, device_buffers
 from horizon_lm.planning.model_sizes import ModelSizes
@@ -88,14 +88,14 @@ def convert_model() -> None:
     console.print(f"converting {GGUF} to {MODEL}")
     part = MODEL.with_name(MODEL.name + ".part")  # renamed when it is complete
     shutil.rmtree(part, ignore_errors=True)
-    hub.load_gguf(folder, GGUF, torch.bfloat16).save_pretrained(part)
+    gguf_weights.load_gguf(folder, GGUF, torch.bfloat16).save_pretrained(part)
     transformers.AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(part)
     part.rename(MODEL)
 
 
 def open_sizes() -> ModelSizes:
     """Return the sizes of the model's units, without reading its weights."""
-    return find_parts(hub.open_skeleton(MODEL, hub.load_config(MODEL, trust_remote_code=False))).sizes()
+    return find_parts(skeletons.open_skeleton(MODEL, hf_config.load_config(MODEL, trust_remote_code=False))).sizes()
 
 
 def show_buffers(sizes: ModelSizes, config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.errors import StreamingError
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.quantization import four_bits, take_quantization
 from horizon_lm.model.source import ModelSource
@@ -184,7 +184,7 @@ def measured(rank: int, folder: str, family: str, kind: str, training: Training)
     mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
     model = opened(folder, kind, training, device_mesh=mesh)
     base = Path(model.peft_config["default"].base_model_name_or_path)
-    config = hub.read_config(base, trust_remote_code=False)
+    config = hf_config.read_config(base, trust_remote_code=False)
     published = take_quantization(config)
     quantized = Quantized.of(published or four_bits(), base if published else None)
     adapters = Adapters(r=4, target_modules=tuple(model.peft_config["default"].target_modules))

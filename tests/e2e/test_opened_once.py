@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.cost import model_outline
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config, skeletons
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -21,8 +21,8 @@ def test_a_run_reads_a_config_and_builds_a_skeleton_once(
     settings: str, objective: str, model: Path, tmp_path: Path, outlines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
-    for name in ("read_config", "build_skeleton"):
-        monkeypatch.setattr(hub, name, counted(getattr(hub, name), counts, name))
+    for module, name in ((hf_config, "read_config"), (skeletons, "build_skeleton")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name), counts, name))
     monkeypatch.setattr(model_outline, "outline_model", outlines)  # no outline of another test
     pairs = [{"prompt": f"hello {i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", pairs if objective == "dpo" else tiny.alpaca_rows(4))

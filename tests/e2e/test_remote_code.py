@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import horizon_lm
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config, hub
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -100,5 +100,5 @@ def test_code_of_a_model_on_the_hub_is_downloaded(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    config = hub.load_config(hub.local_folder("someone/keeper"), trust_remote_code=True)
+    config = hf_config.load_config(hub.local_folder("someone/keeper"), trust_remote_code=True)
     assert type(config).__name__ == "KeeperConfig"

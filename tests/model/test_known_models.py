@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_lm.model.hub import build_skeleton, full_name, known_config
-from horizon_lm.model.known_models import KnownModel, find_known, known_models
+from horizon_lm.model.known_models import KnownModel, find_known, full_name, known_config, known_models
+from horizon_lm.model.skeletons import build_skeleton
 from horizon_lm.model.units import find_parts
 
 FILES = sorted((resources.files("horizon_lm.model") / "published").iterdir(), key=lambda file: file.name)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, Llama4TextConfig, OpenAIGPTConfig
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.model import hub
+from horizon_lm.model import skeletons
 from tests.support import tiny_models
 from tests.support.tensor_memory import StorageMeter
 
@@ -24,28 +24,28 @@ def llama4(experts: int, width: int) -> Any:
 def test_experts_take_no_memory(experts: int, width: int) -> None:
     meter = StorageMeter()
     with meter:
-        model = hub.build_skeleton(llama4(experts, width))
+        model = skeletons.build_skeleton(llama4(experts, width))
     assert model.get_parameter("model.layers.1.feed_forward.experts.gate_up_proj").shape == (experts, width, 4 * width)
     assert all(param.is_meta for param in model.parameters())
     assert meter.peak < 2**20
 
 
 def test_a_large_buffer_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_LARGE", 2**10)
+    monkeypatch.setattr(skeletons, "_LARGE", 2**10)
     config = OpenAIGPTConfig(n_positions=64, n_embd=16, n_layer=1, n_head=2, vocab_size=64)
     assert torch.equal(
-        hub.build_skeleton(config).get_buffer("transformer.h.0.attn.bias")[0, 0], torch.ones(64, 64).tril()
+        skeletons.build_skeleton(config).get_buffer("transformer.h.0.attn.bias")[0, 0], torch.ones(64, 64).tril()
     )
     with pytest.raises(ConfigError, match="a table of 1,000,000,000,000 elements would be computed"):
-        hub.build_skeleton(OpenAIGPTConfig(n_positions=10**6))
+        skeletons.build_skeleton(OpenAIGPTConfig(n_positions=10**6))
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_buffers_do_not_depend_on_what_is_large(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_models.build(family).config
-    expected = hub.build_skeleton(AutoConfig.for_model(**config.to_dict()))
-    monkeypatch.setattr(hub, "_LARGE", 0)
-    skeleton = hub.build_skeleton(AutoConfig.for_model(**config.to_dict()))
+    expected = skeletons.build_skeleton(AutoConfig.for_model(**config.to_dict()))
+    monkeypatch.setattr(skeletons, "_LARGE", 0)
+    skeleton = skeletons.build_skeleton(AutoConfig.for_model(**config.to_dict()))
     assert {n: (p.shape, p.dtype) for n, p in skeleton.named_parameters()} == {
         n: (p.shape, p.dtype) for n, p in expected.named_parameters()
     }

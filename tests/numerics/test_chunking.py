@@ -11,7 +11,7 @@ import horizon_lm
 from horizon_lm.cost.block_probe import run_on_meta
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.compiling import chunk_mlps
-from horizon_lm.model.hub import meta_copy
+from horizon_lm.model.skeletons import meta_copy
 from tests.support import tiny_models
 
 

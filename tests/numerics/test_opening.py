@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import horizon_lm
-from horizon_lm.model import hub
+from horizon_lm.model import gguf_weights, hf_config
 from horizon_lm.model.opening import created_in_float32
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
@@ -186,7 +186,7 @@ def test_weights_that_transformers_keeps_in_float32_are_written_with_all_bits(pr
     assert before["model.layers.1.mlp.gate.weight"].dtype == torch.float32
     model = horizon_lm.from_pretrained(tmp_path, precision=precision)
     for dtype in PRECISIONS.values():  # as a run looks at the folder before it opens it
-        skeleton = ModelSource(hub.load_config(tmp_path, False), str(tmp_path), tmp_path, dtype=dtype).skeleton()
+        skeleton = ModelSource(hf_config.load_config(tmp_path, False), str(tmp_path), tmp_path, dtype=dtype).skeleton()
         assert check_folder(skeleton, tmp_path, None) == []
     for dtype in (None, torch.bfloat16) if precision != "float32" else ():
         model.save_pretrained(tmp_path / "written", dtype=dtype)
@@ -300,7 +300,7 @@ def test_a_gguf_file_is_dequantized_to_the_dtype_that_it_is_opened_with(
     def dequantized(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(GEMMA, dtype=dtype)
 
-    monkeypatch.setattr(hub, "load_gguf", dequantized)
+    monkeypatch.setattr(gguf_weights, "load_gguf", dequantized)
     model = horizon_lm.from_pretrained(tmp_path, precision=precision, gguf_file="model.gguf")
     assert model.get_buffer("model.embed_tokens.embed_scale").dtype == PRECISIONS[precision]
     assert set(model._horizon.engine.store.source_dtypes.values()) == {PRECISIONS[precision]}

@@ -13,7 +13,7 @@ import horizon_lm
 from horizon_lm.cost.model_outline import require_packable
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import attention
-from horizon_lm.model.hub import build_skeleton
+from horizon_lm.model.skeletons import build_skeleton
 from horizon_lm.model.units import find_parts
 from tests.e2e import tiny
 from tests.support import tiny_models

@@ -21,7 +21,7 @@ from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
 from horizon_lm.kernels import decoding
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.quantization import four_bits, take_quantization
 from horizon_lm.model.source import ModelSource
@@ -330,7 +330,7 @@ def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, p
     """Host memory and traffic are those of the plan to the byte, and the base never moves out."""
     folder = published(family, kind)
     targets = ["o_proj"]
-    config = hub.read_config(folder, trust_remote_code=False)
+    config = hf_config.read_config(folder, trust_remote_code=False)
     published_as = take_quantization(config)
     quantized = Quantized.of(published_as or four_bits(), folder if published_as else None)
     outline = outline_model(ModelSource(config, family), length=24, dtype=torch.float32, adapters=Adapters(r=4, target_modules=tuple(targets)), quantized=quantized)  # fmt: skip

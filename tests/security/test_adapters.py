@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config, skeletons
 from horizon_lm.model.adapter_config import require_quick_names
 from horizon_lm.model.freezing import _compile
 from horizon_lm.model.quantization import expected_codecs, four_bits
@@ -138,7 +138,7 @@ def test_patterns_of_a_run_file(saved: Path, tmp_path: Path) -> None:
 def test_patterns_of_a_quantized_model(saved: Path) -> None:
     """The modules that a config leaves out are regular expressions, too."""
     source = saved.parent / "model"
-    parts = find_parts(hub.open_skeleton(source, hub.load_config(source, trust_remote_code=False)))
+    parts = find_parts(skeletons.open_skeleton(source, hf_config.load_config(source, trust_remote_code=False)))
     with pytest.raises(ConfigError, match=r"quantization_config: the pattern .* takes more than 1 second to compare"):
         expected_codecs(parts, {**four_bits(), "llm_int8_skip_modules": [ENDLESS]})
 

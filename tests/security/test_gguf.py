@@ -10,7 +10,8 @@ import torch
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.gguf_header import read_gguf_header
-from horizon_lm.model.hub import load_config, load_gguf
+from horizon_lm.model.gguf_weights import load_gguf
+from horizon_lm.model.hf_config import load_config
 
 U32, STRING, ARRAY = 4, 8, 9
 

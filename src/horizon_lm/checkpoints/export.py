@@ -16,7 +16,7 @@ from horizon_lm.checkpoints.part_reader import unit_of
 from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.checkpoints.unit_file import LOW
 from horizon_lm.errors import ConfigError
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config, skeletons
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
@@ -108,14 +108,16 @@ def export_checkpoint(
         raise ConfigError(f"{folder} exists; choose another folder")
     manifest = read_manifest(checkpoint)
     verify(checkpoint, manifest)
-    config = hub.read_config(checkpoint, trust_remote_code)
-    model_class = hub.saved_class(config)
-    hub.require_model(config, str(checkpoint), model_class)
-    model = hub.open_skeleton(checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code)
+    config = hf_config.read_config(checkpoint, trust_remote_code)
+    model_class = hf_config.saved_class(config)
+    hf_config.require_model(config, str(checkpoint), model_class)
+    model = skeletons.open_skeleton(checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code)
     store: Any = _CheckpointStore(checkpoint, manifest)
     if any(name in store.unit_of for name, first in parameter_names(model).items() if name != first):
         declare_untied(config)  # a model with its own head, whose config said otherwise
-        model = hub.open_skeleton(checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code)
+        model = skeletons.open_skeleton(
+            checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code
+        )
     for name, value in read_tensors(checkpoint / BUFFERS).items():
         path, _, attribute = name.rpartition(".")
         model.get_submodule(path).register_buffer(attribute, value)

@@ -16,8 +16,9 @@ import torch
 from horizon_lm.checkpoints.gguf_tokenizer import add_tokenizer
 from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapters import base_of_adapters
+from horizon_lm.model.finite import require_finite
 from horizon_lm.model.quantization import quantization_of
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.checkpoint_writer import dtype_of
@@ -48,7 +49,7 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
         raise ConfigError(f"{folder} exists; choose another folder")
     if base_of_adapters(source) is not None:
         raise ConfigError(f"{source} has adapters; merge them first: horizon-lm merge {source} OUT")
-    checkpoint, config = Checkpoint(source), hub.load_config(source, trust_remote_code=False)
+    checkpoint, config = Checkpoint(source), hf_config.load_config(source, trust_remote_code=False)
     if quantization_of(config) is not None:
         raise ModelNotSupportedError(f"{source}: quantized weights are not written as GGUF; decode them first")
     if config.model_type not in _TYPES:
@@ -107,7 +108,7 @@ def _require_kept(gguf: Any, config: Any, source: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         with closing(_describe(gguf, config, source, Path(name) / FILE)) as writer:
             _write_header(writer)
-        read = hub.read_config(Path(name), trust_remote_code=False, gguf_file=FILE).to_dict()
+        read = hf_config.read_config(Path(name), trust_remote_code=False, gguf_file=FILE).to_dict()
     own = config.to_dict()
     for key in sorted((own.keys() | read.keys()) - _WITHOUT_EFFECT):
         if not _equal(own.get(key), read.get(key)):
@@ -160,7 +161,7 @@ class _Tensors:
     def _bytes(self, name: str) -> Any:
         tensor = self._checkpoint.read([name])[name].to(self._dtypes[name])
         if tensor.dtype == torch.float16:
-            hub.require_finite(name, tensor, self._checkpoint.file_of(name))
+            require_finite(name, tensor, self._checkpoint.file_of(name))
         layout = self._layouts.get(name.rsplit(".", 2)[-2])
         return (tensor if layout is None else layout(tensor)).contiguous().view(torch.uint8).numpy()
 

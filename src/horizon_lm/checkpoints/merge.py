@@ -12,8 +12,10 @@ import torch
 from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config, hub, skeletons
 from horizon_lm.model.adapters import base_of_adapters, open_base
+from horizon_lm.model.finite import require_finite
+from horizon_lm.model.folder import require_model_files
 from horizon_lm.model.merged_layers import MergedLayers
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.quantization import take_quantization
@@ -65,18 +67,18 @@ def merge_adapter(
     name = base_of_adapters(adapter)
     if name is None:
         raise ConfigError(f"{adapter} has no adapter_config.json; it is not the folder of adapters")
-    hub.require_model_files(adapter)  # its tokenizer is copied
+    require_model_files(adapter)  # its tokenizer is copied
     source = open_base(adapter, name) if base is None else hub.local_folder(base)
-    config = hub.load_config(source, trust_remote_code)
+    config = hf_config.load_config(source, trust_remote_code)
     quantization = take_quantization(config)
-    plain, adapted = (hub.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
+    plain, adapted = (skeletons.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
     checkpoint = Checkpoint(source) if quantization is None else DecodedCheckpoint(source, quantization)
     merged = _MergedFolder(plain, adapted, adapter, checkpoint, _dtype(dtype))
     written = plain
     if merged.untied:
         config = copy.deepcopy(config)
         declare_untied(config)
-        written = hub.open_skeleton(source, config, trust_remote_code=trust_remote_code)
+        written = skeletons.open_skeleton(source, config, trust_remote_code=trust_remote_code)
         first = parameter_names(written)
         if shared := [each for each in merged.untied if first[each] != each]:
             raise ModelNotSupportedError(
@@ -179,7 +181,7 @@ class _MergedFolder:
         found = self._emit(unit, self._copies(unit, read=True), self._merge(unit))
         for name, tensor in found.items():
             if tensor.dtype in _FLOATING:
-                hub.require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
+                require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
         return found
 
     def _find_untied(self) -> list[str]:
@@ -318,7 +320,7 @@ class _MergedFolder:
         """Return tensors of the base by their names in the model."""
         tensors = self._checkpoint.read(list(target.sources))
         for name, tensor in tensors.items():
-            hub.require_finite(name, tensor, self._checkpoint.file_of(name))
+            require_finite(name, tensor, self._checkpoint.file_of(name))
         return target.convert(self._model, tensors)
 
 

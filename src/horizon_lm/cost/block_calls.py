@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from horizon_lm.cost.block_probe import BlockRun, output_on_meta, run_on_meta
 from horizon_lm.cost.core_probe import CoreRun, run_core_on_meta
 from horizon_lm.model.block_template import structure_key
-from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import forwards
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import RoutedExperts
+from horizon_lm.model.skeletons import meta_copy
 from horizon_lm.units import EMBED, OUTER
 
 _ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely to be dimensions of a model, and not multiples of each other

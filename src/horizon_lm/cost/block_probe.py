@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from horizon_lm.cost.meta_recorder import recording, uncounted
 from horizon_lm.model.block_template import StreamedBlock, structure_key
-from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import OuterTrial
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.skeletons import meta_copy
 from horizon_lm.planning.outline import Footprint, Work
 
 

@@ -9,9 +9,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.cost.meta_recorder import recording
 from horizon_lm.model.functional import in_place, logprobs_of_logits
-from horizon_lm.model.hub import meta_copy
 from horizon_lm.model.outer_trial import Decoded, forwards
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.skeletons import meta_copy
 from horizon_lm.planning.outline import Linear, Work
 from horizon_lm.units import HEAD, OUTER
 

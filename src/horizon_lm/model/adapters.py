@@ -16,6 +16,7 @@ from horizon_lm.model import hub
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, require_quick_names
 from horizon_lm.model.adapter_kinds import require_kind_that_streams
 from horizon_lm.model.adapter_layers import adapted_model
+from horizon_lm.model.finite import require_finite
 from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import lasting_name, require_inside
 
@@ -205,7 +206,7 @@ def read_values(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
     for name, value in state.items():
         if value.is_floating_point():
-            hub.require_finite(name, value, path)
+            require_finite(name, value, path)
     return state
 
 

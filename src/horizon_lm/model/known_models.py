@@ -77,3 +77,20 @@ def find_known(name: str) -> KnownModel | None:
         return deepcopy(full[wanted])
     without_org = {model.name: model for known, model in full.items() if known.rpartition("/")[2] == wanted}
     return deepcopy(next(iter(without_org.values()))) if len(without_org) == 1 else None
+
+
+def known_config(known: KnownModel) -> Any:
+    """Return the config of a known model without downloading anything."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**known.config)
+
+
+def full_name(name: str) -> str:
+    """Return the hub id for a name, which may omit the organization of a known model."""
+    known = find_known(name)
+    if known is None or "/" in name:
+        return name.partition(" ")[0]  # "... (text)" denotes a part of that model
+    names = [each.partition(" ")[0] for each in (known.name, *known.aliases)]
+    wanted = name.partition(" ")[0].casefold()
+    return next(each for each in names if each.rpartition("/")[2].casefold() == wanted)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.model import attention, hub
+from horizon_lm.model import attention, skeletons
 from horizon_lm.model.quantization import take_quantization
 
 
@@ -56,9 +56,9 @@ class ModelSource:
             attention.register()
             config = copy.deepcopy(self.config)
             self._skeleton = (
-                hub.skeleton_of(config, self.place, **self._options)
+                skeletons.skeleton_of(config, self.place, **self._options)
                 if self.folder is None
-                else hub.open_skeleton(self.folder, config, **self._options)
+                else skeletons.open_skeleton(self.folder, config, **self._options)
             )
         return self._skeleton
 

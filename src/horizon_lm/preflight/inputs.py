@@ -12,10 +12,10 @@ from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.cost import model_outline
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.model import hub
+from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, require_weights
 from horizon_lm.model.attention_kernels import head_dimensions
-from horizon_lm.model.known_models import find_known
+from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantization import requested_quantization, require_adapters
 from horizon_lm.model.source import ModelSource
@@ -122,10 +122,10 @@ def open_source(run: RunConfig) -> Source:
     if (folder := hub.folder_here(name)) is not None:
         return _in_folder(run, folder)
     known = find_known(name)
-    config = hub.known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
+    config = known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
     if known and known.quantization:
         config.quantization_config = dict(known.quantization)
-    return Source(_model_of(run, config, None), hub.config_bytes(config), is_local=False)
+    return Source(_model_of(run, config, None), hf_config.config_bytes(config), is_local=False)
 
 
 def fetch_source(run: RunConfig) -> Source:
@@ -138,12 +138,12 @@ def fetch_source(run: RunConfig) -> Source:
 
 
 def _in_folder(run: RunConfig, folder: Path) -> Source:
-    config = hub.load_config(folder, run.trust_remote_code, run.gguf_file)
+    config = hf_config.load_config(folder, run.trust_remote_code, run.gguf_file)
     model = _model_of(run, config, folder)
     if run.gguf_file:
         stored = 2
     else:
-        stored = hub.config_bytes(config) if model.quantization else hub.stored_bytes(folder, config)
+        stored = hf_config.config_bytes(config) if model.quantization else hf_config.stored_bytes(folder, config)
     return Source(model, stored, is_local=True)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, first_line, warn
-from horizon_lm.model.hub import require_finite
+from horizon_lm.model.finite import require_finite
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.store.buffers import fill_buffer
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from horizon_lm.codecs.base import Codec
-from horizon_lm.model.hub import require_finite
+from horizon_lm.model.finite import require_finite
 from horizon_lm.store.checkpoint_reader import Header
 from horizon_lm.store.conversion import Conversion, Target
 from horizon_lm.store.quantized_checkpoint import HEADER_DTYPES, QuantizedCheckpoint

@@ -18,7 +18,7 @@ from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.model.hub import require_finite
+from horizon_lm.model.finite import require_finite
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.quantization import expected_codecs, matrix_codec
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header

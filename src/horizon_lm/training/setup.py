@@ -96,11 +96,11 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     from horizon_lm.data.encoding_panics import report_panics
     from horizon_lm.data.template_limits import limit_templates
     from horizon_lm.data.token_growth import require_little_growth, require_little_growth_of_file
-    from horizon_lm.model import hub
+    from horizon_lm.model.folder import code_remedy, gguf_remedy, require_model_files
 
     limit_templates()
     report_panics()
-    hub.require_model_files(folder)
+    require_model_files(folder)
     require_little_growth_of_file(folder / "tokenizer.json")
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
@@ -116,7 +116,7 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     except Exception as error:  # the parsers of transformers and tokenizers raise anything
         raise ConfigError(
             f"{folder} has no tokenizer that can be read ({first_line(error)})"
-            f"{hub.code_remedy(error) or hub.gguf_remedy(folder) or '; copy tokenizer.json and tokenizer_config.json into it'}"
+            f"{code_remedy(error) or gguf_remedy(folder) or '; copy tokenizer.json and tokenizer_config.json into it'}"
         ) from error
 
 

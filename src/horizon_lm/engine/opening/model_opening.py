@@ -16,7 +16,7 @@ from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.opening.quantized_opening import open_weights, read_quantization
 from horizon_lm.engine.opening.same_weights import SameWeights
 from horizon_lm.errors import ConfigError
-from horizon_lm.model import hub
+from horizon_lm.model import gguf_weights, hf_config, hub
 from horizon_lm.model.adapters import Adapters, base_of_adapters, open_base
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.source import ModelSource
@@ -64,7 +64,7 @@ def open_model(request: OpenRequest) -> Any:
     precision = read_precision(options.pop("precision", None), options)
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
-        config = hub.load_config(folder, request.trust_remote_code, model_class=request.model_class)
+        config = hf_config.load_config(folder, request.trust_remote_code, model_class=request.model_class)
     quantization = read_quantization(options)
     changes = config_arguments(options, config)
     arguments = StreamArguments(precision=precision, **options)
@@ -112,11 +112,11 @@ def _open_gguf(
             f"gguf_file={request.gguf_file!r} is decoded and not quantized again; leave load_in_4bit or quantization_config out, or "
             "convert it first"
         )
-    if hub.auto_class(request.model_class) is not hub.auto_class(None):
+    if hf_config.auto_class(request.model_class) is not hf_config.auto_class(None):
         raise ConfigError(
             f"gguf_file={request.gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
         )
-    model = hub.load_gguf(folder.absolute(), request.gguf_file, opened_dtype(arguments.precision))
+    model = gguf_weights.load_gguf(folder.absolute(), request.gguf_file, opened_dtype(arguments.precision))
     return stream_loaded(model if request.adapters is None else request.adapters.add_to(model, draw=True), arguments)
 
 

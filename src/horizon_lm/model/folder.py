@@ -1,0 +1,39 @@
+"""The folder of a model: the files that it is read from, and the remedies if it cannot be read."""
+
+from pathlib import Path
+
+from horizon_lm.errors import ConfigError
+from horizon_lm.paths import require_inside, require_own_files, require_regular
+
+PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model", "*.py")
+_ALSO_READ = ("*.gguf", "additional_chat_templates", "additional_chat_templates/*")  # in a local folder
+
+
+def code_remedy(error: Exception) -> str:
+    """Return the remedy for a model whose code transformers may not run; empty for other errors."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return "; if you trust the code, allow it with trust_remote_code: true (--trust-remote-code)"
+
+
+def gguf_remedy(folder: Path) -> str:
+    """Return the remedy for a folder that has its model in a GGUF file alone, which is read by name; empty for others."""
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    return (
+        f"; read it from {files[0].name} with gguf_file: {files[0].name} (--gguf-file {files[0].name})" if files else ""
+    )
+
+
+def require_model_files(folder: Path) -> None:
+    """Raise ConfigError if a file that a model may be read from leads out of its folder, or is a pipe or a device."""
+    require_own_files(folder, (*PATTERNS, *_ALSO_READ))
+
+
+def gguf_path(folder: Path, gguf_file: str) -> Path:
+    """Return the path of a GGUF file; raise ConfigError if it is missing or outside the folder."""
+    path = folder / gguf_file
+    require_regular(path)
+    if not path.is_file():
+        raise ConfigError(f"gguf_file: {path} is missing")
+    require_inside(path, folder)
+    return path

@@ -1,0 +1,32 @@
+"""The weights of a GGUF file, dequantized."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.model.finite import require_finite
+from horizon_lm.model.folder import gguf_path, require_model_files
+from horizon_lm.model.gguf_header import read_gguf_header
+
+
+def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
+    """Return a GGUF model dequantized to a dtype and entirely in memory, to be converted once before training."""
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    require_model_files(folder)
+    read_gguf_header(gguf_path(folder, gguf_file))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=gguf_file, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
+        )  # fmt: skip
+    except Exception as error:  # transformers' parsers raise anything
+        raise ConfigError(
+            f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
+            "gguf accelerate (or the extra gguf), and an architecture that transformers reads from GGUF"
+        ) from error
+    for name, parameter in model.named_parameters():
+        require_finite(name, parameter.data, folder / gguf_file)
+    return model

@@ -1,0 +1,142 @@
+"""The Hugging Face config of a model: read it from a folder, and find the class of model that it describes."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError, first_line, warn
+from horizon_lm.model.config_limits import require_sane_config
+from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files
+from horizon_lm.model.gguf_header import read_gguf_header
+from horizon_lm.model.own_head import has_own_head
+from horizon_lm.model.quantization import matrix_codec, quantization_of
+from horizon_lm.model.tying import declare_untied
+
+
+def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None, model_class: Any = None) -> Any:
+    """Return the Hugging Face config in a folder.
+
+    Args:
+        folder: folder of the model.
+        trust_remote_code: run code of the folder, if its config asks for it.
+        gguf_file: file in the folder to read instead of config.json.
+        model_class: the class that the config must have a model of, as in `auto_class`.
+
+    Raises:
+        ConfigError: there is no usable config, or a file of the model is not safe to read.
+        ModelNotSupportedError: the config has no model of this class.
+    """
+    kind = auto_class(model_class)
+    config = require_model(read_config(folder, trust_remote_code, gguf_file), str(folder), kind)
+    if gguf_file is None and has_own_head(folder, config, kind):
+        declare_untied(config)
+        warn(
+            f"{folder}: config.json says tie_word_embeddings: true, but the folder has a head of its own, which is kept, as in transformers; "
+            "set it to false",
+            CheckpointWarning,
+        )
+    return config
+
+
+def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
+    """Return the config in a folder, of any kind of model. Arguments as in `load_config`; raises ConfigError, too."""
+    from transformers import AutoConfig
+
+    require_model_files(folder)
+    options: dict[str, Any] = {}
+    if gguf_file is not None:
+        read_gguf_header(gguf_path(folder, gguf_file))
+        options["gguf_file"] = gguf_file
+    else:
+        require_sane_config(folder / "config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # transformers' parsers raise anything
+        raise ConfigError(
+            f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){code_remedy(error) or gguf_remedy(folder)}"
+        ) from error
+
+
+def auto_class(model_class: Any) -> Any:
+    """Return the class of transformers that builds a model: AutoModelForCausalLM for None.
+
+    Raises:
+        ConfigError: models of this class are not read from a folder.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if model_class not in (None, AutoModelForCausalLM, AutoModelForSequenceClassification):
+        raise ConfigError(
+            f"model_class is {getattr(model_class, '__name__', model_class)}; use AutoModelForCausalLM or "
+            "AutoModelForSequenceClassification, or load the model with transformers and stream() it"
+        )
+    return model_class or AutoModelForCausalLM
+
+
+def saved_class(config: Any) -> Any:
+    """Return the class, as in `auto_class`, of the model that a config was saved with."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if _names_classifier(config) else AutoModelForCausalLM
+
+
+def _names_classifier(config: Any) -> str:
+    """Return the sequence classification model among the architectures of a config; empty if there is none."""
+    names = config.architectures if isinstance(config.architectures, list) else []
+    return next((name for name in map(str, names) if name.endswith("ForSequenceClassification")), "")
+
+
+def require_model(config: Any, place: str, model_class: Any) -> Any:
+    """Return a config; raise ModelNotSupportedError, naming ``place``, if it has no model of this class to train."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
+
+    if quantization := quantization_of(config):
+        matrix_codec(quantization, place)
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(getattr(config, name, None)):  # transformers would download the code of this kernel, and run it
+            raise ModelNotSupportedError(
+                f"{place}: its config names a kernel on the hub ({getattr(config, name)}); remove {name[1:]} from it"
+            )
+    auto_map = getattr(config, "auto_map", None) or {}
+    causal = model_class is AutoModelForCausalLM
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if type(config) not in mapping and model_class.__name__ not in auto_map:
+        kind = "causal language model" if causal else "sequence classification model"
+        raise ModelNotSupportedError(
+            f"{place}: {config.model_type!r} has no {kind} in transformers; Horizon-LM trains decoders"
+        )
+    if causal and (name := _names_classifier(config)):
+        raise ModelNotSupportedError(
+            f"{place} holds a {name}, which has no language model head; from Python, load it with "
+            "from_pretrained(..., model_class=AutoModelForSequenceClassification)"
+        )
+    return config
+
+
+def config_bytes(config: Any) -> int:
+    """Return the bytes per element of a checkpoint, taken from its config; old configs without a dtype mean fp32."""
+    dtype = getattr(config.get_text_config(), "dtype", None)
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
+
+
+def stored_bytes(folder: Path, config: Any) -> int:
+    """Return the bytes per element of the checkpoint in a folder, taken from its first floating-point tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a dict)
+                    kind = tensors.get_slice(name).get_dtype()
+                    if kind in ("F64", "F32", "F16", "BF16"):
+                        return int(re.sub(r"\D", "", kind)) // 8
+    except (OSError, SafetensorError):  # the error is raised when the weights are read
+        pass
+    return config_bytes(config)
