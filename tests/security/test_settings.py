@@ -16,7 +16,7 @@ from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.training import TrainingSettings
 from horizon_lm.config.types import Settings
 from horizon_lm.errors import ConfigError
-from horizon_lm.training.setup import require_sane_schedule
+from horizon_lm.training.optimizer import require_sane_schedule
 from tests.e2e import tiny
 from tests.e2e.command import run
 

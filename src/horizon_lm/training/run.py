@@ -11,6 +11,7 @@ from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.metrics import Metrics
+from horizon_lm.training.objectives import Objectives
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.resume import data_position, model_settings, settings_of
@@ -19,7 +20,6 @@ from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
 from horizon_lm.training.samples import SamplePrompts
 from horizon_lm.training.second_place import SecondPlace
-from horizon_lm.training.setup import Objectives
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,27 @@
-"""Build the device, tokenizer, model, optimizer and objective of a run."""
+"""The device, tokenizer and model of a run."""
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from horizon_lm.config import DpoConfig, RunConfig, SftConfig, TextConfig
+from horizon_lm.config import DpoConfig, RunConfig, TextConfig
 from horizon_lm.data.batch import Batch
-from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.distributed.rendezvous import is_first_of_machine
 from horizon_lm.energy import EnergyMeter
 from horizon_lm.engine.streamed import engine_of, forward_of
 from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, UnprovenModelWarning, first_line
 from horizon_lm.model.source import ModelSource
-from horizon_lm.objective.base import CustomObjective, Objective
 from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.residency import ExpectedBatch
 from horizon_lm.quantities import counted
 from horizon_lm.streaming_options import StreamingOptions
-from horizon_lm.training.intervals import num_steps_of
+from horizon_lm.training.objectives import Objectives
 from horizon_lm.training.reporter import Reporter
-from horizon_lm.training.rows import RunData
 
 _LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
 
@@ -194,181 +187,6 @@ def _open(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any
         },
     )  # fmt: skip
     return open_model(request)
-
-
-def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any, Any]:
-    """Build the optimizer of a run and its learning-rate scheduler."""
-    from horizon_lm.optim.choosing import make_optimizer
-
-    optimizer = make_optimizer(
-        config.optim, model, config, max_grad_norm=config.max_grad_norm or None,
-        params=_decay_groups(model, config.weight_decay), seed=config.seed, moments=config.moments,
-        non_finite=config.non_finite, max_consecutive_skips=config.max_consecutive_skips,
-        update_in_backward=config.update_in_backward,
-    )  # fmt: skip
-    return optimizer, _build_scheduler(optimizer, config, num_steps)
-
-
-def _build_scheduler(optimizer: Any, config: RunConfig, num_steps: int) -> Any:
-    from transformers import get_scheduler
-
-    num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
-    with _calling_schedule(config):
-        return get_scheduler(
-            config.lr_scheduler_type, optimizer, num_warmup_steps, num_steps, config.lr_scheduler_kwargs
-        )
-
-
-@contextmanager
-def _calling_schedule(config: RunConfig) -> Iterator[None]:
-    """Context manager: raise ConfigError for what the code of a schedule raises about its arguments."""
-    try:
-        yield
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(
-            f"lr_scheduler_kwargs: rejected by {config.lr_scheduler_type}: {first_line(error)}"
-        ) from error
-
-
-_RATES = 100  # of a schedule that are computed
-_SMALLEST_PEAK = 0.001  # share of the learning rate that a run reaches at least
-
-
-def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
-    """Raise ConfigError if the learning rate of a run never gets near its peak, or is not between 0 and the peak."""
-    num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
-    # A few steps of a run are often tried with the warm-up of the whole run, so a warm-up that does not end is no mistake yet.
-    if num_warmup_steps * _SMALLEST_PEAK > num_steps:
-        raise ConfigError(
-            f"warmup_steps: {num_warmup_steps:,}: the learning rate would not reach {_SMALLEST_PEAK:.1%} of its peak in the "
-            f"{counted(num_steps, 'step')} of the run; set a fraction, such as 0.03"
-        )
-    given = config.lr_scheduler_kwargs or {}
-    for name in ("num_cycles", "num_decay_steps"):
-        if isinstance(given.get(name), int | float) and given[name] > num_steps:
-            raise ConfigError(
-                f"lr_scheduler_kwargs: {name}: {given[name]:g}: is more than the {counted(num_steps, 'step')} of the run; set a smaller number"
-            )
-    optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)
-    scheduler = _build_scheduler(optimizer, config, num_steps)
-    for step in range(0, num_steps, -(-num_steps // _RATES)):
-        with _calling_schedule(config):
-            share = scheduler.lr_lambdas[0](step)
-        if not (isinstance(share, int | float) and 0 <= share <= 1 + 1e-9):
-            raise ConfigError(
-                f"lr_scheduler_kwargs: the learning rate of step {step + 1:,} would be {share:g} times learning_rate; correct them"
-            )
-
-
-def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | None:
-    """Return the parameter groups by transformers' rule: no weight decay for biases and norms. None without decay."""
-    if not weight_decay:
-        return None
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    from horizon_lm.optim.choosing import decay_groups
-
-    not_decayed = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    return decay_groups(model, set(get_parameter_names(model, [nn.LayerNorm], not_decayed)), weight_decay)
-
-
-@dataclass(frozen=True, slots=True)
-class Objectives:
-    """The objectives of a run.
-
-    Attributes:
-        training: the objective of the training rows.
-        eval_sets: the objective of each eval set, by name.
-        reference: log-probabilities of DPO's reference, float32 (n, 2), by the content hash of their rows.
-    """
-
-    training: Objective
-    eval_sets: Mapping[str, Objective]
-    reference: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-def require_callable(custom_loss: Any) -> None:
-    """Raise ConfigError if a custom loss is not a function."""
-    if custom_loss is not None and not callable(custom_loss):
-        raise ConfigError(
-            f"objective is {custom_loss!r}, but in a call it is a function of the model and a batch; the setting of that name "
-            'goes into the file, or into a mapping: train({"objective": "dpo", ...})'
-        )
-
-
-def make_objectives(
-    config: RunConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None = None,
-    reference: Mapping[str, torch.Tensor] | None = None,
-) -> Objectives:  # fmt: skip
-    """Return the objectives of a run. For DPO, compute the reference with ``model`` before it is trained.
-
-    Args:
-        config: settings of the run.
-        model: the streamed model.
-        data: the rows.
-        reporter: reporter that shows the progress of the reference.
-        custom_loss: a user's function to train with, as for `CustomObjective`.
-        reference: DPO's reference from a checkpoint; None to compute it.
-    """
-    if isinstance(config, DpoConfig):
-        return _dpo_objectives(config, model, data, reporter, custom_loss, reference)
-    from horizon_lm.objective import sft
-
-    training = CustomObjective(custom_loss) if custom_loss else _token_objective(config)
-    return Objectives(training, dict.fromkeys(data.eval_sets, sft.likelihood))
-
-
-def _token_objective(config: RunConfig) -> Objective:
-    """Return the training loss. Eval sets always use the plain likelihood, so that perplexity can be computed."""
-    from horizon_lm.objective import sft
-
-    if isinstance(config, SftConfig) and config.loss_type == "dft":
-        return sft.dft
-    if isinstance(config, TextConfig) and config.label_smoothing_factor:
-        return sft.SmoothedNll(config.label_smoothing_factor)
-    return sft.nll
-
-
-def _dpo_objectives(
-    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None,
-    saved: Mapping[str, torch.Tensor] | None,
-) -> Objectives:  # fmt: skip
-    """Return the objectives of DPO, with the log-probabilities of the reference for their rows, computed or saved."""
-    from horizon_lm.objective.dpo import Dpo
-    from horizon_lm.objective.reference import ReferenceCache, lookup
-
-    cache = ReferenceCache(model, reporter.print) if saved is None else None
-    values: dict[str, torch.Tensor] = {}
-
-    def reference(name: str, rows: TokenTable, batch_size: int) -> np.ndarray:
-        if cache is None:
-            return _saved_reference(saved or {}, name, rows)
-        with reporter.progress(f"reference of {name}") as advance:
-            return cache.logprobs(rows, batch_size, advance)
-
-    def objective_of(name: str, rows: TokenTable, batch_size: int) -> Objective:
-        found = reference(name, rows, batch_size)
-        values[rows.content_hash] = torch.from_numpy(found)
-        return Dpo(config, lookup(found))
-
-    if cache is not None and cache.problem:
-        reporter.print(f"reference: {cache.problem}, so the next run will compute it again")
-    if custom_loss:
-        training: Objective = CustomObjective(custom_loss)
-    else:
-        training = objective_of("training data", data.training.packed, config.reference_batch_size)
-    size = config.per_device_eval_batch_size
-    eval_sets = {name: objective_of(name, rows, size) for name, rows in data.eval_sets.items()}
-    return Objectives(training, eval_sets, values)
-
-
-def _saved_reference(saved: Mapping[str, torch.Tensor], name: str, rows: TokenTable) -> np.ndarray:
-    """Return the reference of some rows from a checkpoint, whose weights are not those of the reference any more."""
-    if rows.content_hash not in saved:
-        raise ConfigError(
-            f"the rows of {name} are not in the checkpoint, so it has no reference for them; resume with the same rows"
-        )
-    return saved[rows.content_hash].numpy()
 
 
 def open_meter(model: Any) -> EnergyMeter:

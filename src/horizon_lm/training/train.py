@@ -24,6 +24,8 @@ from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.loop import Loop
 from horizon_lm.training.metrics import Metrics
 from horizon_lm.training.metrics_text import growth_warning
+from horizon_lm.training.objectives import make_objectives, require_callable
+from horizon_lm.training.optimizer import build_optimizer, require_sane_schedule
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, eval_set_names, load_data, require_rows
@@ -69,7 +71,7 @@ def train(
     """
     with failing_together():
         given = as_config(run, settings)
-        setup.require_callable(objective)
+        require_callable(objective)
         given = given.model_copy(update={"device": setup.choose_device(given.device)})
     with Ranks.start(given) as ranks:
         point, lines = ranks.find_resume_point(given)
@@ -121,7 +123,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     data = _read_rows(session, given, point, config, tokenizer, positions_of(source.skeleton()))
     sampler = data.loader.sampler
     num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
-    setup.require_sane_schedule(config, num_steps)
+    require_sane_schedule(config, num_steps)
     intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
     prompts = SamplePrompts(config, tokenizer)
     plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest)
@@ -170,7 +172,7 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     if point is not None:
         reporter.print(*resume.require_same_model(point, resume.model_settings(model), config))
     reporter.print("preparing the optimizer's kernels and moments")
-    optimizer, scheduler = setup.build_optimizer(model, config, num_steps)
+    optimizer, scheduler = build_optimizer(model, config, num_steps)
     metrics = Metrics(num_steps, run.intervals.steps_per_epoch, plan, setup.open_meter(model))
     reference = None
     if point is None:
@@ -182,6 +184,6 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     state.keep("scheduler", scheduler)
     state.keep("metrics", metrics)
     run.session.run_dir.begin(config, plan)
-    objectives = setup.make_objectives(config, model, data, reporter, objective, reference)
+    objectives = make_objectives(config, model, data, reporter, objective, reference)
     setup.check_gradients(model, objectives, data.loader.batch(0), config, reporter)
     return Training(model, optimizer, scheduler, objectives, metrics, state)
