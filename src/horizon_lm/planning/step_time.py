@@ -78,7 +78,9 @@ def step_time(
     passes, cost = step.passes(), StepCost(step, hardware, interconnect)
     speed = rates(hardware, computing_threads, interconnect, step.settings)
     timeline = simulate(passes * _STEPS, cost, speed)
-    spans, begin, seconds = _last_step(timeline, len(passes))
+    begin, end = timeline.last_step(len(passes))
+    seconds = end - begin
+    spans = [span for schedule in timeline.passes for span in schedule if span.end > begin and span.start < end]
     exposed = exposed_seconds(spans)
     moves = _MOVES if step.layout.sharded else {name: _MOVES[name] for name in ("copy_in", "copy_out", "update")}
     saved = {
@@ -136,29 +138,12 @@ def save_time(
     with_save = simulate([*passes * _STEPS, *step.passes_with_save(), *passes], cost, speed)
     without_save = simulate(passes * (_STEPS + 2), cost, speed)
     saved = [span for span in with_save.spans if span.op.kind == Kind.SAVE]
-
-    def computed(timeline: Timeline) -> float:
-        return max(span.end for span in timeline.spans if span.op.stream == Stream.COMPUTE)
-
+    delayed, usual = (timeline.last_step(len(passes))[1] for timeline in (with_save, without_save))
     return SaveTime(
         num_bytes=round(sum(cost(span.op) for span in saved)),
         seconds=max(span.end for span in saved) - min(span.start for span in saved),
-        stall_seconds=max(0.0, computed(with_save) - computed(without_save)),
+        stall_seconds=max(0.0, delayed - usual),
     )
-
-
-def _last_step(timeline: Timeline, num_passes: int) -> tuple[list[Span], float, float]:
-    """Return the spans of the last forward and backward pass and the updates before them, their start and their
-    duration.
-    """
-
-    def computed(passes: Sequence[Sequence[Span]]) -> float:
-        return max(span.end for spans in passes for span in spans if span.op.stream == Stream.COMPUTE)
-
-    passes = timeline.passes
-    end, begin = computed(passes[-num_passes:]), computed(passes[-2 * num_passes : -num_passes])
-    inside = [span for spans in passes for span in spans if span.end > begin and span.start < end]
-    return inside, begin, end - begin
 
 
 def _busy(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ computation slow each other down. Nothing else takes time: latencies, the issuin
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horizon_lm.schedule.ops import UPDATES, After, Kind, Op, Pass, ScheduleError, Stream, Wait
@@ -61,6 +61,15 @@ class Timeline:
     def spans(self) -> list[Span]:
         """All spans, ordered by their ends as in a `Trace`."""
         return sorted((span for schedule in self.passes for span in schedule), key=lambda span: span.end)
+
+    def last_step(self, num_passes: int) -> tuple[float, float]:
+        """Return the ends of computation in the last step but one and in the last one, of steps of this many passes."""
+        before, last = self.passes[-2 * num_passes : -num_passes], self.passes[-num_passes:]
+        begin, end = (
+            max(span.end for spans in step for span in spans if span.op.stream == Stream.COMPUTE)
+            for step in (before, last)
+        )
+        return begin, end
 
 
 def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
@@ -121,12 +130,8 @@ def step_seconds(step: Sequence[Pass], cost: Cost, rates: Rates, num_steps: int 
 
     Steps overlap, so the first steps differ from later ones; after a few steps the timeline repeats.
     """
-    passes = simulate(list(step) * num_steps, cost, rates).passes
-
-    def computed(schedules: Iterable[Sequence[Span]]) -> float:
-        return max(span.end for spans in schedules for span in spans if span.op.stream == Stream.COMPUTE)
-
-    return computed(passes[-len(step) :]) - computed(passes[-2 * len(step) : -len(step)])
+    begin, end = simulate(list(step) * num_steps, cost, rates).last_step(len(step))
+    return end - begin
 
 
 def without(cost: Cost, *kinds: Kind) -> Cost:
