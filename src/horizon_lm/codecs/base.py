@@ -104,13 +104,18 @@ class Codec(ABC):
             out: the decoded tensor.
             dtype: dtype that values are rounded to before that of ``out``; None for that of ``out`` alone.
         """
-        components = self.views(packed, out.shape)
-        for part in self.parts(out.shape, _AT_ONCE):
-            place = out.view(-1)[part.start : part.stop].view(part.shape)
-            self.decode_part(
-                {name: components[name][rows] for name, rows in part.rows.items()}, place, dtype or out.dtype
-            )
+        for components, place in self.cut(packed, out, _AT_ONCE):
+            self.decode_part(components, place, dtype or out.dtype)
         return out
+
+    def cut(
+        self, packed: torch.Tensor, out: torch.Tensor, max_bytes: int
+    ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """Yield the components of each part of at most ``max_bytes``, and its place in ``out``, which has the tensor's shape."""
+        components, flat = self.views(packed, out.shape), out.view(-1)
+        for part in self.parts(out.shape, max_bytes):
+            held = {name: components[name][rows] for name, rows in part.rows.items()}
+            yield held, flat[part.start : part.stop].view(part.shape)
 
     def decode_part(self, components: Mapping[str, torch.Tensor], out: torch.Tensor, dtype: torch.dtype) -> None:
         """Decode the components of a part into ``out``, after rounding to ``dtype``."""

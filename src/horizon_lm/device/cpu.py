@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.codecs.base import Codec, Part
+from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
@@ -49,13 +49,10 @@ class HostLink:
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
         from horizon_lm.kernels.host_decoding import decode
 
-        components, flat = codec.views(packed, destination.shape), destination.view(-1)
+        def run(part: tuple[dict[str, torch.Tensor], torch.Tensor]) -> None:
+            decode(codec, *part, dtype)
 
-        def run(part: Part) -> None:
-            own = {name: components[name][rows] for name, rows in part.rows.items()}
-            decode(codec, own, flat[part.start : part.stop].view(part.shape), dtype)
-
-        self._in_threads(run, codec.parts(destination.shape, _PACKED_BYTES))
+        self._in_threads(run, codec.cut(packed, destination, _PACKED_BYTES))
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
         destination.copy_(table.index_select(0, rows))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from horizon_lm.codecs.base import Codec, Part
+from horizon_lm.codecs.base import Codec
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import SquaredNorm
@@ -112,23 +112,21 @@ class CudaLink:
         """Decode a quantized tensor part by part. The components of a part cross the link into one half of the scratch memory,
         while those of the part before are decoded from the other half, on a stream of its own.
         """
-        components, flat = codec.views(packed, destination.shape), destination.view(-1)
         copying, self._is_decoding = torch.cuda.current_stream(self._device), True
-        for part in _parts(codec, destination.shape):
+        for components, place in codec.cut(packed, destination, _packed_bytes()):
             self._half ^= 1
             half, filled, free = self._scratch.chunk(2)[self._half], self._filled[self._half], self._free[self._half]
             copying.wait_event(free)
             held, start = {}, 0
-            for name, rows in part.rows.items():
-                source = components[name][rows]
+            for name, source in components.items():
                 raw = source.reshape(-1).view(torch.uint8)
-                place = half[start : start + raw.numel()]
-                held[name] = self._transport.copy(place, raw).view(source.dtype).view(source.shape)
+                on_device = self._transport.copy(half[start : start + raw.numel()], raw)
+                held[name] = on_device.view(source.dtype).view(source.shape)
                 start += -(-raw.numel() // _ALIGNMENT) * _ALIGNMENT
             filled.record()
             with torch.cuda.stream(self._beside):
                 self._beside.wait_event(filled)
-                decode(codec, held, flat[part.start : part.stop].view(part.shape), dtype)
+                decode(codec, held, place, dtype)
                 free.record()
 
     def finish(self) -> None:
@@ -216,15 +214,13 @@ class DeviceLink(HostLink):
     """The link of a stream of collectives, which must be current: everything that it touches is on the device."""
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        components, flat = codec.views(packed, destination.shape), destination.view(-1)
-        for part in _parts(codec, destination.shape):
-            held = {name: components[name][rows] for name, rows in part.rows.items()}
-            decode(codec, held, flat[part.start : part.stop].view(part.shape), dtype)
+        for components, place in codec.cut(packed, destination, _packed_bytes()):
+            decode(codec, components, place, dtype)
 
 
-def _parts(codec: Codec, shape: torch.Size) -> Iterator[Part]:
-    """Cut a quantized tensor into the parts that are decoded at once."""
-    return codec.parts(shape, _PACKED_BYTES if has_triton() else _PACKED_BYTES_OF_TORCH)
+def _packed_bytes() -> int:
+    """Return the largest number of packed bytes that are decoded at once."""
+    return _PACKED_BYTES if has_triton() else _PACKED_BYTES_OF_TORCH
 
 
 def _split_alike(a: torch.Tensor, b: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
