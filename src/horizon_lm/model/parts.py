@@ -95,6 +95,12 @@ class ModelParts:
         """Return all parameters, unit by unit."""
         return [ref for refs in self.units.values() for ref in refs]
 
+    def old_names(self, before: "ModelParts") -> dict[str, str]:
+        """Return the names of the parameters that the model had before PEFT wrapped them, by the new name."""
+        # By identity, because PEFT renames what it wraps.
+        names = {id(ref.param): ref.name for ref in before.refs()}
+        return {ref.name: names[id(ref.param)] for ref in self.refs() if id(ref.param) in names}
+
     @property
     def num_blocks(self) -> int:
         return len(self.blocks)

@@ -159,7 +159,7 @@ def _left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[str, r
     given = [quantization.get(key) for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")]
     names = [name for each in given if isinstance(each, list) for name in each if isinstance(name, str)]
     names += getattr(parts.model, "_keep_in_fp32_modules", None) or ()
-    modules = sorted({ref.name.rpartition(".")[0] for refs in parts.units.values() for ref in refs})
+    modules = sorted({ref.name.rpartition(".")[0] for ref in parts.refs()})
     found, place = {name: _pattern(name) for name in names}, "quantization_config"
     require_few_pairs(len(found), modules, place)
     require_quick([pattern.pattern for name, pattern in found.items() if is_pattern(name)], modules, place)

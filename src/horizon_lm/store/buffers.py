@@ -14,7 +14,7 @@ def persistent_buffers(parts: ModelParts, store: Any) -> dict[str, torch.Tensor]
         parts: the model.
         store: its `Store`, or another object with the names of its parameters in ``unit_of``.
     """
-    parameters = {id(ref.param) for refs in parts.units.values() for ref in refs}
+    parameters = {id(ref.param) for ref in parts.refs()}
     # Not the streamed model's own method, which waits for updates.
     state = torch.nn.Module.state_dict(parts.model, keep_vars=True)
     return {n: t for n, t in state.items() if n not in store.unit_of and id(t) not in parameters}

@@ -47,16 +47,15 @@ def with_store(
         parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard,
         in_float32=parts.in_float32,
     )  # fmt: skip
-    for refs in parts.units.values():
-        for ref in refs:
-            ref.param = (
-                PackedParameter.of(store, ref.name)
-                if ref.name in store.codecs
-                else nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
-            )
-            # In all places of a tied weight, so that it stays one parameter.
-            for module, attribute in ref.places:
-                module._parameters[attribute] = ref.param
+    for ref in parts.refs():
+        ref.param = (
+            PackedParameter.of(store, ref.name)
+            if ref.name in store.codecs
+            else nn.Parameter(store.weight(ref.name), ref.param.requires_grad)
+        )
+        # In all places of a tied weight, so that it stays one parameter.
+        for module, attribute in ref.places:
+            module._parameters[attribute] = ref.param
     return examined, store
 
 
@@ -93,8 +92,6 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
             f"{adapters.copies_weights} is not supported with several processes: the new values are computed from weights, of which "
             "each process has a part; add the adapters with one process, save them, and open their folder"
         )
-    # By identity, and before PEFT wraps modules, which renames their parameters.
-    names = {id(ref.param): ref.name for refs in base.units.values() for ref in refs}
     with decoding():  # DoRA begins with the norms of weights
         model = adapters.add_to(base.model, draw=True)
     if mesh is not None:
@@ -104,8 +101,7 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     # Again, because the adapters belong to units now, and only they are trained.
     examined = settings.examine(adapted_model(model))
     parts = examined.parts
-    refs = [ref for of_unit in parts.units.values() for ref in of_unit]
-    old_names = {ref.name: names[id(ref.param)] for ref in refs if id(ref.param) in names}
+    refs, old_names = parts.refs(), parts.old_names(base)
     # New adapters begin with random values, which each rank has drawn for itself.
     copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
     store = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
@@ -131,9 +127,8 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     examined = settings.examine(inside)
     parts = examined.parts
     # All of them before the first one moves, so that a model that is rejected stays as it was.
-    for refs in parts.units.values():
-        for ref in refs:
-            require_plain(ref.param)
+    for ref in parts.refs():
+        require_plain(ref.param)
     # While each rank still has whole parameters: the store has only its own part of each.
     copy_from_first(
         settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
@@ -142,8 +137,7 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     store = Store(
         parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard, in_float32=parts.in_float32
     )
-    for refs in parts.units.values():
-        for ref in refs:
-            move_in(ref, store)
+    for ref in parts.refs():
+        move_in(ref, store)
     settings.attach(examined, store)
     return model

@@ -143,12 +143,7 @@ def _restore(horizon: ModelForward, streamed_class: type) -> None:
 
 def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:
     """Return the store of a model with other adapters than before, and the old names of the weights that it had."""
-    old = engine.store
-    names = {id(ref.param): name for name, ref in engine.refs.items()}
-    # By identity, because PEFT renames what it wraps.
-    old_names = {
-        ref.name: names[id(ref.param)] for refs in parts.units.values() for ref in refs if id(ref.param) in names
-    }
+    old, old_names = engine.store, parts.old_names(engine.parts)
     frozen = set(parts.frozen_base())
     if precision.low_half:
         # A base without low halves does not get them back, and adapters that are not trained now keep theirs.

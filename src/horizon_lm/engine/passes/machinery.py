@@ -43,7 +43,7 @@ class Machinery:
         self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh | None
     ) -> None:
         self.parts, self.store, self.device, self.options, self.mesh = parts, store, device, options, mesh
-        self.refs: dict[str, ParamRef] = {ref.name: ref for refs in parts.units.values() for ref in refs}
+        self.refs: dict[str, ParamRef] = {ref.name: ref for ref in parts.refs()}
         # Identities stay unique because `refs` holds the parameters.
         self._name_of = {id(ref.param): name for name, ref in self.refs.items()}
         self.cursor = Cursor(device)
