@@ -20,7 +20,7 @@ from horizon_lm.model.merged_layers import MergedLayers
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.quantization import take_quantization
 from horizon_lm.model.tying import declare_untied
-from horizon_lm.model.units import find_parts
+from horizon_lm.model.units import TRAINED_DTYPES, find_parts
 from horizon_lm.store.checkpoint_loader import check_headers, parameter_names
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.checkpoint_writer import as_stored, dtype_of, write_folder
@@ -28,7 +28,6 @@ from horizon_lm.store.conversion import Target, find_conversion
 from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
 from horizon_lm.store.quantized_checkpoint import require_untransposed
 
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CHUNK = 32 * 2**20  # bytes of small tensors that are read together, for each of which the file would be opened again
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "*.model",
@@ -180,7 +179,7 @@ class _MergedFolder:
         unit = self._units[index]
         found = self._emit(unit, self._copies(unit, read=True), self._merge(unit))
         for name, tensor in found.items():
-            if tensor.dtype in _FLOATING:
+            if tensor.dtype in TRAINED_DTYPES:
                 require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
         return found
 

@@ -22,12 +22,12 @@ import xxhash
 from horizon_lm.constants import PAGE
 from horizon_lm.errors import ConfigError
 from horizon_lm.quantities import page_aligned
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES
 
 UNITS = "units"  # the folder of these files
 WEIGHT, LOW = "", ".low"
 _CHUNK_BYTES = 8 << 20  # of one write or read: large enough for any disk, small enough to limit its rate
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint8: "U8"}
 _PADDING = ".padding"
 
 
@@ -164,7 +164,7 @@ class UnitFile:
                 if start > position:
                     yield f"{_PADDING}.{number}.{name}", Entry("U8", (start - position,), position, start - position)
                 num_bytes = part.numel * size
-                yield name + section.suffix, Entry(_DTYPES[section.slab.dtype], part.shape, start, num_bytes)
+                yield name + section.suffix, Entry(DTYPE_NAMES[section.slab.dtype], part.shape, start, num_bytes)
                 position = start + num_bytes
             if end > position:
                 yield f"{_PADDING}.{number}", Entry("U8", (end - position,), position, end - position)

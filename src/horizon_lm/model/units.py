@@ -13,7 +13,7 @@ from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TRAINED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of weights that can be trained
 _FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_out")
 
 
@@ -156,7 +156,7 @@ def _find_params(name: str, model: Any) -> Iterable[ParamRef]:
             if param is None:
                 continue
             is_plain = type(param) is nn.Parameter or getattr(param, "is_packed", False)
-            if not is_plain or param.dtype not in _DTYPES:
+            if not is_plain or param.dtype not in TRAINED_DTYPES:
                 raise ModelNotSupportedError(
                     f"{name}: {module_name}.{attribute} is a {type(param).__name__} of {param.dtype}; quantized weights "
                     "are not streamed. Load the model in bf16 or float32."

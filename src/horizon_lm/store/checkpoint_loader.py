@@ -11,8 +11,9 @@ from torch import nn
 from horizon_lm.errors import CheckpointWarning, ConfigError, first_line, warn
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.parts import ModelParts, ParamRef
+from horizon_lm.model.units import TRAINED_DTYPES
 from horizon_lm.store.buffers import fill_buffer
-from horizon_lm.store.checkpoint_reader import Checkpoint, Header
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
 from horizon_lm.store.store import Store
@@ -33,7 +34,7 @@ def may_be_missing(model: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-_FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_FLOATING = {DTYPE_NAMES[dtype]: dtype for dtype in TRAINED_DTYPES}
 
 
 def check_folder(model: Any, folder: Path, quantization: Mapping[str, Any] | None) -> list[str]:

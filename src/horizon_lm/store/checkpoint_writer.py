@@ -22,16 +22,9 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.tying import true_config
 from horizon_lm.quantities import parse_bytes
 from horizon_lm.store.buffers import unrounded_buffers
-from horizon_lm.store.checkpoint_reader import Header
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, DTYPES, Header
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
-
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-}  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class Tensors(Protocol):
@@ -56,9 +49,9 @@ class Tensors(Protocol):
 
 def dtype_of(header: Header) -> torch.dtype:
     """Return the dtype of a tensor in a folder. Raise ConfigError if torch has none."""
-    if header.dtype not in _DTYPES:
+    if header.dtype not in DTYPES:
         raise ConfigError(f"tensors of {header.dtype} cannot be copied; use a copy of the model without them")
-    return _DTYPES[header.dtype]
+    return DTYPES[header.dtype]
 
 
 def as_stored(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -223,7 +216,7 @@ def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
         for name, tensor in tensors.items():
             end = position + tensor.numel() * tensor.element_size()
             header[name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end],
+                "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end],
             }  # fmt: skip
             position = end
     text = json.dumps(header, separators=(",", ":")).encode()

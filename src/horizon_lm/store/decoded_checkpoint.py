@@ -8,9 +8,9 @@ import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.model.finite import require_finite
-from horizon_lm.store.checkpoint_reader import Header
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, Header
 from horizon_lm.store.conversion import Conversion, Target
-from horizon_lm.store.quantized_checkpoint import HEADER_DTYPES, QuantizedCheckpoint
+from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint
 
 
 class DecodedCheckpoint(QuantizedCheckpoint):
@@ -28,7 +28,7 @@ class DecodedCheckpoint(QuantizedCheckpoint):
     def __init__(self, folder: Path, quantization: Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
         super().__init__(folder, quantization)
         self._dtypes = {name: dtype or each.dtype for name, each in self.quantized.items()}
-        self._headers |= {n: Header(HEADER_DTYPES[self._dtypes[n]], each.shape) for n, each in self.quantized.items()}
+        self._headers |= {n: Header(DTYPE_NAMES[self._dtypes[n]], each.shape) for n, each in self.quantized.items()}
 
     def codecs(self, conversion: Conversion) -> dict[str, Codec]:
         """Return no codecs, because no parameter stays quantized."""

@@ -21,14 +21,14 @@ from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.quantization import expected_codecs, matrix_codec
-from horizon_lm.store.checkpoint_reader import Checkpoint, Header
+from horizon_lm.model.units import TRAINED_DTYPES
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.units import block
 
 _STATE = ".quant_state.bitsandbytes__"
 _LONGEST_STATE = 4096  # bytes of a description of a weight; published ones have about 200
 _SCALES = ("weight_scale_inv", "weight_scale")
-HEADER_DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
 
 
@@ -68,7 +68,7 @@ class QuantizedCheckpoint(Checkpoint):
         parts |= {name for name in headers if _STATE in name}
         self._headers = {name: header for name, header in headers.items() if name not in parts}
         for name, each in self.quantized.items():
-            self._headers[name] = Header(HEADER_DTYPES[each.dtype], each.shape)
+            self._headers[name] = Header(DTYPE_NAMES[each.dtype], each.shape)
             self._require_components(name, each, headers)
 
     @property
@@ -160,7 +160,7 @@ class QuantizedCheckpoint(Checkpoint):
             nested, offset = "nested_blocksize" in state, state.get("nested_offset")
             dtype = getattr(torch, state["dtype"])
             known = state["quant_type"] == kind and kind in TABLES and state.get("nested_blocksize", 256) == 256
-            known = known and dtype in HEADER_DTYPES
+            known = known and dtype in TRAINED_DTYPES
             if not known or blocksize < 2 or blocksize % 2 or (nested and not isinstance(offset, float)):
                 raise ValueError(f"quant_type {state['quant_type']}, blocksize {blocksize}, nested_offset {offset}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
