@@ -16,10 +16,11 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.model.known_models import PART, KnownModel, find_known, known_models
+from horizon_lm.model.routed_experts import num_experts
 from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.planning.catalog import Hardware, find_profile, published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
-from horizon_lm.planning.host_memory import LOW_HALF_BYTES, WEIGHT_BYTES
+from horizon_lm.planning.host_memory import SAVED_BYTES
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.remedies import Remedy
 from horizon_lm.planning.render import plan_as_json, plan_lines
@@ -273,7 +274,7 @@ class _Search:
                 continue
             run = self._settings_for(run, known)
             source = self._open(run)
-            sparse = _is_sparse(source)
+            sparse = bool(num_experts(source.config.get_text_config()))
             if sparse and found:
                 continue
             if plan_run(run, source, machine, priced=False, shard=shard, num_ranks=size.num_ranks).fits:
@@ -298,14 +299,8 @@ def _least_bytes(run: RunConfig, parameters: int) -> int:
     """Return a lower bound of the host memory that a run needs, to rule out most models without planning them."""
     if run.use_peft:
         return parameters // 2  # codes of 4 bits
-    weights = WEIGHT_BYTES[run.precision] + LOW_HALF_BYTES[run.precision]
     moments = optimizer_class(run.optim).planned().moment_bytes(run.moments)
-    return parameters * (weights + moments + (0 if run.update_in_backward else 2))
-
-
-def _is_sparse(source: Source) -> bool:
-    config = source.config.get_text_config()
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return parameters * (SAVED_BYTES[run.precision] + moments + (0 if run.update_in_backward else 2))
 
 
 @exits

@@ -30,6 +30,7 @@ from horizon_lm.model.routed_experts import (
     experts_per_token,
     find_divisible_experts,
     find_experts,
+    num_experts,
 )
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
@@ -44,9 +45,6 @@ class QuantizedWeights(Protocol):
     def codecs(self, parts: ModelParts) -> dict[str, Codec]:
         """Return their codecs, by full name."""
         ...
-
-
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def outline_model(
@@ -91,7 +89,7 @@ def outline_model(
         sizes=replace(parts.sizes(), experts=experts),
         trained=replace(parts.sizes(trained_only=True), experts=experts),
         active=_parameters_per_token(parts),
-        experts=_num_experts(parts),
+        experts=num_experts(parts.model.config.get_text_config()),
         routed_tokens=min((each.most_tokens for each in find_experts(parts).values()), default=0),
         length=length,
         compute_bytes=dtype.itemsize,
@@ -230,15 +228,11 @@ def _is_4bit(codec: Codec) -> bool:
     return isinstance(codec.of if isinstance(codec, Stack) else codec, Bnb4Bit)
 
 
-def _num_experts(parts: ModelParts) -> int:
-    config = parts.model.config.get_text_config()
-    return next((n for name in _NUM_EXPERTS if (n := getattr(config, name, None))), 0)
-
-
 def _parameters_per_token(parts: ModelParts) -> int:
     """Return the number of parameters in blocks and head that compute a token: of experts, only the chosen ones."""
-    experts = _num_experts(parts)
-    chosen = experts_per_token(parts.model.config.get_text_config()) or experts
+    config = parts.model.config.get_text_config()
+    experts = num_experts(config)
+    chosen = experts_per_token(config) or experts
     active = sum(parts.sizes().head)
     for index in range(parts.num_blocks):
         for ref in parts.units[block(index)]:

@@ -17,6 +17,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.units import block
 
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PER_TOKEN = (
     "num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_experts_per_token",
 )  # fmt: skip
@@ -44,6 +45,11 @@ class RoutedExperts:
     def most_tokens(self) -> int:
         """The largest number of tokens that read at most half of the experts, wherever they are routed to."""
         return self.count // (2 * self.per_token)
+
+
+def num_experts(config: Any) -> int:
+    """Return the number of routed experts of a block as a model's config says it; 0 if it has none."""
+    return next((n for name in _COUNTS if (n := getattr(config, name, None))), 0)
 
 
 def experts_per_token(config: Any) -> int | None:

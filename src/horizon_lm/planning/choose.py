@@ -35,13 +35,12 @@ def device_room(request: Request, machine: Machine) -> int | None:
     if machine.on_host or not machine.device_limits:
         return None
     room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - DEVICE_MARGIN))
-    return room - machine.device_context_bytes - machine.scratch_bytes - machine.collective_bytes
+    return room - machine.reserved_bytes
 
 
 def with_device_room(machine: Machine, room: int) -> Machine:
     """Return the machine with this many device bytes available to a step."""
-    taken = machine.device_context_bytes + machine.scratch_bytes + machine.collective_bytes
-    limit = (room + taken) / (1 - DEVICE_MARGIN)
+    limit = (room + machine.reserved_bytes) / (1 - DEVICE_MARGIN)
     return replace(machine, device_limits=[Limit("less than a step ran out of", math.ceil(limit))])
 
 

@@ -10,7 +10,8 @@ from horizon_lm.planning.planned_optimizer import ADAMW, MOMENT_BYTES, PlannedOp
 from horizon_lm.slabs import WHOLE, Shard, UnitCuts, scale_at, slab_elements, used_bytes
 
 WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # bytes of the streamed half
-LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
+_LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
+SAVED_BYTES = {name: streamed + _LOW_HALF_BYTES[name] for name, streamed in WEIGHT_BYTES.items()}  # of both
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def _slab_bytes(
     return {
         "weights": _own_bytes(cuts, WEIGHT_BYTES[settings.precision]),
         "packed_weights": used_bytes(packed, 1),
-        "low_halves": _own_bytes(masters, LOW_HALF_BYTES[settings.precision]),
+        "low_halves": _own_bytes(masters, _LOW_HALF_BYTES[settings.precision]),
         "grads": used_bytes(kept, settings.grad_bytes),
         "moments": _moments(cuts, trained, settings),
         "landing": _landing_slot_bytes(trained, ranges, settings) if settings.update_in_backward else 0,
@@ -98,7 +99,7 @@ def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSetti
 
 def _saved_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings, has_masters: Sequence[bool]) -> int:
     """Return the bytes of the slabs in a checkpoint, of weights in one precision."""
-    per_weight = (WEIGHT_BYTES[settings.precision], LOW_HALF_BYTES[settings.precision])
+    per_weight = (WEIGHT_BYTES[settings.precision], _LOW_HALF_BYTES[settings.precision])
     units = zip(sizes.units, has_masters, strict=True)
     saved = [UnitCuts(tensors) for tensors, is_saved in units if is_saved]
     weights = sum(_own_bytes(saved, itemsize) for itemsize in per_weight)
@@ -118,11 +119,11 @@ def _file_bytes(
     sizes: ModelSizes, trained: ModelSizes, settings: HostSettings, has_masters: Sequence[bool]
 ) -> list[int]:
     """Return the bytes of each unit's weights and moments in a checkpoint."""
-    per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
     moments = zip(*(held.units for held in settings.optimizer.moments_of(trained)), strict=True)
     units = zip(sizes.units, has_masters, moments, strict=True)
     return [
-        per_weight * slab_elements(tensors) * is_saved + MOMENT_BYTES[settings.moments] * sum(map(slab_elements, held))
+        SAVED_BYTES[settings.precision] * slab_elements(tensors) * is_saved
+        + MOMENT_BYTES[settings.moments] * sum(map(slab_elements, held))
         for tensors, is_saved, held in units
     ]
 

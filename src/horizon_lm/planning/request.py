@@ -193,3 +193,8 @@ class Machine:
     computing_threads: int | None = None
     num_processes: int = 1
     interconnect: Interconnect | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Device bytes that are in use beside a step."""
+        return self.device_context_bytes + self.scratch_bytes + self.collective_bytes

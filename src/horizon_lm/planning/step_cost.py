@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.experts import ExpertSizes
-from horizon_lm.planning.host_memory import LOW_HALF_BYTES, WEIGHT_BYTES
+from horizon_lm.planning.host_memory import SAVED_BYTES, WEIGHT_BYTES
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.matrices import orthogonalizing_work
 from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes
@@ -146,7 +146,7 @@ class StepCost:
     def _saved(self, unit: Unit) -> int:
         """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
         settings, sizes = self._settings, self._outline.sizes
-        per_weight = WEIGHT_BYTES[settings.precision] + LOW_HALF_BYTES[settings.precision]
+        per_weight = SAVED_BYTES[settings.precision]
         held = sum(sum(sizes_of(unit, each)) for each in settings.optimizer.moments_of(self._outline.trained))
         saved = sum(sizes_of(unit, sizes)) * per_weight + held * MOMENT_BYTES[settings.moments]
         saved += _in_float32(unit, sizes) * (4 - per_weight)
