@@ -1,7 +1,7 @@
 """Decode parts of quantized weights on a GPU, with Triton kernels, or with torch where Triton is not installed."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -42,19 +42,12 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
         rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
         decode(codec, components, rounded, dtype)
         out.copy_(rounded)
-    elif isinstance(codec, Fp8):
-        _decode_fp8(codec, components, out[None])
-    elif isinstance(codec, Mxfp4):
-        _decode_mxfp4(components, out)
-    elif isinstance(codec, Bnb4Bit):
-        _decode_4bit(codec, components, out)
-    elif isinstance(codec, Stack) and isinstance(codec.of, Fp8):
-        _decode_fp8(codec.of, components, out)
-    elif isinstance(codec, Stack):
+    elif isinstance(codec, Stack) and not isinstance(codec.of, _OF_STACKS):
         for index, each in enumerate(out):
             decode(codec.of, {name: part[index] for name, part in components.items()}, each, dtype)
     else:
-        codec.decode_part(components, out, dtype)
+        one = codec.of if isinstance(codec, Stack) else codec
+        _DECODERS[type(one)](one, components, out)
 
 
 def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor) -> None:
@@ -69,7 +62,7 @@ def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor) -> N
     )  # fmt: skip
 
 
-def _decode_mxfp4(components: Components, out: torch.Tensor) -> None:
+def _decode_mxfp4(codec: Mxfp4, components: Components, out: torch.Tensor) -> None:
     """Decode blocks (I / 32, 16, O) with a kernel, one program for some columns of a row of 16 pairs."""
     kernels, height = _kernels(), out.shape[-1]
     kernels.decode_mxfp4[(components["blocks"].numel() // height, _programs(height))](
@@ -78,14 +71,21 @@ def _decode_mxfp4(components: Components, out: torch.Tensor) -> None:
 
 
 def _decode_fp8(codec: Fp8, components: Components, out: torch.Tensor) -> None:
-    """Decode matrices (E, O, I)."""
-    kernels, (_, num_rows, num_columns) = _kernels(), out.shape
+    """Decode a matrix (O, I), or a stack of them (E, O, I)."""
+    kernels, (num_rows, num_columns) = _kernels(), out.shape[-2:]
     scales, e8m0 = components["weight_scale_inv"], codec.scale_dtype == torch.float8_e8m0fnu
     kernels.decode_fp8[(out.numel() // num_columns, _programs(num_columns))](
         components["weight"].view(torch.uint8), scales.view(torch.uint8) if e8m0 else scales, _target(out), num_rows,
         num_columns, *scales.shape[-2:], tile_rows=codec.tile[0], tile_columns=codec.tile[1], e8m0=e8m0,
         size=kernels.BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+# The decoder of each format, and the formats of which it decodes a stack at once.
+_DECODERS: dict[type[Codec], Callable[[Any, Components, torch.Tensor], None]] = {
+    Bnb4Bit: _decode_4bit, Mxfp4: _decode_mxfp4, Fp8: _decode_fp8
+}  # fmt: skip
+_OF_STACKS = (Fp8,)
 
 
 def _target(out: torch.Tensor) -> torch.Tensor:

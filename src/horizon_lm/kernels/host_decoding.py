@@ -3,7 +3,7 @@
 Shapes: N elements of a flat tensor, S elements that share a scale; O rows and I columns of a matrix.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -32,20 +32,8 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
             decode(codec.of, {name: part[index] for name, part in components.items()}, each, dtype)
     elif form is None or not out.is_contiguous():
         codec.decode_part(components, out, dtype)
-    elif isinstance(codec, Bnb4Bit):
-        arrays = [
-            each.contiguous().numpy()
-            for each in (components["weight"], codec.scales(components), components["quant_map"])
-        ]
-        _decode_4bit(form)(*arrays, codec.blocksize, as_array(out.view(-1)))
-    elif isinstance(codec, Mxfp4):
-        for blocks, scales, matrix in zip(components["blocks"], components["scales"], out, strict=True):
-            _decode_mxfp4(form)(blocks.numpy(), scales.numpy(), _E2M1, as_array(matrix))
-    elif isinstance(codec, Fp8):
-        codes, scales = components["weight"].view(torch.uint8).numpy(), components["weight_scale_inv"].float().numpy()
-        _decode_fp8(form)(codes, scales, _E4M3, *codec.tile, as_array(out))
     else:
-        codec.decode_part(components, out, dtype)
+        _DECODERS[type(codec)](codec, components, out, form)
 
 
 @inlined
@@ -66,6 +54,28 @@ _FORMS = {  # how a value in fp32 is stored, by the dtype it is rounded to and t
 _STORE = {"float32": _same, "bfloat16": nearest, "rounded": _rounded}
 _E2M1 = np.array([*VALUES, *(-value for value in VALUES)], F32)
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
+def _decode_bnb(codec: Bnb4Bit, components: Components, out: torch.Tensor, form: str) -> None:
+    arrays = [
+        each.contiguous().numpy() for each in (components["weight"], codec.scales(components), components["quant_map"])
+    ]
+    _decode_4bit(form)(*arrays, codec.blocksize, as_array(out.view(-1)))
+
+
+def _decode_stacked_mxfp4(codec: Mxfp4, components: Components, out: torch.Tensor, form: str) -> None:
+    for blocks, scales, matrix in zip(components["blocks"], components["scales"], out, strict=True):
+        _decode_mxfp4(form)(blocks.numpy(), scales.numpy(), _E2M1, as_array(matrix))
+
+
+def _decode_tiles(codec: Fp8, components: Components, out: torch.Tensor, form: str) -> None:
+    codes, scales = components["weight"].view(torch.uint8).numpy(), components["weight_scale_inv"].float().numpy()
+    _decode_fp8(form)(codes, scales, _E4M3, *codec.tile, as_array(out))
+
+
+_DECODERS: dict[type[Codec], Callable[[Any, Components, torch.Tensor, str], None]] = {
+    Bnb4Bit: _decode_bnb, Mxfp4: _decode_stacked_mxfp4, Fp8: _decode_tiles
+}  # fmt: skip
 
 
 @cache
