@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
+from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
@@ -41,6 +42,7 @@ from tests.support.quantized_folders import (
     save_plain,
     save_published,
 )
+from tests.support.quantized_tensors import published as components_of
 from tests.support.threaded_device import ThreadedDevice
 
 CASES = [
@@ -223,6 +225,23 @@ def test_a_mislabelled_table_is_rejected(published: Any, tmp_path: Path) -> None
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="quant_map is not the table of"):
         opened(tmp_path, "nf4")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tiles_of_two_matrices_are_rejected(tmp_path: Path) -> None:
+    """Gate and up of 24 rows have one row of tiles of 32 each. Joined, they would have two, but others: the sizes do not show it."""
+    save_plain("qwen3_moe", tmp_path, moe_intermediate_size=24)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        parts = components_of(Fp8((32, 32)), weight) if ".experts." in name else {"weight": weight}
+        tensors |= {name: parts["weight"]}
+        tensors |= {f"{name}_scale_inv": parts["weight_scale_inv"]} if len(parts) > 1 else {}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"cannot be joined to model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        opened(tmp_path, "fp8")
 
 
 @pytest.mark.filterwarnings("ignore")

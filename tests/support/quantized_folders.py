@@ -26,7 +26,7 @@ def save_plain(family: str, folder: Path, **config: Any) -> None:
         sizes = sizes | {"moe_intermediate_size": 32}
     if family == "deepseek_v3":  # transformers' decoder takes a last row of smaller tiles for one of equal tiles
         sizes = sizes | {"qk_rope_head_dim": 16}
-    tiny_models.build(family, **sizes, **config).to(torch.bfloat16).save_pretrained(folder)
+    tiny_models.build(family, **sizes | config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def save_published(family: str, kind: str, folder: Path, **config: Any) -> Path:

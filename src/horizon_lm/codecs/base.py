@@ -63,6 +63,10 @@ class Codec(ABC):
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
         """Cut a tensor into parts of at most ``max_bytes`` packed bytes, or as small as the format allows."""
 
+    def joins(self, heights: Sequence[int]) -> bool:
+        """Return whether matrices of these heights, one below the other, have the components of each, one below the other."""
+        return False
+
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a packed tensor of this shape."""
         return sum(_aligned(each.num_bytes) for each in self.components(shape).values())

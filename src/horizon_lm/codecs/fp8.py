@@ -36,6 +36,10 @@ class Fp8(Codec):
             "weight_scale_inv": Component(tiles, self.scale_dtype),
         }
 
+    def joins(self, heights: Sequence[int]) -> bool:
+        """Return whether no tile would have rows of two matrices."""
+        return len(heights) == 1 or all(height % self.tile[0] == 0 for height in heights)
+
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
         (height, width), rows = shape, self.tile[0]
         for first, last in spans(-(-height // rows), self.num_bytes((rows, width)), max_bytes):

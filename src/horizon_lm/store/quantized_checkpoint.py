@@ -10,7 +10,6 @@ import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import TABLES, Bnb4Bit
-from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.finite import require_finite
@@ -70,14 +69,22 @@ class QuantizedCheckpoint(Checkpoint):
             codec = next(iter(weights.values())).codec
             if target.converter is None:
                 found[target.name] = codec
-            elif not isinstance(codec, Fp8) or len(weights) != len(target.sources):
+            elif self._are_joined(target, weights):
+                found[target.name] = Stack(codec)
+            else:
                 raise ConfigError(
                     f"{self.file_of(next(iter(weights)))}: the quantized {next(iter(weights))} and the tensors that belong to it "
                     f"cannot be joined to {target.name}, of which transformers has made one parameter; use a bf16 copy"
                 )
-            else:
-                found[target.name] = Stack(codec)
         return found
+
+    def _are_joined(self, target: Target, weights: Mapping[str, QuantizedWeight]) -> bool:
+        """Return whether the components of a stack are those of its matrices, which transformers joins by rows."""
+        formats = {each.codec for each in weights.values()}
+        if not target.is_stack or len(formats) > 1 or len(weights) < len(target.sources):
+            return False
+        heights = {pattern: weights[name].shape[0] for name, pattern in target.sources.items()}
+        return formats.pop().joins([*heights.values()])
 
     def pack(self, model: Any, target: Target, codec: Codec, packed: torch.Tensor, shape: torch.Size) -> None:
         """Read the components of a parameter into ``packed``.
