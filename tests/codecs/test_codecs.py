@@ -8,9 +8,11 @@ import torch
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.int4 import Int4
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError
+from tests.support.int4_folders import decoded
 from tests.support.quantized_tensors import CASES, DTYPES, drawn, packed, packed_case
 
 
@@ -37,6 +39,7 @@ def test_parts_decode_like_the_whole(name: str) -> None:
     ("codec", "shape"),
     [
         (Mxfp4(), (2, 320, 64)), (Stack(Bnb4Bit(nested=True)), (2, 512, 256)), (Stack(Fp8((32, 32))), (2, 160, 96)),
+        (Stack(Int4()), (2, 160, 96)),
     ],
 )  # fmt: skip
 def test_one_expert_is_cut(codec: Codec, shape: tuple[int, ...]) -> None:
@@ -78,6 +81,8 @@ def test_values_survive_roughly_and_each_byte_counts(name: str) -> None:
         (Bnb4Bit(nested=True), (4096, 4096), 0.515869140625),
         (Mxfp4(), (32, 2880, 5760), 0.53125),
         (Fp8(), (7168, 2048), 1.000244140625),
+        (Int4(), (2048, 7168), 0.5625),
+        (Int4(128), (2048, 7168), 0.515625),
     ],
 )
 def test_bytes_per_parameter(codec: Codec, shape: tuple[int, ...], expected: float) -> None:
@@ -166,3 +171,46 @@ def test_transformers_fp8() -> None:
         got = codec.decode(data, torch.empty(shape, dtype=dtype))
         expected = operation._dequantize_one(views["weight"], views["weight_scale_inv"])
         assert torch.equal(got, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+def test_compressed_tensors_int4(group_size: int | None, dtype: torch.dtype) -> None:
+    """Random words decode to what compressed-tensors and plain torch decode, and its own words and scales are ours."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=True, **strategy)
+    scheme, compressor = (
+        QuantizationScheme(targets=["Linear"], weights=args), BaseCompressor.get_value_from_registry("pack-quantized")
+    )  # fmt: skip
+    codec, shape = Int4(group_size, dtype), (24, 256)
+    weight = drawn(*shape).to(dtype)
+    weight[:2] = 0.0
+    data = packed(codec, weight)
+    components = codec.views(data, shape)
+    groups = weight.view(*components["weight_scale"].shape, -1)
+    scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    theirs = compressor.compress({"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}, scheme)
+    assert theirs.keys() == {*components, "weight_shape"}
+    assert all(torch.equal(components[name], theirs[name]) for name in components)
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(-(2**31), 2**31, (24, 32), dtype=torch.int32, generator=generator)
+    scales = -scales + torch.arange(scales.numel()).view(scales.shape) % 3 * 0.01  # of both signs
+    tensors = {"weight_packed": words, "weight_scale": scales.to(dtype)}
+    expected = compressor.decompress(tensors | {"weight_shape": torch.tensor(shape)}, scheme)["weight"]
+    codec.pack(tensors, data, shape)
+    got = codec.decode(data, torch.empty(shape, dtype=dtype))
+    for each in (expected, decoded(words, tensors["weight_scale"])):
+        assert each.dtype == dtype
+        assert torch.equal(got.view(torch.uint8), each.contiguous().view(torch.uint8))  # also the signs of zeros
+    assert len(torch.unique(decoded(words, torch.ones_like(scales)))) == 16
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 64, 64), (64, 48)])
+def test_shapes_that_int4_does_not_have(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="cannot be in INT4, which has matrices of rows in groups of 32"):
+        Int4().num_bytes(shape)

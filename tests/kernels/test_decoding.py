@@ -15,7 +15,7 @@ from tests.support.thinned_cases import thinned
 
 KERNELS = "horizon_lm.kernels.decoding_kernels"
 RUNS = [(name, torch.bfloat16) for name in CASES] + [
-    (name, dtype) for name in ("nf4 nested", "mxfp4", "fp8") for dtype in (torch.float16, torch.float32)
+    (name, dtype) for name in ("nf4 nested", "mxfp4", "fp8", "int4") for dtype in (torch.float16, torch.float32)
 ]
 
 
@@ -79,6 +79,9 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         constants = {"tile_rows": 128, "tile_columns": 128, "e8m0": e8m0, "size": 1024}
         signature = fp8 | {"weight": "*u8", "scales": scales, "out": "*fp16"}
         assert "ftz" not in _compiled(kernels.decode_fp8, signature, constants, capability)
+    for scales in ("*bf16", "*fp16", "*fp32"):
+        int4 = {"pairs": "*u8", "scales": scales, "out": "*i16", "num_columns": "i32", "columns_of_scale": "i32"}
+        assert "ftz" not in _compiled(kernels.decode_int4, int4, {"size": 1024}, capability)
 
 
 def _compiled(

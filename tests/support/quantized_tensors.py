@@ -5,6 +5,7 @@ import torch
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.int4 import Int4
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 
@@ -16,9 +17,13 @@ CASES: dict[str, tuple[Codec, tuple[int, ...]]] = {
     "mxfp4": (Mxfp4(), (5, 64, 16)),
     "fp8": (Fp8(), (260, 132)),
     "fp8 with scales in bf16": (Fp8(scale_dtype=torch.bfloat16), (128, 136)),
+    "int4": (Int4(), (37, 96)),
+    "int4 in groups of 128": (Int4(128, torch.float16), (24, 1408)),
+    "int4 by row": (Int4(None, torch.float32), (40, 88)),
     "stacked nf4": (Stack(Bnb4Bit("nf4", nested=True)), (4, 48, 64)),
     "stacked fp8": (Stack(Fp8((32, 32))), (3, 80, 48)),
     "stacked fp8 with powers of two": (Stack(Fp8((32, 32), torch.float8_e8m0fnu)), (2, 64, 48)),
+    "stacked int4": (Stack(Int4()), (4, 48, 64)),
 }
 
 

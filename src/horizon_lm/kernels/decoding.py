@@ -10,6 +10,7 @@ import torch
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.int4 import Int4
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.rows import Rows
 from horizon_lm.codecs.stack import Stack
@@ -81,11 +82,20 @@ def _decode_fp8(codec: Fp8, components: Components, out: torch.Tensor) -> None:
     )  # fmt: skip
 
 
+def _decode_int4(codec: Int4, components: Components, out: torch.Tensor) -> None:
+    """Decode a matrix (O, I), or a stack of them (E, O, I), of which all rows are alike."""
+    kernels, num_columns = _kernels(), out.shape[-1]
+    kernels.decode_int4[(out.numel() // num_columns, _programs(num_columns))](
+        components["weight_packed"].view(torch.uint8), components["weight_scale"], _target(out), num_columns,
+        codec.columns_of_scale(num_columns), size=kernels.BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 # The decoder of each format, and the formats of which it decodes a stack at once.
 _DECODERS: dict[type[Codec], Callable[[Any, Components, torch.Tensor], None]] = {
-    Bnb4Bit: _decode_4bit, Mxfp4: _decode_mxfp4, Fp8: _decode_fp8
+    Bnb4Bit: _decode_4bit, Mxfp4: _decode_mxfp4, Fp8: _decode_fp8, Int4: _decode_int4
 }  # fmt: skip
-_OF_STACKS = (Fp8,)
+_OF_STACKS = (Fp8, Int4)
 
 
 def _target(out: torch.Tensor) -> torch.Tensor:

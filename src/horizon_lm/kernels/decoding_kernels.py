@@ -102,3 +102,27 @@ def decode_fp8(
     scale = tl.load(scales + line + column // tile_columns, mask=inside, other=0)
     scale = _power_of_two(scale.to(tl.int32)) if e8m0 else scale.to(tl.float32)
     tl.store(out + row * num_columns + column, _rounded(_e4m3(code) * scale, out), mask=inside)
+
+
+@triton.jit
+def decode_int4(
+    pairs: tl.tensor, scales: tl.tensor, out: tl.tensor, num_columns: tl.tensor, columns_of_scale: tl.tensor, size: tl.constexpr
+) -> None:  # fmt: skip
+    """Decode rows of INT4 codes, two a byte with the low four bits first; a program decodes a part of a row.
+
+    Args:
+        pairs, scales, out: codes, scales and decoded values.
+        num_columns: values of a row.
+        columns_of_scale: values that share a scale, of which a row has a whole number.
+        size: columns of a program.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * size + tl.arange(0, size)
+    inside = column < num_columns
+    pair = tl.load(pairs + row * (num_columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
+    code = ((pair >> (4 * (column % 2))) & 15) - 8
+    scale = tl.load(
+        scales + row * (num_columns // columns_of_scale) + column // columns_of_scale, mask=inside, other=0.0
+    )
+    value = code.to(tl.float32) * scale.to(tl.float32)
+    tl.store(out + row * num_columns + column, _rounded(value, out), mask=inside)

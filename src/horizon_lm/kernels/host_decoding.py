@@ -13,6 +13,7 @@ import torch
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.int4 import Int4
 from horizon_lm.codecs.mxfp4 import VALUES, Mxfp4
 from horizon_lm.codecs.rows import Rows
 from horizon_lm.codecs.stack import Stack
@@ -73,8 +74,13 @@ def _decode_tiles(codec: Fp8, components: Components, out: torch.Tensor, form: s
     _decode_fp8(form)(codes, scales, _E4M3, *codec.tile, as_array(out))
 
 
+def _decode_groups(codec: Int4, components: Components, out: torch.Tensor, form: str) -> None:
+    pairs, scales = components["weight_packed"].view(torch.uint8).numpy(), components["weight_scale"].float().numpy()
+    _decode_int4(form)(pairs, scales, as_array(out))
+
+
 _DECODERS: dict[type[Codec], Callable[[Any, Components, torch.Tensor, str], None]] = {
-    Bnb4Bit: _decode_bnb, Mxfp4: _decode_stacked_mxfp4, Fp8: _decode_tiles
+    Bnb4Bit: _decode_bnb, Mxfp4: _decode_stacked_mxfp4, Fp8: _decode_tiles, Int4: _decode_groups
 }  # fmt: skip
 
 
@@ -135,5 +141,25 @@ def _decode_fp8(form: str) -> Any:
                 scale = row_scales[tile]
                 for column in range(tile * tile_columns, min(len(row_out), (tile + 1) * tile_columns)):
                     row_out[column] = store(F32(table[row_codes[column]] * scale))
+
+    return decode
+
+
+@cache
+def _decode_int4(form: str) -> Any:
+    """Compile a decoder of pairs of codes (O, I / 2) with scales (O, groups) to (O, I)."""
+    store = _STORE[form]
+
+    @kernel
+    def decode(pairs: Any, scales: Any, out: Any) -> None:
+        half = pairs.shape[1] // scales.shape[1]  # pairs of a group
+        for row in range(out.shape[0]):
+            row_pairs, row_out, row_scales = pairs[row], out[row], scales[row]
+            for group in range(len(row_scales)):
+                scale = row_scales[group]
+                for pair in range(group * half, (group + 1) * half):
+                    codes = row_pairs[pair]
+                    row_out[2 * pair] = store(F32(F32(np.int32(codes & 15) - 8) * scale))
+                    row_out[2 * pair + 1] = store(F32(F32(np.int32(codes >> 4) - 8) * scale))
 
     return decode
