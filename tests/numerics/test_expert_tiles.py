@@ -117,7 +117,8 @@ def test_adapters(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "nf4"), ("mixtral", "4bit")]
+    ("family", "kind"),
+    [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "nf4"), ("mixtral", "4bit"), ("qwen3_moe", "int4")],
 )
 def test_quantized_experts(family: str, kind: str, tmp_path: Path) -> None:
     """Gradients of adapters, of the model with the weights that transformers decodes."""

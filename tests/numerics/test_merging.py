@@ -19,6 +19,7 @@ SAMPLE = [
     ("biases", "bias=all"), ("tied biases", "bias=lora_only"), ("buffers", "lora"), ("buffers bf16", "bias=all"),
     ("experts", "dora"), ("nf4", "Shira"), ("nested nf4", "bias=all"),
     ("mxfp4", "modules_to_save=lm_head"), ("fp8 experts", "lora"), ("fp8", "Psoft"),
+    ("int4", "dora"), ("int4 experts", "lora"),
 ]  # fmt: skip
 
 
@@ -28,7 +29,9 @@ def test_merged_folders(tmp_path: Path, base: str, kind: str) -> None:
 
 
 # PEFT's own forward of two kinds fails with the shapes of DeepSeek's attention.
-FAILING = [(base, kind) for base in ("buffers", "buffers bf16", "fp8 experts") for kind in ("Gralora", "OFT")]
+FAILING = [
+    (base, kind) for base in ("buffers", "buffers bf16", "fp8 experts", "int4 experts") for kind in ("Gralora", "OFT")
+]
 ALL = [(base, kind) for base in merged_adapters.BASES for kind in merged_adapters.KINDS if (base, kind) not in FAILING]
 ALL += [(base, kind) for base in ("biases", "tied biases", "nested nf4") for kind in merged_adapters.OF_BIASES]
 

@@ -47,7 +47,7 @@ from tests.support.threaded_device import ThreadedDevice
 
 CASES = [
     ("llama", "4bit"), ("llama", "nf4"), ("qwen2", "nested"), ("mixtral", "4bit"), ("gpt_oss", "mxfp4"), ("llama", "fp8"),
-    ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8"), ("gpt2", "4bit"),
+    ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8"), ("gpt2", "4bit"), ("llama", "int4"), ("deepseek_v3", "int4"),
 ]  # fmt: skip
 
 
@@ -101,6 +101,7 @@ def with_adapters(folder: Path, kind: str, tmp_path: Path, **config: Any) -> tup
     [
         ("llama", "4bit", "lora"), ("llama", "nf4", "dora"), ("qwen2", "nested", "mixed"), ("mixtral", "4bit", "lora"),
         ("gpt_oss", "mxfp4", "lora"), ("qwen3_moe", "fp8", "lora"), ("deepseek_v3", "fp8", "mixed"),
+        ("llama", "int4", "dora"), ("deepseek_v3", "int4", "lora"),
     ],
 )  # fmt: skip
 def test_adapters_on_a_quantized_base(published: Any, tmp_path: Path, family: str, kind: str, adapter: str) -> None:
@@ -189,14 +190,14 @@ def test_a_flipped_bit_changes_the_loss(published: Any) -> None:
 
 def damage(tensors: dict[str, torch.Tensor], kind: str, how: str) -> str:
     """Damage a tensor of a folder, and return its name."""
-    part = {"nf4": "absmax", "mxfp4": "_scales", "fp8": "_scale_inv"}[kind]
+    part = {"nf4": "absmax", "mxfp4": "_scales", "fp8": "_scale_inv", "int4": "_scale"}[kind]
     name = next(name for name in tensors if name.endswith(part))
     if how == "missing":
         del tensors[name]
     elif how == "truncated":
         tensors[name] = tensors[name].reshape(-1)[:-1].clone()
     elif how == "mislabelled":
-        tensors[name] = tensors[name].to(torch.float16)
+        tensors[name] = tensors[name].to(torch.float64 if kind == "int4" else torch.float16)
     else:
         tensors[name].view(-1)[1] = 255 if kind == "mxfp4" else float("nan")
     return name
@@ -204,7 +205,9 @@ def damage(tensors: dict[str, torch.Tensor], kind: str, how: str) -> str:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["missing", "truncated", "mislabelled", "not finite"])
-@pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt_oss", "mxfp4"), ("llama", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "nf4"), ("gpt_oss", "mxfp4"), ("llama", "fp8"), ("llama", "int4")]
+)
 def test_damaged_scales_are_rejected(published: Any, tmp_path: Path, family: str, kind: str, how: str) -> None:
     folder = published(family, kind)
     tensors = load_file(folder / "model.safetensors")
@@ -308,6 +311,10 @@ def test_names_that_are_left_out(tmp_path: Path) -> None:
     assert not {name for name in found if ".layers.1." in name or "k_proj" in name}
 
 
+def _query(family: str) -> list[str]:
+    return ["q_a_proj"] if family == "deepseek_v3" else ["q_proj"]
+
+
 def train(model: Any, steps: int = 2) -> list[torch.Tensor]:
     """Train adapters, and return them."""
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
@@ -320,10 +327,12 @@ def train(model: Any, steps: int = 2) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("family", "kind"), [("llama", "4bit"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "4bit"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "int4")]
+)
 def test_races(published: Any, tmp_path: Path, family: str, kind: str) -> None:
     """Decoding straddles computations on devices that run copies as early or late as their waits allow."""
-    folder = adapter_folder(published(family, kind), tmp_path, target_modules=["q_proj"])
+    folder = adapter_folder(published(family, kind), tmp_path, target_modules=_query(family))
     options: dict[str, Any] = {"precision": "float32"} | ({"load_in_4bit": True} if kind == "4bit" else {})
     expected = train(horizon_lm.from_pretrained(folder, "cpu", **options))
     devices = [*(SimulatedDevice(seed) for seed in range(3)), ThreadedDevice(seed=1)]
@@ -339,7 +348,7 @@ def test_races(published: Any, tmp_path: Path, family: str, kind: str) -> None:
     thinned(
         [
             (*published, precision)
-            for published in (("llama", "4bit"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"))
+            for published in (("llama", "4bit"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8"), ("deepseek_v3", "int4"))
             for precision in ("fp32_master", "bf16", "float32")
         ],
         every=4,
@@ -375,13 +384,15 @@ def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, p
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("family", "kind"), [("llama", "4bit"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "4bit"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("deepseek_v3", "int4")]
+)
 def test_an_emulated_gpu(
     published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
 ) -> None:
     """Codes cross the link, and are decoded on the device, without the host waiting for it."""
     monkeypatch.setattr(decoding, "has_triton", lambda: False)  # its kernels need a real GPU
-    folder = adapter_folder(published(family, kind), tmp_path, target_modules=["q_proj"])
+    folder = adapter_folder(published(family, kind), tmp_path, target_modules=_query(family))
     options: dict[str, Any] = {"precision": "float32", "attn_implementation": "eager"}
     options |= {"load_in_4bit": True} if kind == "4bit" else {}
     expected = train(horizon_lm.from_pretrained(folder, "cpu", **options))

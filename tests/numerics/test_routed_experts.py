@@ -118,7 +118,8 @@ def test_dense_blocks_are_streamed_whole() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "kind"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "nf4"), ("qwen3_moe", "4bit")]
+    ("family", "kind"),
+    [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "nf4"), ("qwen3_moe", "4bit"), ("qwen3_moe", "int4")],
 )
 def test_quantized_experts(family: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")

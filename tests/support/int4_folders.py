@@ -1,6 +1,7 @@
 """Folders in INT4 as compressed-tensors writes them, and their weights decoded by plain torch. None of this needs PEFT."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +43,26 @@ def quantization_config(group_size: int | None = 32, **changes: Any) -> dict[str
     }  # fmt: skip
 
 
-def save_int4(
-    family: str,
+def save_int4(family: str, folder: Path, codec: Int4 = GROUPS_OF_32, **config: Any) -> Path:
+    """Write a tiny model in INT4, with other settings of the model than those of `SIZES`."""
+    tiny_models.build(family, **SIZES[family] | config).to(torch.bfloat16).save_pretrained(folder)
+    return quantize(folder, codec)
+
+
+def quantize(
     folder: Path,
     codec: Int4 = GROUPS_OF_32,
     experts_only: bool = False,
     shape_dtype: torch.dtype = torch.int64,
-    **config: Any,
 ) -> Path:
-    """Write a tiny model whose linear layers are in INT4; those whose width is not divisible stay in bf16.
+    """Quantize the linear layers of a plain folder to INT4; those whose width is not divisible stay in bf16.
 
     Args:
-        family: the model.
-        folder: the folder to write.
+        folder: the folder, which is changed.
         codec: the format.
         experts_only: quantize the routed experts alone, as in Kimi-K2-Thinking.
         shape_dtype: dtype of the tensors with the shapes.
-        config: settings of the model.
     """
-    tiny_models.build(family, **SIZES[family] | config).to(torch.bfloat16).save_pretrained(folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         is_linear = weight.ndim == 2 and ".layers." in name and not name.endswith("gate.weight")
@@ -82,24 +84,22 @@ def change_config(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def save_decoded(folder: Path, plain: Path) -> Path:
-    """Write the model of a folder with its weights decoded by plain torch."""
-    plain.mkdir()
+def decoded_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder, of which quantized ones are decoded by plain torch."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_packed")]:
         stem = name.removesuffix("_packed")
         weight = decoded(tensors.pop(name), tensors.pop(f"{stem}_scale"))
         assert list(weight.shape) == tensors.pop(f"{stem}_shape").tolist()
         tensors[stem] = weight
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    settings = json.loads((folder / "config.json").read_text())
-    del settings["quantization_config"]
-    (plain / "config.json").write_text(json.dumps(settings))
-    return plain
+    return tensors
 
 
-def plain_model(folder: Path, tmp_path: Path) -> Any:
-    """Return the plain model in float32 with the decoded weights of a folder."""
-    plain = save_decoded(folder, tmp_path / "decoded")
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    return tiny_models.attending_as_streamed(model)
+def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the plain model with the decoded weights of a folder."""
+    with tempfile.TemporaryDirectory() as plain:
+        save_file(decoded_state(folder), Path(plain) / "model.safetensors", {"format": "pt"})
+        settings = json.loads((folder / "config.json").read_text())
+        del settings["quantization_config"]
+        (Path(plain) / "config.json").write_text(json.dumps(settings))
+        return AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import horizon_lm
 from tests.census.tiny_models import build
-from tests.support import tiny_models
+from tests.support import int4_folders, tiny_models
 from tests.support.peft_methods import TOKENS, WORK, lora, method
 from tests.support.quantized_folders import by_bitsandbytes, save_published
 
@@ -69,8 +69,10 @@ BASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mxfp4": ("gpt_oss", "mxfp4", {}),
     "fp8": ("llama", "fp8", {}),
     "fp8 experts": ("deepseek_v3", "fp8", {}),
+    "int4": ("llama", "int4", {}),
+    "int4 experts": ("deepseek_v3", "int4 experts", {}),
 }
-QUANTIZED = ("nf4", "nested", "mxfp4", "fp8")
+QUANTIZED = ("nf4", "nested", "mxfp4", "fp8", "int4", "int4 experts")
 
 
 def fitting(kind: Kind, family: str) -> Any:
@@ -117,6 +119,8 @@ def decoded(folder: Path, form: str) -> Any:
     config, state = AutoConfig.from_pretrained(folder), stored(folder)
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+    if form in ("int4", "int4 experts"):
+        return int4_folders.plain_model(folder, torch.bfloat16).eval()
     if form in ("mxfp4", "fp8"):
         model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict())
         return model

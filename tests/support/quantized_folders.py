@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import horizon_lm
 from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.mxfp4 import Mxfp4
-from tests.support import tiny_models
+from tests.support import int4_folders, tiny_models
 from tests.support.quantized_tensors import published as components_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -36,6 +36,8 @@ def save_published(family: str, kind: str, folder: Path, **config: Any) -> Path:
         return folder
     if kind in ("nf4", "nested"):
         return save_by_bitsandbytes(folder, kind == "nested")
+    if kind in ("int4", "int4 experts"):
+        return int4_folders.quantize(folder, experts_only=kind == "int4 experts")
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if kind == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
@@ -66,7 +68,11 @@ def save_by_bitsandbytes(folder: Path, nested: bool) -> Path:
 
 
 def dequantized(folder: Path, kind: str, streamed: Any) -> Any:
-    """Return the plain model with the weights that transformers decodes; for bitsandbytes, those of its own decoder."""
+    """Return the plain model with the weights that transformers decodes; for bitsandbytes, those of its own decoder, and for INT4, those
+    of plain torch.
+    """
+    if kind in ("int4", "int4 experts"):
+        return tiny_models.attending_as_streamed(int4_folders.plain_model(folder))
     if kind in ("mxfp4", "fp8"):
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
         return tiny_models.attending_as_streamed(plain)

@@ -13,7 +13,7 @@ import torch
 from horizon_lm.codecs.base import Codec, Component, Part, spans
 from horizon_lm.errors import ConfigError
 
-_CODES_OF_WORD = 8
+CODES_OF_WORD = 8
 _OFFSET = 8
 _LARGEST = 7.5  # half of the range from -8 to 7
 
@@ -31,14 +31,14 @@ class Int4(Codec):
     scale_dtype: torch.dtype = torch.bfloat16
 
     def components(self, shape: Sequence[int]) -> dict[str, Component]:
-        if len(shape) != 2 or shape[1] % (self.group_size or _CODES_OF_WORD):
+        if len(shape) != 2 or shape[1] % (self.group_size or CODES_OF_WORD):
             raise ConfigError(
                 f"a tensor of shape {tuple(shape)} cannot be in INT4, which has matrices of rows in groups of "
-                f"{self.group_size or _CODES_OF_WORD}"
+                f"{self.group_size or CODES_OF_WORD}"
             )
         height, width = shape
         return {
-            "weight_packed": Component(torch.Size((height, width // _CODES_OF_WORD)), torch.int32),
+            "weight_packed": Component(torch.Size((height, width // CODES_OF_WORD)), torch.int32),
             "weight_scale": Component(torch.Size((height, width // self.columns_of_scale(width))), self.scale_dtype),
         }
 

@@ -97,7 +97,7 @@ def outline_model(
         first_differentiated=parts.first_differentiated(),
         has_adapters=bool(parts.adapters),
         base_is_frozen=bool(parts.frozen_base()),
-        trains_decoded=any(not _is_4bit(codec) for codec in parts.codecs.values()),
+        trains_decoded=any(not _is_of_bitsandbytes(codec) for codec in parts.codecs.values()),
         whole_head_only="" if path is not None else str(found),
         whole_batch_only=examined.whole_batch_only,
         unproven=examined.unproven,
@@ -224,7 +224,7 @@ def _shared(calls: list[BlockCalls], rows: int, length: int) -> int:
     return sum(found.values())
 
 
-def _is_4bit(codec: Codec) -> bool:
+def _is_of_bitsandbytes(codec: Codec) -> bool:
     return isinstance(codec.of if isinstance(codec, Stack) else codec, Bnb4Bit)
 
 

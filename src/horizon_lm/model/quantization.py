@@ -13,6 +13,7 @@ from torch import nn
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.int4 import Int4
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
@@ -20,7 +21,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
 from horizon_lm.units import block
 
-_REMEDY = "use a bf16 copy of the model, or one in nf4, mxfp4 or block fp8"
+_REMEDY = "use a bf16 copy of the model, or one in nf4, mxfp4, block fp8 or the int4 of compressed-tensors"
 
 
 def four_bits(quant_type: str = "nf4", nested: bool = False) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def matrix_codec(quantization: Mapping[str, Any], place: str) -> Codec:
     if method == "fp8" and quantization.get("weight_block_size"):
         return Fp8(_tile(quantization["weight_block_size"], place))
     if method == "compressed-tensors":
-        return Fp8(_tile(_compressed_tile(quantization, place), place))
+        return _compressed_codec(quantization, place)
     detail = " in 8 bits" if method == "bitsandbytes" else " without weight_block_size" if method == "fp8" else ""
     raise ModelNotSupportedError(f"{place}: its weights are quantized by {method}{detail}; {_REMEDY}")
 
@@ -107,20 +108,58 @@ def _tile(size: Any, place: str) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _compressed_tile(quantization: Mapping[str, Any], place: str) -> Any:
-    """Return the tile of compressed-tensors' FP8; raise ModelNotSupportedError for its other formats."""
-    found = quantization.get("config_groups")
-    groups = [each for each in found.values() if isinstance(each, Mapping)] if isinstance(found, Mapping) else []
-    weights = [each["weights"] for each in groups if isinstance(each.get("weights"), Mapping)]
-    for each in weights:
-        if (each.get("num_bits"), each.get("type"), each.get("strategy")) != (8, "float", "block"):
+def _compressed_codec(quantization: Mapping[str, Any], place: str) -> Codec:
+    """Return the codec of compressed-tensors' FP8 in tiles or packed INT4; raise ModelNotSupportedError for its other formats."""
+    for setting, key in (("transform_config", "config_groups"), ("sparsity_config", "format")):
+        found = quantization.get(setting)
+        if isinstance(found, Mapping) and found.get(key) not in (None, {}, "dense"):
             raise ModelNotSupportedError(
-                f"{place}: compressed-tensors has its weights in {each.get('num_bits')} bits, {each.get('type')}, by "
-                f"{each.get('strategy')}; {_REMEDY}"
+                f"{place}: compressed-tensors has changed its weights by a {setting}; {_REMEDY}"
             )
-    if len(weights) != 1:
-        raise ModelNotSupportedError(f"{place}: compressed-tensors has {len(weights)} groups of weights; {_REMEDY}")
-    return weights[0].get("block_structure")
+    groups = [each for each in _config_groups(quantization) if isinstance(each.get("weights"), Mapping)]
+    codecs = {_group_codec(each["weights"], each.get("format") or quantization.get("format"), place) for each in groups}
+    if len(codecs) != 1:
+        kinds = f" ({'; '.join(_scheme(each['weights']) for each in groups)})" if groups else ""
+        raise ModelNotSupportedError(
+            f"{place}: compressed-tensors has {len(groups)} groups of weights{kinds}; {_REMEDY}"
+        )
+    return codecs.pop()
+
+
+def _config_groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = quantization.get("config_groups")
+    return [each for each in found.values() if isinstance(each, Mapping)] if isinstance(found, Mapping) else []
+
+
+def _group_codec(weights: Mapping[str, Any], layout: Any, place: str) -> Codec:
+    """Return the codec of a group of weights of compressed-tensors, in the layout that its ``format`` names."""
+    kind = (weights.get("num_bits"), weights.get("type"), weights.get("strategy"))
+    if kind == (8, "float", "block"):
+        return Fp8(_tile(weights.get("block_structure"), place))
+    detail = _scheme(weights)
+    if kind in ((4, "int", "group"), (4, "int", "channel")):
+        size = weights.get("group_size") if kind[2] == "group" else None
+        obstacle = _obstacle(weights, layout)
+        if kind[2] == "group" and not (type(size) is int and size > 0 and size % 8 == 0):
+            obstacle = f" of {size} columns, which are no multiple of 8"
+        if not obstacle:
+            return Int4(size)
+        detail += obstacle
+    raise ModelNotSupportedError(f"{place}: compressed-tensors has its weights in {detail}; {_REMEDY}")
+
+
+def _obstacle(weights: Mapping[str, Any], layout: Any) -> str:
+    """Return the property of INT4 weights that is not decoded; empty if there is none."""
+    if layout != "pack-quantized":
+        return f", in the format {layout}"
+    if not weights.get("symmetric", True):
+        return ", with zero points"
+    order = weights.get("actorder")  # the others say in which order columns were quantized, not how they are stored
+    return f", with columns in the actorder {order}" if order not in (None, False, "weight", "static") else ""
+
+
+def _scheme(weights: Mapping[str, Any]) -> str:
+    return f"{weights.get('num_bits')} bits, {weights.get('type')}, by {weights.get('strategy')}"
 
 
 def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[str, Codec]:
@@ -130,13 +169,14 @@ def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[
         ModelNotSupportedError: the format is none that can be decoded.
     """
     codec = matrix_codec(quantization, type(parts.model).__name__)
-    left_out = _left_out(parts, quantization)
+    left_out = _patterns(parts, _left_out(parts, quantization))
+    targets = _patterns(parts, _targets(quantization))
     found: dict[str, Codec] = {}
     for u in range(parts.num_blocks):
         for ref in parts.units[block(u)]:
             module, attribute = ref.places[0]
             name = ref.name.rpartition(".")[0]
-            if any(pattern.match(name) or name.endswith(text) for text, pattern in left_out.items()):
+            if _is_named(name, left_out) or (targets and not _is_named(name, targets)):
                 continue
             is_expert = ref.param.ndim == 3 and name.endswith("experts")
             is_linear = (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and attribute == "weight"
@@ -150,15 +190,30 @@ def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[
     return found
 
 
-def _left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[str, re.Pattern[str]]:
-    """Return the names of modules that are not quantized, each with its pattern at the beginning of a name.
+def _left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> list[str]:
+    """Return the names and patterns of modules that are not quantized."""
+    given = [quantization.get(key) for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")]
+    names = [name for each in given if isinstance(each, list) for name in each if isinstance(name, str)]
+    return [*names, *(getattr(parts.model, "_keep_in_fp32_modules", None) or ())]
+
+
+def _targets(quantization: Mapping[str, Any]) -> list[str]:
+    """Return the names and patterns of the modules that compressed-tensors quantizes; none if these are all linear layers."""
+    given = [each.get("targets") for each in _config_groups(quantization)]
+    names = [name for each in given if isinstance(each, list) for name in each if isinstance(name, str)]
+    return [] if "Linear" in names else names
+
+
+def _is_named(module: str, patterns: Mapping[str, re.Pattern[str]]) -> bool:
+    return any(pattern.match(module) or module.endswith(text) for text, pattern in patterns.items())
+
+
+def _patterns(parts: ModelParts, names: Sequence[str]) -> dict[str, re.Pattern[str]]:
+    """Return names of modules, each with its pattern at the beginning of a name.
 
     Raises:
         ConfigError: a pattern takes too long to compare with the names of modules.
     """
-    given = [quantization.get(key) for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")]
-    names = [name for each in given if isinstance(each, list) for name in each if isinstance(name, str)]
-    names += getattr(parts.model, "_keep_in_fp32_modules", None) or ()
     modules = sorted({ref.name.rpartition(".")[0] for ref in parts.refs()})
     found, place = {name: _pattern(name) for name in names}, "quantization_config"
     require_few_pairs(len(found), modules, place)

@@ -153,7 +153,7 @@ class ModelOutline:
         first_differentiated: the first block with a gradient.
         has_adapters: blocks have adapters, which belong to the outer parameters.
         base_is_frozen: adapters are trained, and no weight of a block.
-        trains_decoded: transformers trains the quantized base only after decoding all of it, as of FP8 and MXFP4.
+        trains_decoded: transformers trains the quantized base only after decoding all of it, as of FP8, MXFP4 and INT4.
         whole_head_only: reason why the loss cannot be computed in chunks of tokens; empty if it can.
         whole_batch_only: the batch must not be split into micro-batches, because the model was not proven with them.
         unproven: reason why the model may differ from plain autograd; empty if the two were compared.

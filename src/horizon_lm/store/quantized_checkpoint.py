@@ -36,6 +36,7 @@ class QuantizedCheckpoint(Checkpoint):
         self.quantized = find_weights(self, codec, headers)
         parts = {source for each in self.quantized.values() for source in each.sources.values()}
         parts |= {name for name in headers if STATE in name}
+        parts |= {each.shape_source for each in self.quantized.values() if each.shape_source is not None}
         self._headers = {name: header for name, header in headers.items() if name not in parts}
         for name, each in self.quantized.items():
             self._headers[name] = Header(DTYPE_NAMES[each.dtype], each.shape)
@@ -94,6 +95,7 @@ class QuantizedCheckpoint(Checkpoint):
         """
         components: dict[str, torch.Tensor] = {}
         first = next(iter(target.sources))
+        self._require_shapes(target)
         for component in self.quantized[first].sources:
             sources = {name: self.quantized[name].sources[component] for name in target.sources}
             read = super().read(list(sources.values()))
@@ -113,7 +115,11 @@ class QuantizedCheckpoint(Checkpoint):
 
     def _require_components(self, name: str, weight: QuantizedWeight, headers: Mapping[str, Header]) -> None:
         """Raise ConfigError if the tensors of a weight are not those of its format."""
-        for component, expected in weight.codec.components(weight.shape).items():
+        try:
+            components = weight.codec.components(weight.shape)
+        except ConfigError as error:
+            raise ConfigError(f"{self.file_of(name)}: {name}: {error}; download it again") from error
+        for component, expected in components.items():
             source = weight.sources.get(component)
             if source is None:
                 continue
@@ -128,10 +134,21 @@ class QuantizedCheckpoint(Checkpoint):
                     f"{tuple(weight.shape)} needs {DTYPE_NAMES[expected.dtype]} of shape {tuple(expected.shape)}; download it again"
                 )
 
+    def _require_shapes(self, target: Target) -> None:
+        """Raise ConfigError if a tensor with the shape of a weight has another one than its components."""
+        given = {name: source for name in target.sources if (source := self.quantized[name].shape_source) is not None}
+        read = super().read([*given.values()])
+        for name, source in given.items():
+            if read[source].tolist() != (shape := [*self.quantized[name].shape]):
+                raise ConfigError(
+                    f"{super().file_of(source)}: {source} is {read[source].tolist()}, but the components of {name} have the shape "
+                    f"{shape}; download it again"
+                )
+
     def _require_valid(self, source: str, component: str, tensor: torch.Tensor, codec: Codec) -> None:
         """Raise ConfigError for values that no quantized weight has."""
         place = super().file_of(source)
-        if tensor.dtype in (torch.float32, torch.bfloat16):
+        if tensor.is_floating_point() and tensor.element_size() > 1:
             require_finite(source, tensor, place)
         table = TABLES[codec.quant_type] if component == "quant_map" and isinstance(codec, Bnb4Bit) else None
         if table is not None and not torch.equal(tensor.view(-1), torch.tensor(table)):

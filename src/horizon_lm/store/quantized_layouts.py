@@ -1,12 +1,13 @@
 """Find the quantized weights of a folder by its headers: formats differ in the names, dtypes and shapes of their tensors.
 
 Sources of the layouts: ``bitsandbytes.functional.QuantState.as_dict``; the folders of gpt-oss (``blocks`` and ``scales``), of
-DeepSeek-V3 and Qwen's FP8 models (``weight_scale_inv``), and of compressed-tensors (``weight_scale``).
+DeepSeek-V3 and Qwen's FP8 models (``weight_scale_inv``), and of compressed-tensors (``weight_scale``, and for INT4 ``weight_packed``).
 """
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import TABLES, Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
+from horizon_lm.codecs.int4 import CODES_OF_WORD, Int4
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.units import TRAINED_DTYPES
@@ -23,6 +25,8 @@ STATE = ".quant_state.bitsandbytes__"
 _LONGEST_STATE = 4096  # bytes of a description of a weight; published ones have about 200
 _SCALES = ("weight_scale_inv", "weight_scale")
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
+_INT4_SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NOT_DECODED = ("weight_zero_point", "weight_g_idx", "weight_global_scale")  # what INT4 may have in other schemes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class QuantizedWeight:
         sources: the tensors of its components in the folder, by the names of the codec.
         dtype: the dtype of the weight that was quantized.
         offset: the mean of its scales, which double quantization keeps outside of its tensors.
+        shape_source: a tensor of the folder that has its shape, too; None if there is none.
     """
 
     shape: torch.Size
@@ -42,6 +47,7 @@ class QuantizedWeight:
     sources: Mapping[str, str]
     dtype: torch.dtype = torch.bfloat16
     offset: float | None = None
+    shape_source: str | None = None
 
 
 def find_weights(checkpoint: Checkpoint, codec: Codec, headers: Mapping[str, Header]) -> dict[str, QuantizedWeight]:
@@ -125,5 +131,42 @@ def _find_fp8(checkpoint: Checkpoint, codec: Fp8, headers: Mapping[str, Header])
     return found
 
 
+def _find_int4(checkpoint: Checkpoint, codec: Int4, headers: Mapping[str, Header]) -> dict[str, QuantizedWeight]:
+    """Return the matrices in INT4: each has a tensor of words, one of scales, and one with its shape.
+
+    Their shapes are those that the words imply: a large model has 70,000 tensors with a shape, which are read with their
+    weights.
+    """
+    found = {}
+    for name, header in headers.items():
+        stem = name.removesuffix("weight_packed")
+        if stem == name:
+            continue
+        _require_int4(checkpoint.file_of(name), stem, headers)
+        scale, shape = f"{stem}weight_scale", f"{stem}weight_shape"
+        # Missing dimensions count as 0; a weight without elements is rejected with its components.
+        height, words, *_ = (*header.shape, 0, 0)
+        dtype = _INT4_SCALE_DTYPES.get(headers[scale].dtype, torch.bfloat16) if scale in headers else torch.bfloat16
+        found[f"{stem}weight"] = QuantizedWeight(
+            torch.Size((height, words * CODES_OF_WORD)), Int4(codec.group_size, dtype),
+            {"weight_packed": name, "weight_scale": scale}, dtype, shape_source=shape if shape in headers else None,
+        )  # fmt: skip
+    return found
+
+
+def _require_int4(place: Path, stem: str, headers: Mapping[str, Header]) -> None:
+    """Raise ConfigError if a module has tensors that a weight in symmetric INT4 does not have."""
+    if other := next((stem + each for each in ("weight", *_NOT_DECODED) if stem + each in headers), None):
+        raise ConfigError(
+            f"{place}: {stem}weight_packed is there with {other}, which its format does not have; use a bf16 copy of the model"
+        )
+    shape = headers.get(f"{stem}weight_shape")
+    if shape is not None and (shape.dtype not in ("I32", "I64") or shape.shape != (2,)):
+        raise ConfigError(
+            f"{place}: {stem}weight_shape is {shape.dtype} of shape {tuple(shape.shape)}, but two integers are needed; "
+            "download it again"
+        )
+
+
 _Find = Callable[[Checkpoint, Any, Mapping[str, Header]], dict[str, QuantizedWeight]]
-_LAYOUTS: dict[type[Codec], _Find] = {Bnb4Bit: _find_4bit, Mxfp4: _find_mxfp4, Fp8: _find_fp8}
+_LAYOUTS: dict[type[Codec], _Find] = {Bnb4Bit: _find_4bit, Mxfp4: _find_mxfp4, Fp8: _find_fp8, Int4: _find_int4}
