@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, str, Training]] = {
     "mxfp4": ("gpt_oss", "mxfp4", Training(shard=4)),
     "fp8, experts": ("qwen3_moe", "fp8", Training(shard=4, settings={"precision": "fp32_master"})),
     "fp8, deepseek": ("deepseek_v3", "fp8", Training(settings={"resident_blocks": 3})),
+    "int4, deepseek": ("deepseek_v3", "int4", Training(shard=4)),
 }
 
 

@@ -15,6 +15,7 @@ from horizon_lm.errors import ConfigError
 from tests.e2e import resuming, tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs, assert_resumes
+from tests.support import int4_folders
 from tests.support.quantized_folders import dequantized, opened, save_published
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,7 +57,7 @@ def test_other_formats_of_the_base_are_another_base(runs: Runs, base: dict[str, 
         horizon_lm.train({**cut, "bnb_4bit_quant_type": "fp4", "resume_from_checkpoint": True}, print_fn=lambda _: None)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "mxfp4"), ("llama", "fp8")])
+@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "mxfp4"), ("llama", "fp8"), ("deepseek_v3", "int4 experts")])
 def test_a_published_folder(base: dict[str, Any], tmp_path: Path, family: str, kind: str) -> None:
     """It needs no setting: it is planned, trained, exported, generated from and merged."""
     folder = save_published(
@@ -64,12 +65,13 @@ def test_a_published_folder(base: dict[str, Any], tmp_path: Path, family: str, k
     )
     tiny.build_tokenizer().save_pretrained(folder)
     settings = {name: value for name, value in base.items() if name != "load_in_4bit"}
+    target = "q_a_proj" if family == "deepseek_v3" else "q_proj"
     settings |= {
         "model_name_or_path": str(folder),
         "output_dir": str(tmp_path / "run"),
-        "lora_target_modules": ["q_proj"],
+        "lora_target_modules": [target],
     }
-    planned = run("plan", "--model", folder, "--use_peft", "true", "--lora_target_modules", "[q_proj]")
+    planned = run("plan", "--model", folder, "--use_peft", "true", "--lora_target_modules", f"[{target}]")
     assert "quantized weights" in planned.output
     result = horizon_lm.train(settings, print_fn=lambda _: None)
     assert result.eval_loss_after < result.eval_loss_before
@@ -88,6 +90,38 @@ def test_a_published_folder(base: dict[str, Any], tmp_path: Path, family: str, k
         assert torch.equal(merged.state_dict()[name], value), name
     outcome = run("generate", result.model_dir, "The keeper", "--device", "cpu")
     assert outcome.exit_code == 0, outcome.output
+
+
+@pytest.mark.parametrize(
+    ("family", "tile"), [("llama", None), ("deepseek_v3", None), ("deepseek_v3", 1), ("deepseek_v3", 3)]
+)
+def test_int4_in_a_run_file(base: dict[str, Any], tmp_path: Path, family: str, tile: int | None) -> None:
+    """Losses and adapters are those of the same run on the decoded weights, bit for bit."""
+    folder = save_published(
+        family, "int4", tmp_path / "published", vocab_size=len(tiny.build_tokenizer()), max_position_embeddings=128
+    )
+    plain = int4_folders.plain_model(folder, torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    settings = {name: value for name, value in base.items() if name != "load_in_4bit"}
+    settings |= {"precision": "float32", "max_steps": 4, "logging_steps": 1, "lora_target_modules": ["o_proj"]}
+    settings["expert_tile"] = tile
+    results = {}
+    for each in (folder, tmp_path / "plain"):
+        tiny.build_tokenizer().save_pretrained(each)
+        path = tmp_path / f"{each.name}.yaml"
+        path.write_text(
+            json.dumps(settings | {"model_name_or_path": str(each), "output_dir": str(tmp_path / f"run-{each.name}")})
+        )
+        outcome = run("train", path)
+        assert outcome.exit_code == 0, outcome.output
+        lines = (tmp_path / f"run-{each.name}" / "metrics.jsonl").read_text().splitlines()
+        losses = [found["loss"] for line in lines if "loss" in (found := json.loads(line))]
+        results[each.name] = losses, load_file(next((tmp_path / f"run-{each.name}").rglob("adapter_model.safetensors")))
+    (losses, adapters), (expected, others) = results.values()
+    assert losses == expected
+    assert len(set(losses)) == 4
+    assert adapters.keys() == others.keys()
+    assert all(torch.equal(adapters[name], others[name]) for name in adapters)
 
 
 @pytest.mark.parametrize(
