@@ -26,7 +26,7 @@ class ModelSettings(Settings):
     )
     dequantize: Annotated[bool, OnResume.FREE, Needs(gguf_file=None)] = Field(
         False,
-        description="Decode quantized weights (MXFP4, FP8 in tiles, bitsandbytes' 4 bits) while they are read, so that all of them can "
+        description="Decode quantized weights (MXFP4, FP8 in tiles, INT4 of compressed-tensors, bitsandbytes' 4 bits) while they are read, so that all of them can "
         "be trained. Adapters need no decoding.",
     )
     trust_remote_code: Annotated[bool, OnResume.FREE, Needs(gguf_file=None)] = Field(

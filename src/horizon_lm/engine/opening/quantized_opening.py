@@ -35,7 +35,8 @@ def read_quantization(options: dict[str, Any]) -> dict[str, Any] | None:
     if found.get("quant_method") != "bitsandbytes" or not found.get("load_in_4bit"):
         raise ConfigError(
             "from_pretrained: quantization_config: use BitsAndBytesConfig(load_in_4bit=True) to quantize weights while they are read, or "
-            "Mxfp4Config or FineGrainedFP8Config with dequantize=True to decode them; a quantized folder needs neither for adapters"
+            "Mxfp4Config, FineGrainedFP8Config or CompressedTensorsConfig with dequantize=True to decode them; a quantized folder needs none "
+            "for adapters"
         )
     return found
 
