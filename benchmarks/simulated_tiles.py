@@ -5,30 +5,21 @@ python benchmarks/simulated_tiles.py [--output FILE.md]
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config import RunConfig, plan_config
-from horizon_lm.model import hf_config
-from horizon_lm.model.known_models import find_known, known_config
-from horizon_lm.model.source import ModelSource
+from horizon_lm.config import plan_config
 from horizon_lm.planning.catalog import find_profile
 from horizon_lm.planning.plan import Plan
 from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import Source, open_source
+from horizon_lm.preflight.inputs import open_source
 from horizon_lm.preflight.this_machine import other_machine
 from horizon_lm.quantities import counted, format_bytes, parse_bytes
 
 LORA = {"use_peft": True, "lora_target_modules": r".*attn\.\w*proj\w*"}
 FULL = {"moments": "bfloat16"}
-KIMI = "Kimi-K2-Instruct"
-# The shapes that differ from DeepSeek-V3's, whose code it has (https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/config.json).
-KIMI_SHAPES = {
-    "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64,
-    "topk_group": 1, "vocab_size": 163_840,
-}  # fmt: skip
 LENGTH, ROWS = 4096, (16, 8, 4, 2, 1)
 
 
@@ -45,21 +36,12 @@ class Case:
 
 CASES = [
     Case("DeepSeek-V3", "LoRA on FP8", LORA, "rtx-4090", "768GB"),
-    Case(KIMI, "LoRA on FP8", LORA, "rtx-4090-server", "1.2TB"),
+    Case("Kimi-K2-Instruct", "LoRA on FP8", LORA, "rtx-4090-server", "1.2TB"),
+    Case("Kimi-K2-Thinking", "LoRA on INT4", LORA, "rtx-4090", "768GB"),
     Case("Qwen3-235B-A22B", "all weights, moments in bf16", FULL, "rtx-4090-server", "3TB"),
     Case("Qwen3-235B-A22B", "all weights, moments in bf16", FULL, "h200", "3TB"),
     Case("Qwen3-30B-A3B", "all weights", {}, "rtx-4090", "512GB"),
 ]
-
-
-def opened(run: RunConfig, model: str) -> Source:
-    if model != KIMI:
-        return open_source(run)
-    known = find_known("DeepSeek-V3")
-    assert known is not None
-    config = known_config(replace(known, config={**known.config, **KIMI_SHAPES}))
-    config.quantization_config = dict(known.quantization or {})
-    return Source(ModelSource(config, KIMI, None), hf_config.config_bytes(config), is_local=False)
 
 
 def planned(case: Case, tile: str | None) -> Plan:
@@ -67,10 +49,9 @@ def planned(case: Case, tile: str | None) -> Plan:
     source = None
     for rows in ROWS:
         run = plan_config(
-            model_name_or_path="DeepSeek-V3" if case.model == KIMI else case.model, max_length=LENGTH,
-            per_device_train_batch_size=rows, device="cuda", expert_tile=tile, **case.settings,
+            model_name_or_path=case.model, max_length=LENGTH, per_device_train_batch_size=rows, device="cuda", expert_tile=tile, **case.settings,
         )  # fmt: skip
-        source = source or opened(run, case.model)
+        source = source or open_source(run)
         machine = other_machine(find_profile(case.profile), parse_bytes(case.memory))
         # Without its time, which takes longer than the bytes.
         if plan_run(run, source, machine, priced=False).fits or rows == ROWS[-1]:
@@ -103,7 +84,7 @@ def main() -> None:
     lines = [
         "# Simulated, nothing measured: mixtures whose experts are streamed in tiles", "",
         f"{date.today().isoformat()}. What `horizon-lm plan` says of rows of {LENGTH:,} tokens, with whole blocks and with `expert_tile: auto`, for the largest batch of "
-        f"{', '.join(map(str, ROWS))} rows that fits. LoRA has rank 16 on the attention of the published FP8 weights. {KIMI} is planned with the code of DeepSeek-V3. "
+        f"{', '.join(map(str, ROWS))} rows that fits. LoRA has rank 16 on the attention; the published weights stay as they are. "
         "`docs/field-check.md` says how far such figures are to be trusted; on GPUs other than 9.x and 10.x, experts are multiplied one by one, which is not simulated.", "",
         "Command: `python benchmarks/simulated_tiles.py`", "",
         "| model | trains | machine | blocks | host memory | device memory | batch | step, s | tokens/s | held by |", "|" + "---|" * 10,
