@@ -169,6 +169,24 @@ def test_experts_alone_as_in_kimi_k2(tmp_path: Path) -> None:
     assert everything.keys() > found.keys()
 
 
+def test_the_type_of_kimi_k2(folders: Any, tmp_path: Path) -> None:
+    """Its config names a type that transformers does not have, with code of its own. The message has the remedy, which works."""
+    (tmp_path / "model.safetensors").hardlink_to(folders("deepseek_v3") / "model.safetensors")
+    settings = json.loads((folders("deepseek_v3") / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    for changes in ({"model_type": "kimi_k2", "auto_map": code}, {"model_type": "kimi_k2"}):
+        (tmp_path / "config.json").write_text(json.dumps(settings | changes))
+        with pytest.raises(ConfigError, match=r"set model_type: deepseek_v3 in config\.json, and remove its auto_map"):
+            opened(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert opened(tmp_path)._horizon.engine.store.codecs
+    for changes in ({"model_type": [1], "auto_map": code}, {"model_type": "kimi_k2", "architectures": ["NoSuchModel"]}):
+        (tmp_path / "config.json").write_text(json.dumps(settings | changes))
+        with pytest.raises(ConfigError, match=r"no usable config\.json") as raised:
+            opened(tmp_path)
+        assert "set model_type" not in str(raised.value)
+
+
 @pytest.mark.parametrize(("family", "tile"), [("llama", None), ("deepseek_v3", None), ("deepseek_v3", 3)])
 def test_host_bytes_are_planned(folders: Any, family: str, tile: int | None) -> None:
     config = hf_config.read_config(folders(family), trust_remote_code=False)

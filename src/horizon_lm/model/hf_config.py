@@ -11,6 +11,7 @@ from horizon_lm.model.config_limits import require_sane_config
 from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files
 from horizon_lm.model.gguf_header import read_gguf_header
 from horizon_lm.model.own_head import has_own_head
+from horizon_lm.model.own_types import own_type_remedy
 from horizon_lm.model.quantization import matrix_codec, quantization_of
 from horizon_lm.model.tying import declare_untied
 
@@ -54,9 +55,9 @@ def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # transformers' parsers raise anything
-        raise ConfigError(
-            f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){code_remedy(error) or gguf_remedy(folder)}"
-        ) from error
+        remedy = "" if gguf_file is not None else own_type_remedy(folder)
+        remedy += code_remedy(error) or gguf_remedy(folder)
+        raise ConfigError(f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){remedy}") from error
 
 
 def auto_class(model_class: Any) -> Any:
