@@ -1,15 +1,20 @@
 """A folder written as GGUF is read back by transformers' own reader as the same model and tokenizer, or rejected by name."""
 
+import inspect
+import json
+import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, masking_utils
 
 from horizon_lm.checkpoints import gguf_export, gguf_tokenizer
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.model.gguf_weights import load_gguf
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests.e2e import tiny
 from tests.e2e.command import run
@@ -74,6 +79,50 @@ def test_read_back(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
         other.bos_token_id,
         other.chat_template,
     )
+
+
+def add_to_config(folder: Path, **keys: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def test_keys_without_effect(tmp_path: Path) -> None:
+    """Keys of models that are published, or were read from a GGUF file themselves, do not stop an export."""
+    source = save(tmp_path / "model", "llama")
+    add_to_config(
+        source,
+        _model_name_or_path="Smollm2 135M", _commit_hash="0123abcd", unk_token_id=0, is_llama_config=True, rope_interleaved=False,
+        unsloth_version="2026.1", use_mrope=False, task_specific_params={"any": 1}, output_hidden_states=True, return_dict=False,
+        id2label={"0": "no"}, label2id={"no": 0}, **{"transformers.js_config": {"dtype": "q4"}},
+    )  # fmt: skip
+    gguf_export.export_gguf(source, tmp_path / "out")
+    assert (tmp_path / "out" / "model.gguf").is_file()
+
+
+def test_a_model_that_was_a_gguf_file(tmp_path: Path) -> None:
+    """A file, read by transformers and saved as a folder, as examples/demo.py does, becomes a file again."""
+    gguf_export.export_gguf(save(tmp_path / "model", "llama"), tmp_path / "first")
+    model = load_gguf(tmp_path / "first", "model.gguf", torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "saved")
+    add_to_config(tmp_path / "saved", _model_name_or_path="a name in the file's metadata")
+    gguf_export.export_gguf(tmp_path / "saved", tmp_path / "second")
+    read = load_gguf(tmp_path / "second", "model.gguf", torch.float32)
+    assert all(torch.equal(value, read.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_all_keys_that_code_looks_for_are_compared() -> None:
+    """Keys that transformers reads only if a config has them are compared where a type of config lacks them."""
+    for model_type in gguf_export._TYPES:
+        config = CONFIG_MAPPING[model_type]()
+        modules = (import_module(f"transformers.models.{model_type}.modeling_{model_type}"), masking_utils)
+        sought = {
+            name
+            for module in modules
+            for name in re.findall(r'(?:get|has)attr\(\w*config, "(\w+)"', inspect.getsource(module))
+        }
+        assert "head_dim" in sought
+        assert sought <= gguf_export._computed_from(config)
 
 
 def test_other_dtypes(tmp_path: Path) -> None:
@@ -146,6 +195,8 @@ def test_splits(tmp_path: Path, split: str) -> None:
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "rope_parameters: .* cannot",
         ),
+        ("qwen2", {"head_dim": 16}, "head_dim: 16 cannot be written as GGUF; it would be read as None"),
+        ("llama", {"is_causal": False}, "is_causal: False cannot be written as GGUF"),
         ("qwen3", {"head_dim": 16}, "head_dim: 16 cannot be written as GGUF; it would be read as 128"),
     ],
 )

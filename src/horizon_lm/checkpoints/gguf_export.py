@@ -27,9 +27,11 @@ FILE = "model.gguf"
 _TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # types of transformers, and their names in GGUF
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WITHOUT_EFFECT = {  # on what a trained model computes; tokens are in the tokenizer's part of the file
-    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
-    "max_window_layers", "pad_token_id", "pretraining_tp", "tie_word_embeddings", "transformers_version", "use_cache",
+    "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "max_window_layers", "pad_token_id",
+    "pretraining_tp", "tie_word_embeddings", "use_cache",
 }  # fmt: skip
+# Read by the models' code and by that of masks, also where the type of config does not have them.
+_READ_IF_PRESENT = {"attention_chunk_size", "head_dim", "is_causal", "layer_types", "sliding_window"}
 
 
 def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None) -> None:
@@ -110,11 +112,22 @@ def _require_kept(gguf: Any, config: Any, source: Path) -> None:
             _write_header(writer)
         read = hf_config.read_config(Path(name), trust_remote_code=False, gguf_file=FILE).to_dict()
     own = config.to_dict()
-    for key in sorted((own.keys() | read.keys()) - _WITHOUT_EFFECT):
+    for key in sorted(_computed_from(config)):
         if not _equal(own.get(key), read.get(key)):
             raise ModelNotSupportedError(
                 f"{source}: {key}: {own.get(key)} cannot be written as GGUF; it would be read as {read.get(key)}"
             )
+
+
+def _computed_from(config: Any) -> set[str]:
+    """Return the keys of a config that decide what the model computes.
+
+    The keys that all types have say where a model comes from and how it is called, and code reads no others than these.
+    """
+    from transformers import PreTrainedConfig
+
+    own = type(config)().to_dict().keys() - PreTrainedConfig().to_dict().keys()
+    return (own | _READ_IF_PRESENT | {"model_type"}) - _WITHOUT_EFFECT
 
 
 def _equal(one: Any, other: Any) -> bool:
