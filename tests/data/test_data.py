@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -20,7 +21,7 @@ from horizon_lm.data.answer_spans import locate_answers
 from horizon_lm.data.chat_template import ChatRenderer
 from horizon_lm.data.checks import check_overlap, check_rows, reject_errors
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
-from horizon_lm.data.formats import find_format, rename_fields
+from horizon_lm.data.formats import FORMATS, find_format, rename_fields
 from horizon_lm.data.loader import Sampler, batch_from, collate
 from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, prepare
 from horizon_lm.data.sources import open_source, read_rows
@@ -95,6 +96,121 @@ def test_preferences_without_a_common_prompt_are_rejected(chosen: Any, rejected:
 def test_preference_of_texts() -> None:
     pair = example({"chosen": "At dusk. Yes.", "rejected": "At dusk. No."}, "dpo")
     assert pair == Preference(Completion("At dusk.", " Yes."), Completion("At dusk.", " No."))
+
+
+OTHER_NAMES = {  # near misses of the names of fields
+    "messages": ("mesages", "chat", "data"),
+    "conversations": ("conversation", "dialog"),
+    "prompt": ("question", "promt", "query", "user_prompt", "frage"),
+    "question": ("query", "Question", "input", "user", "problem", "frage"),
+    "instruction": ("Instruction", "instrution", "prompt", "question", "frage"),
+    "input": ("context",),
+    "output": ("response", "Output", "answer", "completion", "target", "output_text", "antwort"),
+    "answer": ("response", "anwser", "reply", "Answer", "assistant", "solution", "antwort"),
+    "completion": ("response", "output", "answer", "completions", "antwort"),
+    "chosen": ("accepted", "preferred", "chosen_response", "Chosen"),
+    "rejected": ("reject", "rejected_response", "negative", "worse"),
+    "text": ("txt", "content", "document", "Text", "inhalt"),
+    "system": ("system_prompt",),
+}
+KNOWN_ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("sft", {"messages": [USER, ANSWER]}),
+    ("sft", {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "The keeper."}]}),
+    ("sft", {"instruction": "Who?", "input": "Now", "output": "The keeper."}),
+    ("sft", {"instruction": "Who?", "output": "The keeper."}),
+    ("sft", {"system": "Be short.", "question": "Who?", "answer": "The keeper."}),
+    ("sft", {"prompt": "Who? ", "completion": "The keeper."}),
+    ("sft", {"prompt": [USER], "completion": [ANSWER]}),
+    ("sft", {"text": "At dusk."}),
+    ("pretrain", {"text": "At dusk."}),
+    ("dpo", {"prompt": "Who? ", "chosen": "The keeper.", "rejected": "No."}),
+    ("dpo", {"prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "No."}]}),
+]
+
+
+def suggested(row: dict[str, Any], objective: str) -> dict[str, str]:
+    """Return the columns that the error about a row suggests; empty without any."""
+    with pytest.raises(RowError) as error:
+        find_format(row, None, objective)
+    return yaml.safe_load(str(error.value).partition(" such as ")[2] or "columns: {}")["columns"]
+
+
+def spoken(found: Any) -> list[tuple[str, str]]:
+    """Return the texts of an example with their speakers. Two texts may be a conversation, or be left without a template."""
+    if isinstance(found, Preference):
+        return [*spoken(found.chosen), *spoken(found.rejected)]
+    if isinstance(found, Conversation):
+        return [(each["role"], each["content"]) for each in found.messages]
+    return [("", found.text)] if isinstance(found, Text) else [("user", found.prompt), ("assistant", found.completion)]
+
+
+NEAR_MISSES = [
+    (objective, near, row)
+    for objective, row in KNOWN_ROWS
+    for field in row
+    for other in OTHER_NAMES[field]
+    for near in [{"id": "a1"} | {other if name == field else name: value for name, value in row.items()}]
+    if len(near) == len(row) + 1 and not any(fmt.matches(near) for fmt in FORMATS)
+]
+
+
+@pytest.mark.parametrize("order", [list, reversed])
+@pytest.mark.parametrize(("objective", "near", "row"), NEAR_MISSES)
+def test_columns_are_suggested_for_near_misses(
+    objective: str, near: dict[str, Any], row: dict[str, Any], order: Any
+) -> None:
+    """A row, one of whose fields has another name, becomes the example that it was, whatever the order of its fields."""
+    near = {name: near[name] for name in order(list(near))}
+    columns = suggested(near, objective)
+    renamed = rename_fields(near, columns)
+    found = find_format(renamed, None, objective, columns).convert(renamed)
+    assert spoken(found) == spoken(example(row, objective))
+
+
+def test_near_misses_of_all_formats() -> None:
+    """The control: the rows above have all formats."""
+    matched = {fmt.name for fmt in FORMATS for _, row in KNOWN_ROWS if fmt.matches(row)}
+    assert matched == {fmt.name for fmt in FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("objective", "fields", "columns"),
+    [
+        ("sft", "instruction input response", {"output": "response"}),
+        ("sft", "instruction context response category", {"output": "response", "input": "context"}),
+        ("sft", "system_prompt question response", {"answer": "response", "system": "system_prompt"}),
+        ("sft", "prompt response label", {"completion": "response"}),  # unpaired preferences
+        ("sft", "input output", {"question": "input", "answer": "output"}),
+        ("sft", "url title body", {"question": "title", "answer": "body"}),
+        ("sft", "Frage: Antwort:", {"question": "Frage:", "answer": "Antwort:"}),
+        ("sft", "answer", {}),
+        ("sft", "question input", {}),
+        ("sft", "answer_a answer_b", {}),
+        ("dpo", "prompt response_a response_b", {}),
+        ("dpo", "question accepted declined", {"chosen": "accepted", "rejected": "declined", "prompt": "question"}),
+    ],
+)
+def test_suggested_columns(objective: str, fields: str, columns: dict[str, str]) -> None:
+    assert suggested(dict.fromkeys(fields.split(), "a text"), objective) == columns
+
+
+def test_text_is_the_longest_unknown_field() -> None:
+    assert suggested({"title": "Dusk", "body": "At dusk, the keeper ..."}, "pretrain") == {"text": "body"}
+
+
+def test_a_row_that_is_one_message() -> None:
+    with pytest.raises(RowError, match="the row is one message; write each conversation as one row"):
+        find_format(USER, None, "sft")
+
+
+def test_prompt_of_preferences_with_another_name() -> None:
+    row = {"question": "Who?", "chosen": "The keeper.", "rejected": "No."}
+    with pytest.raises(
+        RowError, match=r"no common start to use as the prompt; name it with columns: \{prompt: question\}"
+    ):
+        example(row, "dpo")
+    pair = example(rename_fields(row, {"prompt": "question"}), "dpo")
+    assert pair == Preference(Completion("Who?", "The keeper."), Completion("Who?", "No."))
 
 
 def test_tools_and_template_options() -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from inspect import signature
 from typing import Any
 
+from horizon_lm.data.column_hints import as_setting, field_for, suggest_columns
 from horizon_lm.data.conversations import (
     Completion,
     Conversation,
@@ -86,6 +87,10 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
         if fmt.matches(row):
             return fmt
     others = [fmt.name for fmt in FORMATS if fmt not in usable and fmt.matches(row)]
+    if "role" in row and "content" in row:
+        raise RowError(
+            "the row is one message; write each conversation as one row: messages, a list of {role, content}"
+        )
     expected = ", ".join(" + ".join(fields) for fmt in usable for fields in fmt.required)
     if others:
         usual = next(name for name, formats in FORMATS_OF_OBJECTIVE.items() if others[0] in formats)
@@ -94,10 +99,10 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
             f"{expected}"
         )
     problem = f"the row has {_field_names(row)}, which matches no known format; expected fields: {expected}"
-    if not row:
-        raise RowError(problem)
-    pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in zip(_TO_RENAME[objective], row, strict=False))
-    raise RowError(f"{problem}. Rename fields with columns, the expected name first, such as columns: {{{pairs}}}")
+    formats = [(fields, fmt.optional) for fmt in usable for fields in fmt.required]
+    if found := suggest_columns(row, formats, _USUAL[objective]):
+        problem += f". Rename fields with columns, the expected name first, such as {as_setting(found)}"
+    raise RowError(problem)
 
 
 def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
@@ -185,19 +190,19 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RowError("fields 'chosen' and 'rejected' must both be text, or both lists of {role, content}")
     pair = {"chosen": chosen, "rejected": rejected}
     if isinstance(chosen, str) and isinstance(rejected, str):
-        _require_common_prompt(chosen, rejected)
+        _require_common_prompt(row, chosen, rejected)
     if isinstance(chosen, list):
         pair = {name: read_messages(row, name) for name in pair}
     found = {**row, **extract_prompt(pair)}
     if not found["prompt"] and isinstance(row.get("prompt"), str):
         return {**row, **pair, "prompt": [{"role": "user", "content": row["prompt"]}]}
     if not found["prompt"]:
-        raise RowError(_NO_PROMPT)
+        raise RowError(_no_prompt(row))
     return found
 
 
-def _require_common_prompt(chosen: str, rejected: str) -> None:
-    """Raise RowError for texts whose common start is not a prompt, such as the Y in Yes and You."""
+def _require_common_prompt(row: Mapping[str, Any], chosen: str, rejected: str) -> None:
+    """Raise RowError for two answers of a row that are texts whose common start is not a prompt, such as the Y in Yes and You."""
     if chosen == rejected:
         return  # the caller reports it
     if chosen.startswith(rejected) or rejected.startswith(chosen):
@@ -206,7 +211,13 @@ def _require_common_prompt(chosen: str, rejected: str) -> None:
         )
     common = next(index for index, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     if not any(map(str.isspace, chosen[:common])):
-        raise RowError(_NO_PROMPT)
+        raise RowError(_no_prompt(row))
+
+
+def _no_prompt(row: Mapping[str, Any]) -> str:
+    found = field_for(row, "prompt")
+    remedy = f"name it with {as_setting({'prompt': found})}" if found else "add a field 'prompt'"
+    return f"'chosen' and 'rejected' have no common start to use as the prompt; {remedy}"
 
 
 def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Completion:
@@ -297,11 +308,10 @@ FORMATS = (
     RowFormat("question_answer", (("question", "answer"),), _WITH_HISTORY, _from_question_answer),
     RowFormat("text", (("text",),), (), _from_text),
 )
-_NO_PROMPT = "'chosen' and 'rejected' have no common start to use as the prompt; add a field 'prompt'"
 OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that rows may lack
 FORMATS_OF_OBJECTIVE = {
     "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answer", "text"),
     "pretrain": ("text",),
     "dpo": ("preference",),
 }
-_TO_RENAME = {"sft": ("question", "answer"), "pretrain": ("text",), "dpo": ("chosen", "rejected")}  # as an example
+_USUAL = {"sft": ("question", "answer"), "pretrain": ("text",), "dpo": ("chosen", "rejected")}  # suggested if in doubt
