@@ -528,6 +528,20 @@ def test_text_that_skips_the_chat_template_is_reported(tmp_path: Path) -> None:
     assert check_rows(report, build_tokenizer(None)) == []
 
 
+def test_preferences_that_skip_the_chat_template(tmp_path: Path) -> None:
+    """The remedies are those of preferences, and each of them leads to rows that the template renders."""
+    row = {"prompt": "Who? ", "chosen": "The keeper.", "rejected": "No."}
+    path, tokenizer = write(tmp_path, [row]), build_tokenizer()
+    options = PreprocessConfig("dpo")
+    (found,) = check_rows(prepare([DatasetConfig(path=str(path))], tokenizer, options), tokenizer)
+    assert found.problem == "have prompt, chosen and rejected as text, so the chat template is not applied"
+    assert found.remedy.endswith("write them as lists of messages, or set columns: {instruction: prompt}")
+    columns = {"instruction": "prompt"}
+    report = prepare([DatasetConfig(path=str(path), columns=columns)], tokenizer, options)
+    assert check_rows(report, tokenizer) == []
+    assert "<|im_start|>user\nWho?" in tokenizer.decode(report.rows[0].sequences[0].ids)
+
+
 def test_csv_fields_stay_text(tmp_path: Path) -> None:
     """Converting numbers, dates or booleans would train on text that does not occur in the file."""
     path = write(tmp_path, "instruction,output\nWhich channel?,007\nOpen?,true\nWhen?,2024-01-02\n", "rows.csv")

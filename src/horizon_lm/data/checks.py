@@ -72,10 +72,7 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
             "have a special token in the text of a prompt",
             "the model reads it as such, so a text may end its own turn; remove it, or write it differently", report.flagged[RowFlag.SPECIAL_TEXT],
         ),
-        Finding(
-            "have prompt and completion as text, so the chat template is not applied",
-            "fine for a base model; otherwise write them as messages, or rename the fields to instruction and output", report.flagged[RowFlag.UNTEMPLATED],
-        ),
+        _untemplated(report),
         Finding(
             "train on an empty thinking block", "the model learns not to think; add the reasoning, or remove the blocks",
             thinking,
@@ -83,6 +80,19 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
         Finding("are copies of others", "remove them, or repeat a dataset with weight instead", copies),
     ]  # fmt: skip
     return [finding for finding in findings if finding.rows.count]
+
+
+def _untemplated(report: Report) -> Finding:
+    """Return the finding of prompts and answers that are text, with the forms that the chat template is applied to."""
+    fields, remedy = "prompt and completion", "write them as messages, or rename the fields to instruction and output"
+    if report.objective == "dpo":
+        fields = "prompt, chosen and rejected"
+        remedy = "write them as lists of messages, or set columns: {instruction: prompt}"
+    return Finding(
+        f"have {fields} as text, so the chat template is not applied",
+        f"fine for a base model; otherwise {remedy}",
+        report.flagged[RowFlag.UNTEMPLATED],
+    )
 
 
 def check_lengths(rows: TokenTable, positions: Positions | None) -> list[Finding]:
