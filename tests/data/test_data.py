@@ -520,6 +520,41 @@ def test_check_rows_finds_each_mistake(tmp_path: Path) -> None:
     }
 
 
+def test_turns_that_are_out_of_place(tmp_path: Path) -> None:
+    """Rows that begin with the assistant, or end without it, are counted with their places; no others are."""
+    human, gpt, system = ({"from": name, "value": f"{name}?"} for name in ("human", "gpt", "system"))
+    calls = {"from": "function_call", "value": '{"name": "count", "arguments": {}}'}
+    with_calls = CHATML_WITH_MARKS.replace("message['content']", "(message['content'] or message.tool_calls | tojson)")
+    turns = [
+        [human, gpt], [system, human, gpt], [gpt, human, gpt], [system, gpt], [human, gpt, human], [gpt, human], [human, calls],
+        [human, calls, {"from": "observation", "value": "7"}],
+    ]  # fmt: skip
+    _, report = prepared(write(tmp_path, [{"conversations": each} for each in turns]), chat_template=with_calls)
+    found = {each.problem: each.rows for each in check_rows(report, build_tokenizer())}
+    assert {
+        problem: (rows.count, [place.rpartition(":")[2] for place in rows.places]) for problem, rows in found.items()
+    } == {
+        "begin with a turn of the assistant": (3, ["3", "4", "6"]),
+        "end with a turn that the assistant does not answer": (3, ["5", "6", "8"]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("objective", "row"),
+    [
+        ("pretrain", {"text": "gpt: Who?"}),
+        ("sft", {"text": "gpt: Who?"}),
+        ("sft", {"prompt": "Who? ", "completion": "I."}),
+        ("sft", {"prompt": [USER], "completion": [ANSWER]}),
+        ("dpo", {"prompt": [ANSWER, USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No."}]}),
+        ("dpo", {"prompt": [USER], "chosen": [ANSWER, USER], "rejected": [{**ANSWER, "content": "No."}]}),
+    ],
+)
+def test_rows_without_turns_out_of_place(tmp_path: Path, objective: str, row: dict[str, Any]) -> None:
+    _, report = prepared(write(tmp_path, [row]), objective=objective)
+    assert all(report.flagged[flag].count == 0 for flag in (RowFlag.ASSISTANT_FIRST, RowFlag.UNANSWERED))
+
+
 def test_text_that_skips_the_chat_template_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, [{"prompt": "Who? ", "completion": "I."}])
     _, report = prepared(path)

@@ -65,6 +65,14 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
             "the model does not see them; set chat_template_path to a template that renders them", report.flagged[RowFlag.DROPPED_BY_TEMPLATE],
         ),
         Finding(
+            "begin with a turn of the assistant", "the model learns to speak before the user; put the user's turn before it, or remove it",
+            report.flagged[RowFlag.ASSISTANT_FIRST],
+        ),
+        Finding(
+            "end with a turn that the assistant does not answer", "no answer to it is learned; add the answer, or remove the turn",
+            report.flagged[RowFlag.UNANSWERED],
+        ),
+        Finding(
             f"have fields that are not used ({', '.join(map(repr, sorted(report.unused_fields)))})",
             "nothing is learned from them; if one is meant, name it with columns", report.unused,
         ),

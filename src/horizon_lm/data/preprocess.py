@@ -23,7 +23,7 @@ from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 8  # version of the cached tables; increase it when their content changes
+_CACHE_VERSION = 9  # version of the cached tables; increase it when their content changes
 _MAX_PROBLEMS_SHOWN = 5  # maximum number of problems listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
@@ -231,7 +231,7 @@ def _tokenize_source(source: Source, row_format: RowFormat | None, tokenizer: An
             for name in ("trained", *(["rejected_trained"] if is_pair else []))
         },
         "num_targets": datasets.Value("int32"),
-        "flags": datasets.Value("int8"),
+        "flags": datasets.Value("int16"),
         "problem": datasets.Value("string"),
     }
     try:

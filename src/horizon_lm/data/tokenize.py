@@ -29,6 +29,8 @@ class RowFlag(IntFlag):
     DROPPED_BY_TEMPLATE = 8  # messages, reasoning or tools
     UNTEMPLATED = 16  # prompt and completion as text, although the tokenizer has a chat template
     SPECIAL_TEXT = 32  # a special token in a message of another than the assistant
+    ASSISTANT_FIRST = 64  # before any turn of the user
+    UNANSWERED = 128  # the last turn is not the assistant's
 
 
 _NONE = RowFlag(0)
@@ -65,6 +67,15 @@ def _flag(flag: RowFlag, is_set: object) -> RowFlag:
     return flag if is_set else _NONE
 
 
+def _turn_flags(example: Conversation | Completion) -> RowFlag:
+    """Return the flags of the first and the last turn of a conversation."""
+    if isinstance(example, Completion):
+        return _NONE
+    turns = [each["role"] for each in example.messages if each["role"] not in ("system", "developer")]
+    first = _flag(RowFlag.ASSISTANT_FIRST, turns[0] == "assistant")
+    return first | _flag(RowFlag.UNANSWERED, turns[-1] != "assistant")
+
+
 class ExampleTokenizer:
     """A tokenizer of examples, with a mask of the tokens to train on.
 
@@ -94,7 +105,8 @@ class ExampleTokenizer:
             ]
         if isinstance(example, Text):
             return [self._tokenize_text(example).truncate(self._max_length)]
-        return [self._tokenize_answer(example, self._train_on).truncate(self._max_length)]
+        tokens = self._tokenize_answer(example, self._train_on).truncate(self._max_length)
+        return [replace(tokens, flags=tokens.flags | _turn_flags(example))]
 
     def _tokenize_text(self, example: Text) -> Tokens:
         if self._train_on in ("assistant", "completion"):
