@@ -278,6 +278,21 @@ def test_system_message() -> None:
         ('{"messages": []}\n', "must be a list of"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to train on"),
         ('{"messages": [{"role": "bot", "content": "a"}]}\n', "messages[0].role is 'bot'"),
+        (
+            '{"conversations": [{"from": "bot", "value": "a"}]}\n',
+            "conversations[0].from is 'bot'; it must be one of human, gpt, system, observation, function_call, function, developer, user, assistant, tool",
+        ),
+        ('{"messages": [{"from": 7, "value": "a"}]}\n', "messages[0].from must be text, but is a number"),
+        ('{"conversations": [{"from": "gpt", "value": 7}]}\n', "conversations[0].value must be text, but is a number"),
+        (
+            '{"conversations": [{"from": "gpt", "value": [{"type": "image"}]}]}\n',
+            "conversations[0].value has a part of type 'image'",
+        ),
+        (
+            '{"conversations": [{"from": "function_call", "value": "7"}]}\n',
+            "conversations[0].value must be a list of calls",
+        ),
+        ('{"conversations": [{"from": "function_call", "value": "{}"}]}\n', "conversations[0].value: a call must have"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}\n', "messages[0].content must be text"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',

@@ -108,6 +108,8 @@ DATA: dict[str, str | bytes | tuple[str, Mapping[str, str]]] = {
         }
     ),
     "sharegpt without values": _rows({"conversations": [{"from": "human"}]}),
+    "unknown speaker": _rows({"conversations": [{"from": "bot", "value": "I."}]}),
+    "unknown fields beside known ones": _rows({"instruction": "a", "input": "b", "response": "c"}),
     "alpaca without output": _rows({"instruction": "a", "output": None}),
     "prompt without completion": _rows({"prompt": "a", "completion": ""}),
     "prompt as text, completion as a list": _rows({"prompt": "a", "completion": [ANSWER]}),

@@ -1,7 +1,7 @@
 """Define the four kinds of examples, and read and validate the messages of conversations."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -54,7 +54,8 @@ Example = Conversation | Text | Completion | Preference
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
-    "human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant", "function": "tool",
+    "human": "user", "gpt": "assistant", "system": "system", "observation": "tool", "function_call": "assistant", "function": "tool",
+    **{role: role for role in ROLES},
 }  # fmt: skip
 TEXT_KEYS = ("content", "reasoning_content", "thinking")  # keys for the text of a message, apart from tool calls
 _OPTIONAL_KEYS = {  # in addition to role and content
@@ -93,52 +94,60 @@ def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, Mapping):
         raise RowError(f"{where} must be {{role, content}}, but is {describe_type(entry)}")
     entry = {key: value for key, value in entry.items() if value is not None}
-    if "from" in entry and "role" not in entry:
+    is_sharegpt = "from" in entry and "role" not in entry
+    text = f"{where}.{'value' if is_sharegpt else 'content'}"
+    calls = text if is_sharegpt and entry["from"] == "function_call" else f"{where}.tool_calls"
+    if is_sharegpt:
         entry = _convert_sharegpt(entry, where)
     role = entry.get("role")
-    if not isinstance(role, str):
-        raise RowError(f"{where}.role must be text, but is {describe_type(role)}")
-    if role not in ROLES:
-        raise RowError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
-    message: Message = {"role": role, "content": _content(entry, where)}
+    _require_role(role, ROLES, f"{where}.role")
+    message: Message = {"role": role, "content": _content(entry, text)}
     for key, value in entry.items():
         if key in ("role", "content") or value in ("", [], {}):  # 0 and false are also values
             continue
         if key not in _OPTIONAL_KEYS.get(role, ()):
             raise RowError(f"{where}.{key} is not supported; remove it, or drop the row")
-        message[key] = _tool_calls(value, where) if key == "tool_calls" else value
+        message[key] = _tool_calls(value, calls) if key == "tool_calls" else value
     return message
 
 
+def _require_role(role: Any, known: Collection[str], where: str) -> None:
+    """Raise RowError, naming ``where``, if a value is none of the known names of speakers."""
+    if not isinstance(role, str):
+        raise RowError(f"{where} must be text, but is {describe_type(role)}")
+    if role not in known:
+        raise RowError(f"{where} is {role!r}; it must be one of {', '.join(known)}")
+
+
 def _content(entry: Mapping[str, Any], where: str) -> str:
-    """Return the text of a message: its content, or the texts in a list of parts joined."""
+    """Return the text of a message: its content, or the texts in a list of parts joined. ``where``: place of the text."""
     content = entry.get("content")
     if content is None and entry.get("tool_calls"):
         return ""
     if isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content):
         others = [part.get("type") for part in content if part.get("type") != "text"]
         if others:
-            raise RowError(f"{where}.content has a part of type {others[0]!r}; only text is supported")
+            raise RowError(f"{where} has a part of type {others[0]!r}; only text is supported")
         texts = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in texts):
             return "".join(texts)
     if not isinstance(content, str):
-        raise RowError(f"{where}.content must be text, but is {describe_type(content)}")
+        raise RowError(f"{where} must be text, but is {describe_type(content)}")
     return content
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:
-    """Return the calls of a message in OpenAI's form, with arguments that are JSON text parsed."""
+    """Return calls at ``where`` in OpenAI's form, with arguments that are JSON text parsed."""
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
-        raise RowError(f"{where}.tool_calls must be a list of calls, but is {describe_type(value)}")
+        raise RowError(f"{where} must be a list of calls, but is {describe_type(value)}")
     calls = []
     for call in value:
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RowError(f"{where}.tool_calls: a call must have a function with a name")
+            raise RowError(f"{where}: a call must have a function with a name")
         function = dict(function)
         if isinstance(function.get("arguments"), str):
-            function["arguments"] = _json(function["arguments"], f"{where}.tool_calls: arguments of {function['name']}")
+            function["arguments"] = _json(function["arguments"], f"{where}: arguments of {function['name']}")
         calls.append({**{k: v for k, v in call.items() if k not in function}, "type": "function", "function": function})
     return calls
 
@@ -148,15 +157,14 @@ def _convert_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
     assistant.
     """
     role, value = entry["from"], entry.get("value")
-    if not isinstance(role, str):
-        raise RowError(f"{where}.from must be text, but is {describe_type(role)}")
+    _require_role(role, _SHAREGPT_ROLES, f"{where}.from")
     if value is None:
         raise RowError(f"{where} has 'from' but no 'value'; a message is {{from, value}} or {{role, content}}")
     if role == "function_call" and isinstance(value, str):
         calls = _json(value, f"{where}.value")
         return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
     rest = {key: each for key, each in entry.items() if key not in ("from", "value")}
-    return {"role": _SHAREGPT_ROLES.get(role, role), "content": value, **rest}
+    return {"role": _SHAREGPT_ROLES[role], "content": value, **rest}
 
 
 def _json(text: str, where: str) -> Any:
