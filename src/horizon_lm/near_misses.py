@@ -4,6 +4,7 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 _SAME_WORD = 0.75  # similarity from which two words are spellings of one
 _SIZE = re.compile(r"(?<![a-z0-9.])(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
@@ -25,15 +26,27 @@ def _words_without_match(name: str, other: str) -> list[str]:
 
 
 def closest_model(typed: str, known: Iterable[str]) -> str | None:
-    """Return the model of the same family and size whose name is the most similar; None if there is none."""
+    """Return the model of the same family, version and size whose name is the most similar; None if there is none.
+
+    A name may lack the version or its end, as llama-3-8b and qwen-7b do, if it is that of one version alone.
+    """
     in_full = "/" in typed
-    candidates = {
-        (name if in_full else name.rpartition("/")[2]).casefold(): name
-        for name in known
-        if _version_and_size(name) == _version_and_size(typed)
-    }
-    close = difflib.get_close_matches(typed.casefold(), list(candidates), n=1)
-    return candidates[close[0]] if close else None
+    names = {(name if in_full else name.rpartition("/")[2]).casefold(): name for name in known}
+    wanted = _Numbers.of(typed)
+    close = difflib.get_close_matches(typed.casefold(), [each for each in names if _Numbers.of(each) == wanted], n=1)
+    if not close and wanted.size:
+        longer = [each for each in names if _is_longer(each, typed)]
+        if wanted.version or len({_Numbers.of(each) for each in longer}) == 1:
+            close = difflib.get_close_matches(typed.casefold(), longer, n=1, cutoff=0)
+    return names[close[0]] if close else None
+
+
+def _is_longer(name: str, typed: str) -> bool:
+    """Return whether a model's name differs from the one typed by a longer version and by words behind the size."""
+    own, wanted = _Numbers.of(name), _Numbers.of(typed)
+    same_version = own.size == wanted.size and own.version[: len(wanted.version)] == wanted.version
+    same_owner = "/" not in typed or name.partition("/")[0] == typed.casefold().partition("/")[0]
+    return same_version and same_owner and _family(name) == _family(typed)
 
 
 def closest_machine(typed: str, known: Iterable[str]) -> str | None:
@@ -48,8 +61,26 @@ def closest_machine(typed: str, known: Iterable[str]) -> str | None:
     return None
 
 
-def _version_and_size(name: str) -> tuple[str, ...]:
-    """Return the numbers in a model's name up to its size, such as ("2.5", "7b"); all of them if it has none."""
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers in a model's name: those of its version, and its size, such as 7b; without a size, all are of the version."""
+
+    version: tuple[str, ...]
+    size: str
+
+    @classmethod
+    def of(cls, name: str) -> "_Numbers":
+        base, size = _divide(name)
+        return cls(tuple(re.findall(r"\d+", base)), size)
+
+
+def _family(name: str) -> list[str]:
+    """Return the words before the size in a model's name, such as ["llama"]."""
+    return [word for word in re.findall(r"[a-z]+", _divide(name)[0]) if word != "meta"]  # Meta-Llama is Llama
+
+
+def _divide(name: str) -> tuple[str, str]:
+    """Return the part of a model's name before its size, and the size; the whole name if it has none."""
     name = name.rpartition("/")[2].casefold()
     size = _SIZE.search(name)
-    return (*re.findall(r"\d+(?:\.\d+)*", name[: size.start()] if size else name), *([size[0]] if size else []))
+    return (name[: size.start()], size[0]) if size else (name, "")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from horizon_lm.model.known_models import known_models
 from horizon_lm.near_misses import closest_machine, closest_model, closest_setting
 from horizon_lm.planning.catalog import published
 
@@ -33,11 +34,26 @@ def test_settings(typed: str, meant: str | None) -> None:
         ("Qwen/Qwen2.5-7B-Instrut", "Qwen/Qwen2.5-7B-Instruct"), ("Qwen9-4B-Instruct-2507", None), ("gemma-3-27b-itt", "google/gemma-3-27b-it"),
         ("gemma-3-12b-it", None), ("Qwen3-4B-Instruct-2508", "Qwen/Qwen3-4B-Instruct-2507"), ("GLM-4.5-Airr", "zai-org/GLM-4.5-Air"),
         ("GLM-4.6-Air", None), ("Mixtral-8x7B-v0.2", "mistralai/Mixtral-8x7B-v0.1"), ("qwen3-30b-a4b", "Qwen/Qwen3-30B-A3B"),
-        ("google/gemma-3-27b", "google/gemma-3-27b-it"), ("", None),
+        ("google/gemma-3-27b", "google/gemma-3-27b-it"), ("", None), ("qwen-7b", "Qwen/Qwen2.5-7B-Instruct"), ("qwen2-7b", "Qwen/Qwen2.5-7B-Instruct"),
+        ("qwen3-7b", None), ("mistral-7b", "mistralai/Mistral-7B-v0.3"), ("other/Qwen2-7B", None), ("qwen2.5:14b", "Qwen/Qwen2.5-14B-Instruct"),
     ],
 )  # fmt: skip
 def test_models(typed: str, meant: str | None) -> None:
     assert closest_model(typed, MODELS) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("llama-3-8b", "meta-llama/Llama-3.1-8B"), ("llama3:8b", "meta-llama/Llama-3.1-8B"), ("Llama-3-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3.1-8B"), ("meta-llama/Llama-3-70b", "meta-llama/Llama-3.1-70B"),
+        ("llama-2-7b", None), ("llama-70b", None), ("olmo-2-7b", "allenai/OLMo-2-1124-7B"), ("smollm-135m", "HuggingFaceTB/SmolLM2-135M"),
+        ("qwen-32b", None), ("qwen3", None), ("smollm2", None), ("codellama-8b", None), ("deepseek-r1-distill-llama-8b", None), ("gemma-2-2b-it2", "google/gemma-2-2b-it"),
+    ],
+)  # fmt: skip
+def test_published_models(typed: str, meant: str | None) -> None:
+    """Short names, and those of a release before, are answered with the published one of the same family and size."""
+    assert closest_model(typed, [name for each in known_models() for name in (each.name, *each.aliases)]) == meant
 
 
 @pytest.mark.parametrize(

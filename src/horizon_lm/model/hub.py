@@ -99,15 +99,33 @@ def _require_answer(name: str) -> None:
 def _require_hub_id(name: str) -> None:
     """Raise ConfigError if the name can only be a path, so that the hub is not asked for it."""
     if find_known(name) is None and not may_be_on_hub(name):
-        raise ConfigError(f"{name} is not a folder")
+        raise ConfigError(f"{name} is not a folder{_did_you_mean(name)}")
 
 
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     """Return the error for a name that is no folder and not on the hub, with a known model of a similar name."""
     known = f" as {hub_id}" if hub_id != typed else ""
-    close = closest_model(typed, (name for each in known_models() for name in (each.name, *each.aliases)))
-    hint = f"; did you mean {close}?" if close and close not in (typed, hub_id) else ""
+    hint = "" if known else _did_you_mean(typed) or _list_of_names(typed)
     return ConfigError(
         f"{typed} is neither a folder nor a model that could be fetched from the hub{known} "
-        f"({first_line(error)}){hint}{code_remedy(error)}"
+        f"({_reason(error)}){hint}{code_remedy(error)}"
     )
+
+
+def _did_you_mean(typed: str) -> str:
+    """Return the hint at a known model whose name is similar; empty if there is none."""
+    close = closest_model(typed, (name for each in known_models() for name in (each.name, *each.aliases)))
+    return f"; did you mean {close}?" if close and close != typed else ""
+
+
+def _list_of_names(typed: str) -> str:
+    """Return the hint at the names of known models, for a name without an organization; empty for others."""
+    return "" if "/" in typed else "; horizon-lm plan --list lists the models that are known by name"
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason why the hub has sent no model. huggingface_hub wraps it for a whole model, and not for one file."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+    return "HF_HUB_OFFLINE is set" if isinstance(cause, OfflineModeIsEnabled) else first_line(cause)

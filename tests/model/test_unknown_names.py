@@ -1,0 +1,69 @@
+"""A name that is no folder and that the hub has no answer for: the same line, wherever it is opened, with the model that it may mean."""
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from horizon_lm.errors import ConfigError
+from horizon_lm.model import hub
+
+OPEN: dict[str, Callable[[str], Any]] = {
+    "plan": lambda name: hub.fetch_config(name, trust_remote_code=False),
+    "train and generate": hub.local_folder,
+}
+LIST = "horizon-lm plan --list lists the models that are known by name"
+
+
+def message_about(name: str, open_model: Callable[[str], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_model(name)
+    return str(caught.value)
+
+
+@pytest.fixture(params=["offline", "without an answer"])
+def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A hub that gives no answer, and the reason that is stated."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", request.param == "offline")
+    nowhere = "http://127.0.0.1:9"  # nothing listens there
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", nowhere)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", nowhere + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    refused = f"[Errno {errno.ECONNREFUSED}] {os.strerror(errno.ECONNREFUSED)}"
+    return "HF_HUB_OFFLINE is set" if request.param == "offline" else refused
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("llama-3-8b", "did you mean meta-llama/Llama-3.1-8B?"),
+        ("meta-llama/Meta-Llama-3-8B", "did you mean meta-llama/Meta-Llama-3.1-8B?"),
+        ("qwen3", LIST),
+        ("smollm2", LIST),
+        ("someone/keeper", ""),
+    ],
+)
+def test_one_line_everywhere(name: str, hint: str, reason: str) -> None:
+    expected = (
+        f"{name} is neither a folder nor a model that could be fetched from the hub ({reason}){hint and '; '}{hint}"
+    )
+    assert {place: message_about(name, open_model) for place, open_model in OPEN.items()} == dict.fromkeys(
+        OPEN, expected
+    )
+
+
+def test_a_known_model_needs_no_hint(reason: str) -> None:
+    expected = (
+        f"qwen3-8b is neither a folder nor a model that could be fetched from the hub as Qwen/Qwen3-8B ({reason})"
+    )
+    assert message_about("qwen3-8b", hub.local_folder) == expected
+
+
+def test_a_name_that_the_hub_cannot_have() -> None:
+    assert (
+        message_about("llama3:8b", hub.local_folder)
+        == "llama3:8b is not a folder; did you mean meta-llama/Llama-3.1-8B?"
+    )
