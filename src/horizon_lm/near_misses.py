@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _SAME_WORD = 0.75  # similarity from which two words are spellings of one
+_FEW = 3  # names in one suggestion, at most
 _SIZE = re.compile(r"(?<![a-z0-9.])(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
 
 
@@ -49,16 +50,27 @@ def _is_longer(name: str, typed: str) -> bool:
     return same_version and same_owner and _family(name) == _family(typed)
 
 
-def closest_machine(typed: str, known: Iterable[str]) -> str | None:
-    """Return the machine of the most similar name, whose digits are those typed but for some more or fewer; None if there is none."""
+def closest_machines(typed: str, known: Iterable[str]) -> list[str]:
+    """Return the machine of the most similar name, whose digits are those typed but for some more or fewer; else the few machines
+    that have a number in common with it, such as 4090. The list is empty if there are none.
+    """
     typed, known = typed.casefold(), list(known)
     digits = Counter(filter(str.isdigit, typed))
     begun = [name for name in known if typed and name.startswith(typed)]
     for name in begun or difflib.get_close_matches(typed, known, 3, _SAME_WORD):
         own = Counter(filter(str.isdigit, name))
         if own <= digits or digits <= own:
-            return name
-    return None
+            return [name]
+    return _with_number_of(typed, known)
+
+
+def _with_number_of(typed: str, known: Iterable[str]) -> list[str]:
+    """Return the machines with a number and, if there are such, a word of the name typed, without variants of others; at most a few."""
+    numbers, words = set(re.findall(r"(?<![a-z\d])\d{3,}", typed)), set(re.findall(r"[a-z]+", typed))
+    found = [name for name in known if numbers & set(re.findall(r"\d+", name))]
+    found = [name for name in found if words & set(name.split("-")[1:])] or found
+    found = [name for name in found if not any(name.startswith(f"{other}-") for other in found)]
+    return found if len(found) <= _FEW else []
 
 
 @dataclass(frozen=True, slots=True)

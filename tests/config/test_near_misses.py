@@ -2,9 +2,10 @@
 
 import pytest
 
+from horizon_lm.errors import ConfigError
 from horizon_lm.model.known_models import known_models
-from horizon_lm.near_misses import closest_machine, closest_model, closest_setting
-from horizon_lm.planning.catalog import published
+from horizon_lm.near_misses import closest_machines, closest_model, closest_setting
+from horizon_lm.planning.catalog import find_profile, published
 
 SETTINGS = (
     "max_steps", "max_length", "learning_rate", "precision", "eval_strategy", "save_strategy", "per_device_train_batch_size",
@@ -59,9 +60,18 @@ def test_published_models(typed: str, meant: str | None) -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("rtx490", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("rtx-4090-sever", "rtx-4090-server"), ("rtx-4070", None), ("h2000", "h200"),
-        ("mi300", "mi300x"), ("a100", "a100-pcie-80gb"), ("b300", None), ("tpu", None), ("", None),
+        ("rtx490", ["rtx-4090"]), ("RTX 4090", ["rtx-4090"]), ("rtx-4090-sever", ["rtx-4090-server"]), ("rtx-4070", []), ("h2000", ["h200"]),
+        ("mi300", ["mi300x"]), ("a100", ["a100-pcie-80gb"]), ("b300", []), ("tpu", []), ("", []),
+        ("4090", ["rtx-4090"]), ("my 4090", ["rtx-4090"]), ("2x 5090", ["rtx-5090"]), ("4090 laptop chip", ["rtx-4090-laptop"]), ("my 3080", []),
+        ("6000", ["rtx-a6000", "rtx-pro-6000"]), ("my 6000 pro", ["rtx-pro-6000"]), ("100", ["h100"]), ("4", []),
     ],
 )  # fmt: skip
-def test_machines(typed: str, meant: str | None) -> None:
-    assert closest_machine(typed, published()) == meant
+def test_machines(typed: str, meant: list[str]) -> None:
+    assert closest_machines(typed, published()) == meant
+
+
+def test_two_machines_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"device '6000' is not known \(did you mean rtx-a6000 or rtx-pro-6000\?\); choose"
+    ):
+        find_profile("6000")

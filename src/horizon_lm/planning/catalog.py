@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.near_misses import closest_machine
+from horizon_lm.near_misses import closest_machines
 
 DTYPES = ("bfloat16", "float32")
 
@@ -208,8 +208,8 @@ def find_profile(name: str) -> Hardware:
 
 
 def _meant(name: str) -> str:
-    close = closest_machine(name, published())
-    return f" (did you mean {close}?)" if close else ""
+    close = closest_machines(name, published())
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def _plain(name: str) -> str:
