@@ -10,7 +10,7 @@ import pytest
 import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.schedule.ops import Kind
+from horizon_lm.schedule.ops import Kind, Stream
 from tests.support import tiny_models
 from tests.support.threaded_device import ThreadedDevice
 
@@ -133,6 +133,20 @@ def test_operations_of_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> No
     step(model, optimizer)
     looker.join()
     assert any(line.startswith("stream_out block0 on stream copy_out") for line in seen), seen
+
+
+def test_an_update_is_named_with_the_copy_that_it_waits_for() -> None:
+    device = ThreadedDevice(delay=0.0)
+    model = horizon_lm.stream(tiny_models.build("llama", num_hidden_layers=2), device, precision="float32")
+    optimizer = horizon_lm.Muon(model)
+    model(**tiny_models.batch()).loss.backward()
+    horizon_lm.synchronize(model)
+    gate = device.hold(Stream.COPY_OUT)
+    optimizer.step()
+    found = model._horizon.engine.cursor.describe_unfinished()
+    gate.set()
+    expected = "update block1 on stream host, a thread horizon-host, which waits for return_matrices block1 (copy_out)"
+    assert expected in found
 
 
 @pytest.mark.parametrize("seconds", [None, 1000.0])

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.device.base import Task
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import ConfigError, PartialUpdateError
 from horizon_lm.optim.muon import orthogonalize
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Kind, Pass, ScheduleError, Wait
+from horizon_lm.schedule.ops import After, Kind, Pass, ScheduleError, Stream, Wait
 from horizon_lm.units import HEAD, OUTER, block
 from tests.support import tiny_models
 from tests.support.pass_sequences import SETTINGS
 from tests.support.schedule_proofs import each_wait, without_wait
+from tests.support.threaded_device import ThreadedDevice
 from tests.support.training_steps import feed, masters, same, train
 
 HYPER = {"lr": 1e-3, "momentum": 0.9, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -167,14 +170,74 @@ def test_what_is_cut_off_is_a_partial_update(monkeypatch: pytest.MonkeyPatch) ->
         model(**tiny_models.batch())
 
 
-def test_without_the_device_an_update_is_not_completed() -> None:
-    """What has not returned must not be taken for a direction."""
-    model = horizon_lm.stream(tiny_models.build("llama"), SimulatedDevice(0, eagerness=0.0))
+@pytest.mark.parametrize("kind", ["simulated", "threaded"])
+def test_without_the_device_an_update_is_not_completed(kind: str) -> None:
+    """Matrices that have not returned must not be taken for directions."""
+    device = ThreadedDevice(delay=0.0) if kind == "threaded" else SimulatedDevice(0, eagerness=0.0)
+    model = horizon_lm.stream(tiny_models.build("llama", num_hidden_layers=2), device)
     optimizer = horizon_lm.Muon(model, **HYPER)
     model(**tiny_models.batch()).loss.backward()
+    device.synchronize()
+    # The simulated device returns nothing before it must.
+    gate = device.hold(Stream.COPY_OUT) if isinstance(device, ThreadedDevice) else threading.Event()
+    try:
+        optimizer.step()
+        with pytest.raises(PartialUpdateError, match="the device failed while it computed a part of an update"):
+            model._horizon.engine.settle_without_device()
+    finally:
+        gate.set()
+
+
+class _Held:
+    """A move that waits for an event, and then runs."""
+
+    def __init__(self, move: Any, reached: threading.Event, gate: threading.Event) -> None:
+        self._move, self._reached, self._gate = move, reached, gate
+        self.host_bytes = move.host_bytes
+
+    def run(self, link: Any) -> None:
+        self._reached.set()
+        assert self._gate.wait(60)
+        self._move.run(link)
+
+
+def test_a_matrix_that_failed_to_return_is_not_applied_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed pass may be abandoned, and its copies dropped, before the thread of the update asks for its matrices."""
+    device = ThreadedDevice(delay=0.0)
+    monkeypatch.setattr(device, "_host_threads", 1)  # so that the second update waits for the first
+    model = horizon_lm.stream(tiny_models.build("llama", num_hidden_layers=2), device, precision="float32")
+    optimizer = horizon_lm.Muon(model, **HYPER)
+    model(**tiny_models.batch()).loss.backward()
+    horizon_lm.synchronize(model)
+    last = model._horizon.engine.store.units[block(1)].weights
+    before = last.clone()
+    reached, gate, copies = threading.Event(), threading.Event(), list[torch.Tensor]()
+    link, issue = device.links[Stream.COPY_OUT], device.issue
+    copy = link.copy
+
+    def fail_at_the_second(destination: torch.Tensor, source: torch.Tensor) -> None:
+        copies.append(destination)
+        if len(copies) == 2:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        copy(destination, source)
+
+    def hold_the_first(task: Task) -> None:
+        if (task.op.kind, task.op.unit) == (Kind.UPDATE, block(0)):
+            assert task.moves is not None
+            task.moves = [_Held(move, reached, gate) for move in task.moves]
+        issue(task)
+
+    monkeypatch.setattr(link, "copy", fail_at_the_second)
+    monkeypatch.setattr(device, "issue", hold_the_first)
     optimizer.step()
+    assert reached.wait(60)
+    device.cancel([])  # as a forward pass does that fails
+    gate.set()
+    with pytest.raises(torch.AcceleratorError):
+        model._horizon.engine.updates.finish()
     with pytest.raises(PartialUpdateError, match="the device failed while it computed a part of an update"):
         model._horizon.engine.settle_without_device()
+    assert torch.equal(last, before)
 
 
 def test_gradients_are_used_up() -> None:

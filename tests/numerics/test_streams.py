@@ -17,8 +17,9 @@ from horizon_lm.device.base import Task
 from horizon_lm.engine.passes import residency_planner
 from horizon_lm.errors import StreamingError
 from horizon_lm.planning.residency import Residency
-from horizon_lm.schedule.ops import Kind, Stream
+from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Trace
+from horizon_lm.units import block
 from tests.support import tiny_models
 from tests.support.pass_sequences import SETTINGS, Result, same, train
 from tests.support.tensor_memory import StorageMeter
@@ -145,6 +146,44 @@ def test_a_fault_in_an_issuer_reaches_the_caller_and_loses_nothing() -> None:
     for name, times in undisturbed.seen.items():
         for nth in range(1, times + 1):
             second_step(Failing((name, nth)))
+
+
+def _copy(number: int, waits: list[Task]) -> Task:
+    """Return a task that copies nothing, on the two copy streams by turns."""
+    return Task(Op(Kind.STREAM_IN, block(number), (Stream.COPY_IN, Stream.COPY_OUT)[number % 2]), waits, [])
+
+
+def test_a_task_knows_what_it_waits_for_until_it_has_finished() -> None:
+    device = ThreadedDevice(1, delay=0.0)
+    device.open_streams()
+    gate = device.hold(Stream.COPY_OUT)
+    first = _copy(1, [])
+    second = _copy(2, [first])
+    for task in (first, second):
+        device.issue(task)
+    device._issuers[Stream.COPY_IN].wait_until_idle()  # the second is enqueued, and its stream waits
+    assert list(second.waits) == [first]
+    assert not device.is_finished(second)
+    gate.set()
+    device.wait([second])
+    assert list(second.waits) == []
+
+
+def test_finished_tasks_keep_none_before_them_alive() -> None:
+    """The host waits for few tasks of a step: a stream finds those that have finished when another is enqueued."""
+    device = ThreadedDevice(1, delay=0.0)
+    tasks = [_copy(0, [])]
+    for number in range(1, 20):
+        tasks.append(_copy(number, [tasks[-1]]))
+    for task in tasks:
+        device.issue(task)
+    device.wait(tasks[-1:])
+    last = [_copy(number, []) for number in (20, 21)]
+    for task in last:
+        device.issue(task)
+    device.wait(last)
+    assert not any(task.waits for task in tasks)
+    assert not any(task in ends for ends in device._ends.values() for task in tasks)
 
 
 def test_threads_end_with_the_model() -> None:

@@ -99,6 +99,10 @@ class _GuardedEvent:
     def __init__(self, event: Any, death: Death) -> None:
         self.event, self._death = event, death
 
+    def query(self) -> bool:
+        self._death.pass_by("query an event")
+        return bool(self.event.query())
+
     def synchronize(self) -> None:
         self._death.pass_by("wait for an event")
         self.event.synchronize()

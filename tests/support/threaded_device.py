@@ -125,7 +125,7 @@ class ThreadedDevice(StreamDevice):
         self.spare, self.measures = spare, measures
         self._random, self._delay, self._pieces = random.Random(seed), delay, pieces
         self._slow = slow if slow is not None else list(Stream)
-        self._streams: list[_Stream] = []
+        self._streams: dict[Stream, _Stream] = {}
         self.links: weakref.WeakValueDictionary[Stream, ThreadedLink] = weakref.WeakValueDictionary()
 
     def spare_bytes(self) -> int | None:
@@ -151,8 +151,14 @@ class ThreadedDevice(StreamDevice):
         pause = (lambda: time.sleep(longest * draw.random())) if slow else (lambda: None)
         link = ThreadedLink(pause, self._pieces)
         self.links[name] = link
-        self._streams.append(_Stream())
-        return self._streams[-1], link
+        self._streams[name] = _Stream()
+        return self._streams[name], link
+
+    def hold(self, name: Stream) -> threading.Event:
+        """Let an open stream do nothing more until the returned event is set."""
+        gate = threading.Event()
+        self._streams[name].queue.put(gate.wait)
+        return gate
 
     @contextlib.contextmanager
     def _use_stream(self, stream: _Stream) -> Any:
@@ -175,7 +181,7 @@ class ThreadedDevice(StreamDevice):
             stream.queue.put(event.synchronize)
 
     def _synchronize_streams(self) -> None:
-        for event in [self._record(stream) for stream in self._streams]:
+        for event in [self._record(stream) for stream in self._streams.values()]:
             event.synchronize()
 
     def _start_clock(self) -> None:

@@ -74,6 +74,8 @@ class StreamDevice(ABC):
         self._pools: dict[Stream, HostPool] = {}
         self._issuers: dict[Stream, _Issuer] = {}
         self._changed = threading.Condition()
+        # The events that mark the ends of tasks not known to be finished, in the order in which the streams reach them.
+        self._ends: dict[Stream, dict[Task, Event]] = {stream: {} for stream in Stream}
         self._failed: list[Task] = []
         self.broken_streams: dict[Stream, BaseException] = {}  # streams that could not be made to wait for an event
         self._timed: list[_OpEvents] = []
@@ -128,8 +130,7 @@ class StreamDevice(ABC):
         assert task.moves is not None, f"{task.op} was issued before its moves were known"
         task.issued = True
         if task.op.stream in HOST_STREAMS:
-            waits, task.waits = task.waits, []
-            self._pool(task.op.stream).submit(task, lambda: self.wait(waits), self.trace)
+            self._pool(task.op.stream).submit(task, lambda: self._await_inputs(task), self.trace)
         else:
             self._issuer(task.op.stream).put(task)
 
@@ -141,7 +142,7 @@ class StreamDevice(ABC):
 
     def end(self, task: Task) -> None:
         event = self._record(None)
-        self._set_event(task, event)
+        self._set_end(task, event)
         if self.trace is not None and self._compute_began is not None:
             self._timed.append(_OpEvents(task.op, *self._compute_began, event))
             self._compute_began = None
@@ -151,10 +152,10 @@ class StreamDevice(ABC):
         for pool in list(self._pools.values()) if host else ():
             pool.wait(host)
         for task in tasks:
-            event = self._event_of(task)
-            if event is not None:
-                event.synchronize()
-            task.done = True
+            end = self._end_of(task)
+            if end is not None:
+                end.synchronize()
+                self._finish(task)
 
     def synchronize(self) -> None:
         self._drain_streams()
@@ -162,8 +163,8 @@ class StreamDevice(ABC):
             pool.wait()
 
     def is_finished(self, task: Task) -> bool:
-        event = task.event
-        return task.done or (event is not None and event.query())
+        end = self._ends[task.op.stream].get(task)
+        return task.done or (end is not None and end.query())
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         # Other ranks have launched the collectives that were issued, or are about to: dropped here, they would be answered by
@@ -172,11 +173,11 @@ class StreamDevice(ABC):
             tasks = [task for task in tasks if not task.issued]
         with self._changed:
             for task in tasks:
-                task.done = True
+                task.drop()
             self._changed.notify_all()
         self._drain_streams()
         for task in self._failed:
-            task.done = True  # also for other passes: later waits only need the task to be finished
+            task.drop()  # also for other passes: later waits only need the task to be done
         self._failed.clear()
         self.broken_streams.clear()
 
@@ -189,6 +190,8 @@ class StreamDevice(ABC):
         for issuer in self._issuers.values():
             issuer.wait_until_idle()
         self._synchronize_streams()
+        for stream in self._ends:
+            self._finish_reached(stream)
         if self.trace is not None:
             timed, self._timed = self._timed, []
             for t in timed:
@@ -203,26 +206,28 @@ class StreamDevice(ABC):
         implies waiting for everything before it.
         """
         try:
-            if task.done:  # cancelled
+            if task.dropped:
                 return
             self._raise_if_failed(task.op.stream)
             if task.op.kind == Kind.UPDATE_ROWS:  # host work in a copy stream: the next copy reads these rows
                 self.wait(task.waits)
                 self._pool(Stream.HOST).submit(task, trace=self.trace, urgent=True)
                 self._pool(Stream.HOST).wait([task])
-                self._set_event(task, None)
+                self._finish(task)
                 return
             reached = self._record(stream) if self.trace is not None else None
             self._await_dependencies(stream, task)
             began = self._record(stream) if self.trace is not None else None
+            if task.dropped:  # while it waited
+                return
             assert task.moves is not None
             with self._use_stream(stream):
-                for move in () if task.done else task.moves:  # cancelled while it waited
+                for move in task.moves:
                     move.run(link)
                     self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += move.host_bytes
                 link.finish()
             event = self._record(stream)
-            self._set_event(task, event)
+            self._set_end(task, event)
             if self.trace is not None:
                 self._timed.append(_OpEvents(task.op, reached, began, event))
         except BaseException as error:
@@ -241,28 +246,55 @@ class StreamDevice(ABC):
 
     def _await_dependencies(self, stream: Any, task: Task) -> None:
         """Make a stream (None: the caller's) wait for the dependencies of a task."""
-        waits, task.waits = task.waits, []  # or every task would keep all earlier ones alive
+        waits = task.waits
         self.wait([other for other in waits if other.op.stream in HOST_STREAMS])
         for other in waits:
-            event = self._event_of(other)
-            if event is not None:
-                self._wait_event(stream, event)
+            end = self._end_of(other)
+            if end is not None:
+                self._wait_event(stream, end)
 
-    def _set_event(self, task: Task, event: Any) -> None:
-        """Record the event that marks the end of a task; None if the task is done."""
+    def _await_inputs(self, task: Task) -> None:
+        """Block until the dependencies of a host task are done. Raise the error of one that failed, also if it was cancelled
+        since: gradients or matrices of the task are missing.
+        """
+        waits = task.waits
+        self.wait(waits)
+        for other in waits:
+            if other.error is not None:
+                raise other.error
+
+    def _set_end(self, task: Task, event: Event) -> None:
+        """Set the event that marks the end of a task, which was enqueued."""
+        self._finish_reached(task.op.stream)
         with self._changed:
-            task.event, task.done = event, event is None
+            self._ends[task.op.stream][task] = event
             self._changed.notify_all()
 
-    def _event_of(self, task: Task) -> Any:
+    def _finish_reached(self, stream: Stream) -> None:
+        """Mark the tasks of a stream as finished whose ends it has reached; they are reached in order."""
+        while True:
+            with self._changed:
+                task, event = next(iter(self._ends[stream].items()), (None, None))
+            if task is None or event is None or not event.query():
+                return
+            self._finish(task)
+
+    def _finish(self, task: Task) -> None:
+        with self._changed:
+            task.finish()
+            self._ends[task.op.stream].pop(task, None)
+            self._changed.notify_all()
+
+    def _end_of(self, task: Task) -> Event | None:
         """Return the event that marks the end of an enqueued task; None if it is done. Raise the task's error if it
         failed.
         """
+        ends = self._ends[task.op.stream]
         with self._changed:
-            self._changed.wait_for(lambda: task.done or task.event is not None or task.error is not None)
+            self._changed.wait_for(lambda: task.done or task in ends or task.error is not None)
             if task.error is not None and not task.done:
                 raise task.error  # to everybody who waits: an update, whose gradient has not landed, and the optimizer
-            return None if task.done else task.event
+            return None if task.done else ends[task]
 
     def _pool(self, stream: Stream) -> HostPool:
         """Return the threads of a host stream, started when first needed."""

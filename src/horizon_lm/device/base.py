@@ -18,26 +18,40 @@ from horizon_lm.streaming_options import SMALLER_BATCHES
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """An operation of a pass, as given to a device.
+    """An operation of a pass, as given to a device, which alone changes its state.
 
     Attributes:
-        waits: tasks that must finish first, as the schedule declares.
+        waits: tasks that must be done first, as the schedule declares. They are kept until the task is done, so that it is known
+            what an unfinished task waits for; then they are forgotten, or every task would keep all earlier ones alive.
         moves: transfers or host work, unless the task computes; None until they are known (for example the rows of a
             batch).
-        done: True once the task has finished, or will never run.
         issued: True once the task was given to the device.
-        event: the event of the device.
+        finished: True once the device knows that the task has run to its end.
+        dropped: True once the device knows that the task will not run to its end, because it was cancelled or has failed.
         error: an exception from a thread of the device. Every wait for a copy raises it until the copy is cancelled; for an
             update, the first wait does.
     """
 
     op: Op
-    waits: list["Task"]
+    waits: Sequence["Task"]
     moves: Sequence[Move] | None = None
-    done: bool = False
     issued: bool = False
-    event: Any = None
+    finished: bool = False
+    dropped: bool = False
     error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """True once there is nothing left to wait for: the task has finished, or was dropped."""
+        return self.finished or self.dropped
+
+    def finish(self) -> None:
+        """Mark the task as finished."""
+        self.finished, self.waits = True, ()
+
+    def drop(self) -> None:
+        """Mark the task as dropped."""
+        self.dropped, self.waits = True, ()
 
 
 @dataclass

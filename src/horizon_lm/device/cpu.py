@@ -174,7 +174,7 @@ class CpuDevice:
         for move in task.moves:
             move.run(self.link)
             self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += move.host_bytes
-        task.done = True
+        task.finish()
         self._record(task, start)
 
     def begin(self, task: Task) -> None:
@@ -183,7 +183,7 @@ class CpuDevice:
         self._began = time.perf_counter()
 
     def end(self, task: Task) -> None:
-        task.done = True
+        task.finish()
         self._share_cores(False)
         self._record(task, self._began, self._computed or None)
         self._computed = time.perf_counter()
@@ -203,7 +203,7 @@ class CpuDevice:
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
-            task.done = True
+            task.drop()
 
     def give_up(self, updates: Sequence[Task]) -> None:
         complete_updates(updates, self._pool(Stream.HOST), [self._pool(Stream.DISK)])

@@ -132,7 +132,7 @@ class HostPool:
         """
         assert task.moves is not None
         if not task.moves:
-            task.done = True
+            task.finish()
             return
         job = _Job(task, wait_until_ready, task.moves)
         state = self._state
@@ -177,7 +177,8 @@ class HostPool:
                     jobs = [job for job in jobs if any(job.task is task for task in tasks)]
                 failed = next((job for job in jobs if job.error is not None and not job.running), None)
                 if failed is not None and failed.error is not None:
-                    failed.task.error, failed.task.done = failed.error, True
+                    # It keeps its waits: its moves may still be run, if those have finished (`PendingUpdates.need_device`).
+                    failed.task.error, failed.task.dropped = failed.error, True
                     del state.unfinished[id(failed.task)]
                     raise failed.error
                 if not jobs:
@@ -245,7 +246,7 @@ def _finish_turn(state: _State, job: _Job) -> None:
         if job in state.queue:
             state.queue.remove(job)
     elif not job.has_more and not job.running:
-        job.task.done = True
+        job.task.finish()
         del state.unfinished[id(job.task)]
         if state.trace is not None:
             state.trace.add(job.task.op, job.started, time.perf_counter())

@@ -72,7 +72,7 @@ class SimulatedDevice(CpuDevice):
         self._interfere()
 
     def end(self, task: Task) -> None:
-        task.done = True
+        task.finish()
         self._interfere()
 
     def wait(self, tasks: Sequence[Task]) -> None:
@@ -88,7 +88,7 @@ class SimulatedDevice(CpuDevice):
         for stream, queue in self._queues.items():
             self._queues[stream] = deque(entry for entry in queue if id(entry.task) not in dropped)
         for task in tasks:
-            task.done = True
+            task.drop()
 
     def give_up(self, updates: Sequence[Task]) -> None:
         for queue in self._queues.values():
@@ -119,7 +119,7 @@ class SimulatedDevice(CpuDevice):
         if entry.pieces:
             entry.pieces.popleft().run(self.link)
         if not entry.pieces:
-            task.done = True
+            task.finish()
             queue.popleft()
 
     def _force(self, task: Task, for_task: Task) -> None:

@@ -140,9 +140,9 @@ class PendingUpdates:
             self.table = None
 
     def need_device(self) -> bool:
-        """Return whether an update waits for what the device computes of it."""
-        waits = [wait for task in self._running if not task.done for wait in task.waits]
-        return any(each.op.kind == Kind.RETURN_MATRICES and not self._device.is_finished(each) for each in waits)
+        """Return whether an update waits for what the device computes of it. The device, which may have failed, is not asked."""
+        waits = [wait for task in self._running if not task.finished for wait in task.waits]
+        return any(wait.op.kind == Kind.RETURN_MATRICES and not wait.finished for wait in waits)
 
     def complete_without_device(self) -> None:
         """Run every update to its end in host threads, the embedding's last; `Device.give_up` stops everything else."""

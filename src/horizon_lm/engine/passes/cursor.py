@@ -95,7 +95,8 @@ class Cursor:
 
     def describe_unfinished(self) -> list[str]:
         """Describe the operations that were begun and are not finished, with stream and thread. Any thread may call this."""
-        return [_describe(task) for task in self.unfinished() if not self._device.is_finished(task)]
+        finished = self._device.is_finished
+        return [_describe(task, finished) for task in self.unfinished() if not finished(task)]
 
     def describe_progress(self) -> str:
         """Describe how far the running pass is; empty between passes. Any thread may call this."""
@@ -190,7 +191,7 @@ class Cursor:
             self._position += 1
 
 
-def _describe(task: Task) -> str:
+def _describe(task: Task, finished: Callable[[Task], bool]) -> str:
     thread = "the thread of the training" if task.op.stream == Stream.COMPUTE else f"a thread horizon-{task.op.stream}"
-    waits = ", ".join(f"{each.op} ({each.op.stream})" for each in task.waits if not each.done)
+    waits = ", ".join(f"{each.op} ({each.op.stream})" for each in task.waits if not finished(each))
     return f"{task.op} on stream {task.op.stream}, {thread}" + (f", which waits for {waits}" if waits else "")
