@@ -143,8 +143,11 @@ def test_a_non_finite_gradient_updates_no_weight(value: float) -> None:
 
 def test_invalid_settings_are_rejected() -> None:
     model = horizon_lm.stream(tiny_models.build("llama"))
-    with pytest.raises(ConfigError, match="out of range"):
-        horizon_lm.AdamW(model, lr=-1)
+    wrong = {"lr": [-1, float("nan"), None], "eps": [float("inf")], "betas": [(0.9,), 0.9, (0.9, 1.0)]}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ConfigError, match="out of range"):
+                horizon_lm.AdamW(model, **{name: value})
     with pytest.raises(ConfigError, match="max_grad_norm"):
         horizon_lm.AdamW(model, max_grad_norm=0)
     with pytest.raises(ConfigError, match="streamed model"):

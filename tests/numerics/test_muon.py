@@ -240,6 +240,17 @@ def test_a_matrix_that_failed_to_return_is_not_applied_later(monkeypatch: pytest
     assert torch.equal(last, before)
 
 
+@pytest.mark.parametrize("settings", [{"momentum": 1.5}, {"momentum": 1}, {"momentum": -0.1}, {"betas": (0.9, 1.0)}])
+def test_decay_rates_are_below_one(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"lr=.*momentum=.*: out of range"):
+        streamed(**settings)
+    _, optimizer = streamed(weight_decay=1.5)  # which is no decay rate of a mean
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(settings)
+    with pytest.raises(ConfigError, match="out of range"):
+        optimizer.load_state_dict(saved)
+
+
 def test_gradients_are_used_up() -> None:
     model, optimizer = streamed()
     model(**tiny_models.batch()).loss.backward()

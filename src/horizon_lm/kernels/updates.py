@@ -30,6 +30,8 @@ class Rule:
         advance: inlined function ``(grad, first, second, numbers) -> (first, second)``, the moments after a step. With a
             single moment, ``second`` is 0, and what is returned for it is not kept: only `move` gets it.
         move: inlined function ``(first, second, numbers)``, what is subtracted from the weight.
+        decay_rates: settings of a group that are below 1, such as ``betas``, which are two numbers. Like them, all other settings are
+            finite numbers of at least 0.
         on_device: what is computed on the device afterwards. The gradient then takes the place of the weight: `move` is subtracted
             from zero, and the result is passed on. ``numbers`` gets the parameter's ``shape``, too.
     """
@@ -39,6 +41,7 @@ class Rule:
     numbers: Callable[..., tuple[np.float32, ...]]
     advance: Any
     move: Any
+    decay_rates: tuple[str, ...] = ()
     on_device: "OnDevice | None" = None
 
 

@@ -89,7 +89,7 @@ class AdamW(SlabOptimizer):
         True
     """
 
-    rule = Rule("AdamW", ("exp_avg", "exp_avg_sq"), _numbers, _advance, _move)
+    rule = Rule("AdamW", ("exp_avg", "exp_avg_sq"), _numbers, _advance, _move, decay_rates=("betas",))
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class Lion(SlabOptimizer):
         grad_norm, unit_grad_norms, non_finite_unit: as in `AdamW`.
     """
 
-    rule = Rule("Lion", ("exp_avg",), _numbers, _advance, _move)
+    rule = Rule("Lion", ("exp_avg",), _numbers, _advance, _move, decay_rates=("betas",))
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ def _numbers_of_others(step: int, lr: float, betas: tuple[float, float], eps: fl
 
 _OF_MATRICES = Rule(
     "Muon", ("momentum_buffer",), _numbers, _advance, _pass_on,
-    OnDevice(orthogonalize, Rule("Muon", (), _numbers, _keep, _move)),
+    on_device=OnDevice(orthogonalize, Rule("Muon", (), _numbers, _keep, _move)),
 )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ class Muon(SlabOptimizer):
         ConfigError: no matrix of a block is trained, as with adapters.
     """
 
-    rule = replace(AdamW.rule, name="Muon", numbers=_numbers_of_others)
+    rule = replace(AdamW.rule, name="Muon", numbers=_numbers_of_others, decay_rates=("momentum", "betas"))
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.kernels.updates import Rule
 
 STEPS = "step"  # number of steps of the whole optimizer, on which the rounding noise depends
 LOW_HALF = "low_half"
@@ -39,37 +40,39 @@ class SavedState:
                     tensor.copy_(torch.as_tensor(entry[key]))
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a setting of a group is out of range: ``betas`` are below 1, no other number is negative or infinite."""
-    numbers = [value for name, value in settings.items() if name != "betas"]
-    betas = settings.get("betas", (0.0, 0.0))
-    try:
-        good = min(numbers) >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    except (TypeError, ValueError):
-        good = False
-    if not good or not all(map(math.isfinite, numbers)):
+def check_settings(settings: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ConfigError if a setting of a group is negative or infinite, or a decay rate of the rule is not below 1."""
+    limits = {name: 1 if name in rule.decay_rates else math.inf for name in settings}
+    if not all(_is_in_range(name, value, limits[name]) for name, value in settings.items()):
         raise ConfigError(f"{', '.join(f'{name}={value}' for name, value in settings.items())}: out of range")
 
 
-def check_state(
-    given: Any, own: Mapping[str, Any], moments: str, optimizer: str, settings: Sequence[str]
-) -> SavedState:
+def _is_in_range(name: str, value: Any, limit: float) -> bool:
+    """Return whether a setting, or each of two ``betas``, is at least 0 and below a limit."""
+    numbers, count = (value, 2) if name == "betas" else ([value], 1)
+    try:
+        return len(numbers) == count and all(0 <= number < limit for number in numbers)
+    except (TypeError, ValueError):
+        return False
+
+
+def check_state(given: Any, own: Mapping[str, Any], moments: str, rule: Rule, settings: Sequence[str]) -> SavedState:
     """Check that a state is from this optimizer, or from torch's of the same name with the same parameters.
 
     Args:
         given: the state to load.
         own: the current state of this optimizer.
         moments: the kind of this optimizer's moments.
-        optimizer: the name of this optimizer.
+        rule: the rule of this optimizer.
         settings: the names of its settings of a group.
 
     Raises:
         ConfigError: if any part of the state does not fit.
     """
     if not isinstance(given, Mapping) or not all(isinstance(given.get(k), t) for k, t in _PARTS.items()):
-        raise ConfigError(f"this is not an optimizer state; pass the return value of state_dict() of {_a(optimizer)}")
+        raise ConfigError(f"this is not an optimizer state; pass the return value of state_dict() of {_a(rule.name)}")
     index_of = _match_parameters(given["param_groups"], own["param_groups"])
-    groups = [_check_group(number, group, optimizer, settings) for number, group in enumerate(given["param_groups"])]
+    groups = [_check_group(number, group, rule, settings) for number, group in enumerate(given["param_groups"])]
     entries = _match_entries(given, own["state"], index_of)
     for index, entry in entries.items():
         if entry is not None:
@@ -102,17 +105,17 @@ def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int
     return dict(zip(numbers, (index for group in own for index in group["params"]), strict=True))
 
 
-def _check_group(number: int, group: Mapping[str, Any], optimizer: str, settings: Sequence[str]) -> dict[str, Any]:
+def _check_group(number: int, group: Mapping[str, Any], rule: Rule, settings: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a group that this optimizer has. Reject a group that needs other settings."""
     if missing := [name for name in settings if name not in group]:
         raise ConfigError(
-            f"the optimizer state has no {', '.join(missing)} in group {number}; it is not from {_a(optimizer)}"
+            f"the optimizer state has no {', '.join(missing)} in group {number}; it is not from {_a(rule.name)}"
         )
-    check_settings({name: group[name] for name in settings})
+    check_settings({name: group[name] for name in settings}, rule)
     for name, value in _FIXED_SETTINGS.items():
         if group.get(name, value) is not value:
             raise ConfigError(
-                f"the optimizer state was made with {name}={group[name]}, which horizon_lm.{optimizer} does not support; continue with the "
+                f"the optimizer state was made with {name}={group[name]}, which horizon_lm.{rule.name} does not support; continue with the "
                 "optimizer that made it"
             )
     return {k: v for k, v in group.items() if k not in ("params", *_IGNORED_SETTINGS, *_FIXED_SETTINGS)}
@@ -192,7 +195,7 @@ def _as_num_steps(name: str, value: Any) -> int:
 
 
 def check_scalars(
-    scalars: Mapping[str, Any], groups: Sequence[Sequence[str]], trained: Set[str], settings: Sequence[str]
+    scalars: Mapping[str, Any], groups: Sequence[Sequence[str]], trained: Set[str], rule: Rule, settings: Sequence[str]
 ) -> None:
     """Check what a checkpoint holds of an optimizer beside its moments.
 
@@ -200,6 +203,7 @@ def check_scalars(
         scalars: what `SlabOptimizer.scalars` has returned.
         groups: names of the parameters of each group of this optimizer.
         trained: names of the parameters that it trains.
+        rule: the rule of this optimizer.
         settings: the names of its settings of a group.
 
     Raises:
@@ -214,7 +218,7 @@ def check_scalars(
         if scalars["steps"].keys() != trained:
             raise ConfigError("the checkpoint's optimizer trains other parameters than this one; freeze the same ones")
         for group in scalars["groups"]:
-            check_settings({name: group[name] for name in settings})
+            check_settings({name: group[name] for name in settings}, rule)
         _require_numbers(scalars)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):

@@ -56,7 +56,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         update_in_backward: bool = False,
     ) -> None:
         self._engine: Engine = engine_of(model, f"horizon_lm.{self.rule.name}")
-        check_settings(defaults)
+        check_settings(defaults, self.rule)
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
         self._skipped = SkippedSteps(non_finite, max_consecutive_skips)
@@ -273,7 +273,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_settings({name: group[name] for name in self.defaults})
+            check_settings({name: group[name] for name in self.defaults}, self.rule)
             if any(id(param) not in self._names for param in group["params"]):
                 raise ConfigError(
                     f"horizon_lm.{self.rule.name} was given a parameter that is not of this model, for example of a prompt that PEFT added after "
@@ -328,7 +328,8 @@ class SlabOptimizer(torch.optim.Optimizer):
             ConfigError: it belongs to other parameters or groups, or is damaged; nothing was changed.
         """
         groups = [[self._names[id(param)] for param in group["params"]] for group in self.param_groups]
-        check_scalars(scalars, groups, {self._names[id(param)] for param in self._steps}, tuple(self.defaults))
+        trained = {self._names[id(param)] for param in self._steps}
+        check_scalars(scalars, groups, trained, self.rule, tuple(self.defaults))
         for group, saved in zip(self.param_groups, scalars["groups"], strict=True):
             settings = {name: value for name, value in saved.items() if name != "params"}
             group.update({name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
@@ -360,7 +361,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         """
         own = self.state_dict()
         self._engine.access.hand_out_weight()  # a checkpoint that is being written holds the moments of before
-        saved = check_state(state_dict, own, self._moments.kind, self.rule.name, tuple(self.defaults))
+        saved = check_state(state_dict, own, self._moments.kind, self.rule, tuple(self.defaults))
         saved.copy_into(own["state"])
         self._steps = {param: int(state["step"]) for param, state in self.state.items()}
         for group, settings in zip(self.param_groups, saved.groups, strict=True):
