@@ -100,6 +100,8 @@ class Example(Settings):
     color: Annotated[int, Needs(words="color")] = 1
     other: Annotated[int, Needs(path=None)] = 1
     either: Annotated[bool, Needs(path=..., words=...)] = True
+    deep: Annotated[bool, Needs(kind=("plain", "exact"), words=...)] = False
+    both: Annotated[bool, Needs(kind="plain", path=None)] = False
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,14 @@ class Example(Settings):
         ({"words": ["bold"], "color": 2}, "is not used without words: color; set it, or remove this"),
         ({"path": "a", "other": 2}, "is not used with path: a; remove one of the two"),
         ({"either": False}, "is not used without path or words; set one, or remove this"),
+        (
+            {"kind": "fast", "deep": True},
+            "is not used with kind: fast and without words; change one of them, or remove this",
+        ),
+        (
+            {"kind": "fast", "path": "a", "both": True},
+            "is not used with kind: fast and path: a; remove one of the settings",
+        ),
     ],
 )
 def test_settings_that_are_not_used_are_rejected(settings: dict[str, Any], message: str) -> None:
@@ -125,6 +135,7 @@ def test_settings_that_are_not_used_are_rejected(settings: dict[str, Any], messa
     [
         {"size": 2, "kind": "exact"}, {"depth": 2}, {"words": ["bold", "color"], "color": 2}, {"other": 2}, {"either": False, "path": "a"},
         {"either": False, "words": []}, {"size": 1},
+        {"deep": True}, {"kind": "fast", "deep": True, "words": ["bold"]}, {"kind": "fast", "both": True},
     ],
 )  # fmt: skip
 def test_settings_that_are_used_are_accepted(settings: dict[str, Any]) -> None:

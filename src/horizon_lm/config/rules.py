@@ -42,20 +42,22 @@ class Needs:
             fields: the fields of all settings.
         """
         defaults = {name: fields[name].default for name in self.others}
-        if not self.others.keys() <= given.keys() or self._are_met(given, defaults):
+        if not self.others.keys() <= given.keys() or self._met_by(given, defaults):
             return
-        if self._are_met(defaults, defaults):  # so the other setting has been changed
-            names = " or ".join(_described(name, [given[name]]) for name in self.others)
-            raise UnusedError(f"is not used with {names}; remove one of the two")
-        names = " or ".join(_described(name, wanted) for name, wanted in self.others.items())
-        raise UnusedError(f"is not used without {names}; set {'it' if len(defaults) == 1 else 'one'}, or remove this")
+        changed = self._met_by(defaults, defaults)  # from a value with which the setting would be used
+        found = " and ".join(_described(name, [given[name]]) for name in changed)
+        missing = " or ".join(_described(name, self.others[name]) for name in self.others if name not in changed)
+        if found and missing:
+            raise UnusedError(f"is not used with {found} and without {missing}; change one of them, or remove this")
+        if found:
+            raise UnusedError(
+                f"is not used with {found}; remove one of the {'two' if len(changed) == 1 else 'settings'}"
+            )
+        raise UnusedError(f"is not used without {missing}; set {'it' if len(defaults) == 1 else 'one'}, or remove this")
 
-    def _are_met(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-        """Return whether any of the other settings has a wanted value. `...` stands for any value but the default."""
-        return any(
-            values[name] != defaults[name] if wanted == (...,) else any(each in wanted for each in _parts(values[name]))
-            for name, wanted in self.others.items()
-        )
+    def _met_by(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+        """Return the other settings that have a wanted value."""
+        return [name for name, wanted in self.others.items() if _is_wanted(values[name], wanted, defaults[name])]
 
 
 def require_use(name: str, value: Any, given: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> None:
@@ -65,8 +67,11 @@ def require_use(name: str, value: Any, given: Mapping[str, Any], fields: Mapping
             rule.require(given, fields)
 
 
-def _parts(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _is_wanted(value: Any, wanted: tuple[Any, ...], default: Any) -> bool:
+    """Return whether a value, or one of a list, is wanted. `...` stands for any value but the default."""
+    if wanted == (...,):
+        return bool(value != default)
+    return any(each in wanted for each in (value if isinstance(value, list) else [value]))
 
 
 def _described(name: str, values: Iterable[Any]) -> str:
