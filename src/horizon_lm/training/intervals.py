@@ -54,13 +54,13 @@ class Intervals:
         return is_due or self.requests().log
 
     def evaluates(self, step: int) -> bool:
-        """Return whether to evaluate after a step. False after the last step, when every run evaluates."""
+        """Return whether to evaluate after a step. After the last one every run evaluates, so False unless a part requests it."""
         config = self.config
         is_due = self._due(config.eval_strategy, config.eval_steps or config.logging_steps, step)
         return is_due or self.requests().evaluate
 
     def saves(self, step: int) -> bool:
-        """Return whether to save after a step. False after the last one, when every run exports its model."""
+        """Return whether to save after a step. After the last one every run exports its model, so False unless a part requests it."""
         return self._due(self.config.save_strategy, self.config.save_steps, step) or self.requests().save
 
     def samples(self, step: int) -> bool:

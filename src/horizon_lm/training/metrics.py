@@ -92,6 +92,9 @@ class Metrics:
         steps_per_epoch: steps of one epoch.
         plan: the plan of the run, which measured speed and memory are compared with.
         meter: measures the energy of this rank's device and, once a machine, of the host; None to measure nothing.
+
+    Attributes:
+        started: when the run began to train, on the clock of ``time.perf_counter``; the time until it was resumed does not count.
     """
 
     def __init__(self, num_steps: int, steps_per_epoch: int, plan: Plan, meter: EnergyMeter | None = None) -> None:
