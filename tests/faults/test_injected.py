@@ -77,6 +77,30 @@ def make(device: Any) -> tuple[Any, Any]:
     return model, horizon_lm.AdamW(model, lr=1e-2, max_grad_norm=0.5)
 
 
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+def test_a_failed_forward_pass_takes_nothing_from_one_before(head: str) -> None:
+    """The gradients of the head that a forward pass has computed stay its own, until its backward pass."""
+
+    def gradients(fails: bool) -> list[torch.Tensor]:
+        model = horizon_lm.stream(tiny_models.build("llama"), "cpu", precision="float32", head=head)
+        first = model(**tiny_models.batch(seed=1)).loss
+        if fails:
+            hook = model.model.layers[1].register_forward_hook(_fail)
+            with pytest.raises(InjectedError):
+                model(**tiny_models.batch(seed=2))
+            hook.remove()
+        later = model(**tiny_models.batch(seed=3)).loss
+        first.backward()
+        assert later.grad_fn is not None
+        return [param.grad.clone() for param in model.parameters()]
+
+    assert all(map(torch.equal, gradients(fails=True), gradients(fails=False)))
+
+
+def _fail(*_: Any) -> None:
+    raise InjectedError
+
+
 def assert_idle(model: Any) -> None:
     engine = model._horizon.engine
     assert not engine.cursor.active

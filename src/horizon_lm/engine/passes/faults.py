@@ -24,13 +24,13 @@ def abandon(engine: Machinery, running: Running, between: BetweenPasses, error: 
 
 
 def _release(engine: Machinery, running: Running, between: BetweenPasses) -> None:
-    """Free the boundaries and leases that the running pass has taken."""
+    """Free the boundaries that the running pass has taken, and its leases; those of other forward passes stay theirs."""
     for each in (running.backward, running.forward):
         if each is not None and each.state is not None:
-            each.state.consumed = True
+            each.state.consumed = True  # holds no lease any more
             engine.boundaries.release(each.state)
     running.backward = running.forward = None
-    between.release()
+    between.after_grad = {}
 
 
 def settle_without_device(engine: Machinery, running: Running, between: BetweenPasses) -> None:

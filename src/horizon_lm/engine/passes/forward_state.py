@@ -233,9 +233,3 @@ class BetweenPasses:
     def forget_weights(self) -> None:
         """Stream the outer parameters and the resident blocks in again with the next pass."""
         self.outer_version = self.resident_version = -1
-
-    def release(self) -> None:
-        """Free the leases that a failed pass has taken."""
-        self.after_grad = {}
-        self.head_grads.release()
-        self.graphs.release()
