@@ -12,6 +12,7 @@ import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.host.host_grads import HostGrads
+from horizon_lm.engine.passes import forward_pass
 from horizon_lm.errors import PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind
 from tests.support import tiny_models
@@ -99,6 +100,21 @@ def test_a_failed_forward_pass_takes_nothing_from_one_before(head: str) -> None:
 
 def _fail(*_: Any) -> None:
     raise InjectedError
+
+
+def test_a_pass_that_fails_before_its_first_copy_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make("cpu")
+    step(model, optimizer, 1)
+    engine = model._horizon.engine
+    monkeypatch.setattr(forward_pass, "split_batches", _fail)
+    with pytest.raises(InjectedError) as caught:
+        model(**tiny_models.batch())
+    monkeypatch.undo()
+    assert caught.value.__traceback__ is not None  # which keeps the pass alive
+    assert engine.running.forward is None
+    assert engine.between.graphs.holder is None
+    assert not engine.between.awaits_backward()
+    step(model, optimizer, 2)
 
 
 def assert_idle(model: Any) -> None:

@@ -66,10 +66,12 @@ class Engine(Machinery):
             abandon(self, self.running, self.between, unfinished)
         # Before the pass compares versions, to stream in again what has changed.
         self.foreign_writes.follow()
+        # Made and begun in two steps, so that `abandon` finds the pass if it fails at its begin.
         running = self.running.forward = ForwardPass(self, self.between, request)
         try:
-            with running.run():
-                yield
+            running.begin()
+            yield
+            running.end()
         except BaseException as error:
             abandon(self, self.running, self.between, error)
             raise

@@ -1,7 +1,6 @@
 """A forward pass of the model, which owns its state from the first copy to its end or failure."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.model.block_template import comparable
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Pass
-from horizon_lm.units import HEAD
+from horizon_lm.units import HEAD, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class ForwardRequest:
 
 
 class ForwardPass:
-    """A forward pass.
+    """A forward pass. Most of its attributes are set when it begins.
 
     Attributes:
         state: the state for its backward pass; None if no backward pass can follow.
@@ -56,24 +55,38 @@ class ForwardPass:
         routed: blocks of whose experts only those are streamed that tokens are routed to.
         randomness: random states of the micro-batches.
         anchor: the tensor that autograd nodes depend on, besides their inputs.
-
-    Raises:
-        DisagreementError: the ranks are about to run different passes.
     """
 
     def __init__(self, engine: Machinery, between: BetweenPasses, request: ForwardRequest) -> None:
-        self._engine, self._between = engine, between
+        self._engine, self._between, self._request = engine, between, request
+        self.state: ForwardState | None = None
+        self.trained: dict[Unit, list[str]] = {}
+        self.num_rows = request.rows
+        self.micro_batches: list[MicroBatch] = []
+        self.routed: frozenset[int] = frozenset()
+        self.randomness = MicroBatchRandomness(engine.device, 1)
+        self.anchor: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Start the copies of the pass; the model's forward method computes the units.
+
+        Raises:
+            DisagreementError: the ranks are about to run different passes.
+        """
+        engine, between, request = self._engine, self._between, self._request
         keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
         # Asked once: nodes and backward pass follow the parameters that were trained now, even if one is frozen in
         # between.
         self.trained = engine.trainable()
-        self.state = self._record(keeps, request.head_grads) if request.recording else None
+        if request.recording:
+            self.state = self._record(keeps, request.head_grads)
+            self.anchor = self.state.anchor.tensor
         self._drain_if_reshaped(keeps)
         # Experts in tiles are never resident.
         cut = engine.tiles.experts
         self.routed = frozenset(u for u in request.routed if u in cut or not engine.layout.is_resident(u))
         # After the drain, which may have issued the table's update.
-        self._schedule = build.forward(
+        schedule = build.forward(
             engine.layout,
             keeps=keeps,
             embed=request.embed,
@@ -83,24 +96,18 @@ class ForwardPass:
             head_grads=request.head_grads and bool(self.trained[engine.slab_unit(HEAD)]),
             routed=self.routed,
         )
-        self.num_rows = request.rows
-        self.micro_batches: list[MicroBatch] = split_batches(
-            request.rows, None if request.whole_batch else engine.options
-        )
+        self.micro_batches = split_batches(request.rows, None if request.whole_batch else engine.options)
         # Before the first copy: a rank that is elsewhere must get an error here, and not join another pass's
         # collectives.
-        before, everywhere = _agree(engine, self._schedule, len(self.micro_batches))
+        before, everywhere = _agree(engine, schedule, len(self.micro_batches))
         self.randomness = MicroBatchRandomness(
             engine.device, len(self.micro_batches), request.draws, before, everywhere
         )
-        self.anchor: torch.Tensor | None = None if self.state is None else self.state.anchor.tensor
+        engine.cursor.start(schedule, UnitMoves(engine, routed=self.routed))
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Context manager: start the copies; the model's forward method computes the units. Then end the pass."""
+    def end(self) -> None:
+        """End the pass, whose units are computed."""
         engine, between = self._engine, self._between
-        engine.cursor.start(self._schedule, UnitMoves(engine, routed=self.routed))
-        yield
         engine.updates.add(engine.cursor.update_tasks())  # the embedding's remaining rows, still being updated
         engine.cursor.finish()
         self.randomness.finish()
