@@ -11,10 +11,9 @@ host memory. The device has room for two decoder blocks, however many the model 
                copied to host memory while the block before it computes
     AdamW      on the host, where weights, gradients and moments are
 
-On a CPU, losses and weights are those of `horizon_lm.stream(model, precision="float32", head="whole")`, bit for bit. This file has
-not run on a GPU yet, and neither has the library; a test checks that its copies do not race. The library has what is left out
-here: other models and number formats, plans, checkpoints, faults, several processes. It also lets AdamW run under the next
-forward pass, and keeps on the device what there is room for.
+On a CPU, losses and weights are those of `horizon_lm.stream(model, precision="float32", head="whole")`, bit for bit. A test
+checks that its copies do not race. The library has what is left out here: other models and number formats, plans, checkpoints,
+faults, several processes. It also lets AdamW run under the next forward pass, and keeps on the device what there is room for.
 
 Shapes: B rows of a batch, T tokens of a row, R distinct tokens of a batch, H hidden size, V vocabulary.
 """
