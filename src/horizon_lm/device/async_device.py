@@ -3,8 +3,9 @@
 The caller enqueues computation on its own current stream. Each copy stream has an *issuer*, a thread that enqueues its
 tasks in schedule order; this is what prefetches the next blocks while the current one computes. An issuer may block, on
 an update in host memory or on a staging buffer, while the caller goes on. Waiting for an event that is not recorded yet
-would have no effect, so before a stream is made to wait for a task, the host waits until that task is enqueued. Nothing
-else blocks the caller inside a step.
+would have no effect, so before a stream is made to wait for a task, the host waits until that task is enqueued. So a late
+update holds up the caller, too, once it reaches the computation behind the copy that waits for the update. Nothing else
+blocks the caller inside a step, and it never waits for the end of a copy.
 
 Streams and events are behind abstract methods, so that tests can emulate them with threads.
 """

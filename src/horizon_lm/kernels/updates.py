@@ -90,12 +90,12 @@ def _inverse(scale: Any) -> Any:
     return F32(1) / scale if scale > F32(0) else F32(0)
 
 
-def _update(rule: Rule, weights: str, moments: str, grads: str) -> Any:
+def _update(rule: Rule, weight_format: str, moment_format: str, grad_format: str) -> Any:
     """Compose the update of consecutive elements, to be inlined. ``m`` and ``v`` are scratch space for one block."""
-    read_weight, write_weight = WEIGHT_CODECS[weights]
-    read_grad = GRAD_READERS[grads]
-    scaled1, scaled2 = (moments == "8bit" and len(rule.moments) >= count for count in (1, 2))
-    read_first, write_first, read_second, write_second = moment_codecs(moments, len(rule.moments))
+    read_weight, write_weight = WEIGHT_CODECS[weight_format]
+    read_grad = GRAD_READERS[grad_format]
+    scaled1, scaled2 = (moment_format == "8bit" and len(rule.moments) >= count for count in (1, 2))
+    read_first, write_first, read_second, write_second = moment_codecs(moment_format, len(rule.moments))
     advance, move = rule.advance, rule.move
 
     @inlined
@@ -121,6 +121,7 @@ def _update(rule: Rule, weights: str, moments: str, grads: str) -> Any:
                 scale2[block] = _largest(v, size)
                 per2 = _inverse(scale2[block])
             for j in range(size):
+                # Hashed twice, so that it is not the noise of the weights.
                 noise = mix(mix(U32(U32(start + j) + number ^ s.key)))
                 write_first(first_, j, m[j] * per1, noise & U32(0xFFFF))
                 write_second(second_, j, v[j] * per2, noise >> U32(16))

@@ -82,8 +82,8 @@ def _landing_buffer(unit: Unit, layout: Layout) -> Buffer:
     return Buffer(Buf.HOST_LANDING, unit.block_index % 2 if unit.is_block else unit)
 
 
-def _stream_out(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
-    """Return the landing of a gradient, after the gradients of several ranks are summed, and, in the backward pass, its
+def _land_and_update(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
+    """Return the landing of a gradient, after the gradients of several ranks are summed, and, with ``update_in_backward``, its
     update. The table is updated in the next forward pass.
     """
     host = _landing_buffer(unit, layout)
@@ -179,7 +179,7 @@ def _forward(
         return [] if stays else _stream_in(block(u), layout.weights(u), layout)
 
     slots = TileSlots(layout.tiles)
-    copies = TileCopies(slots, range(layout.num_blocks), False, load, routed)
+    copies = TileCopies(slots, range(layout.num_blocks), load, routed=routed)
     ops.extend(copies.core(0))
     for u in range(layout.num_blocks):
         offload = layout.is_offloaded(u) and u in keeps
@@ -188,11 +188,11 @@ def _forward(
         ops.extend(copies.ahead(u))
         if tiles := slots.of(u):
             ops.append(_compute(Kind.ROUTE, block(u), (layout.weights(u),), writes))
-            copies.routed(u)
+            copies.note_routed(u)
             ops.extend(copies.ahead(u))
         for unit in tiles:
             ops.append(_compute(Kind.FORWARD, unit, (Buffer(Buf.TILE, slots.slot(unit)),)))
-            copies.computed()
+            copies.note_computed()
             ops.extend(copies.ahead(u))
         if u < layout.num_blocks - 1:
             ops.extend(copies.core(u + 1))  # prefetch: issued before this block computes
@@ -247,7 +247,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         reads = (grads,) if head_grads else (Buffer(Buf.HEAD),)
         ops.append(_compute(Kind.BACKWARD, HEAD, reads, (grads,) if HEAD in trainable else ()))
         if HEAD in trainable:
-            ops.extend(_stream_out(HEAD, grads, layout))
+            ops.extend(_land_and_update(HEAD, grads, layout))
 
     def load(u: int) -> list[Op]:
         """Return the copies that a block needs: its weights, and its input if that was offloaded."""
@@ -259,7 +259,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
     slots = TileSlots(layout.tiles)
-    copies = TileCopies(slots, order, True, load)
+    copies = TileCopies(slots, order, load, backwards=True)
     ops.extend(copies.core(0))
     for place, u in enumerate(order):
         inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
@@ -268,7 +268,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             ops.append(_compute(Kind.RECOMPUTE, block(u), tuple(inputs)))
         for unit in reversed(tiles):
             ops.extend(_backward_of_tile(unit, slots.slot(unit), block(u) in trainable, layout))
-            copies.computed()
+            copies.note_computed()
             ops.extend(copies.ahead(place))
         ops.extend(copies.core(place + 1))  # prefetch, as in the forward pass
         # Adapters are outer parameters, whose gradients all blocks write into one buffer.
@@ -279,17 +279,17 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             accumulator, staging = Buffer(Buf.ACCUMULATOR), Buffer(Buf.STAGING)
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (accumulator, *adapters)))
             ops.append(_compute(Kind.STAGE, block(u), (accumulator,), (staging,)))
-            ops.extend(_stream_out(block(u), staging, layout))
+            ops.extend(_land_and_update(block(u), staging, layout))
         else:
             slot = Buffer(Buf.GRADS, u % 2)
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (slot, *adapters)))
-            ops.extend(_stream_out(block(u), slot, layout))
+            ops.extend(_land_and_update(block(u), slot, layout))
 
     # Last: the table's gradient follows from the first block's, and outer parameters are used throughout the model.
     for unit, grads in ((EMBED, Buffer(Buf.TABLE_ROW_GRADS)), (OUTER, Buffer(Buf.OUTER_GRADS))):
         if unit in trainable:
             ops.append(_compute(Kind.BACKWARD, unit, (), (grads,)))
-            ops.extend(_stream_out(unit, grads, layout))
+            ops.extend(_land_and_update(unit, grads, layout))
 
     return Pass("backward", derive_waits(ops))
 
@@ -314,11 +314,11 @@ def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozen
         if (unit := next(streamed, None)) is not None:
             ops.extend(_stream_matrices(unit, layout))
 
-    if not layout.accumulate:  # with two slots, the next unit is prefetched, as in the forward pass
+    if not layout.accumulate:  # two slots: the loop prefetches the next unit, so the first one is streamed here
         stream_next()
     for unit in units:
         if unit in orthogonalized:
-            stream_next()
+            stream_next()  # with a single slot, this unit itself
             slot, host = _slot_of_matrices(unit, layout), _landing_buffer(unit, layout)
             ops.append(Op(Kind.ORTHOGONALIZE, unit, Stream.COMPUTE, (slot,), (slot,)))
             ops.append(Op(Kind.RETURN_MATRICES, unit, Stream.COPY_OUT, (slot,), (host,)))

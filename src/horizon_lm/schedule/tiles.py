@@ -40,13 +40,13 @@ class TileCopies:
     Args:
         slots: the slots of the model's tiles.
         blocks: the blocks in the order of the pass.
-        backwards: the tiles of a block are visited in the opposite order.
         load: function that returns the copies of a block's core.
-        routed: blocks whose tiles may be copied only after the block has routed its tokens, as `routed` says.
+        backwards: the tiles of a block are visited in the opposite order.
+        routed: blocks whose tiles may be copied only after the block has routed its tokens (`note_routed`).
     """
 
     def __init__(
-        self, slots: TileSlots, blocks: Iterable[int], backwards: bool, load: Callable[[int], list[Op]],
+        self, slots: TileSlots, blocks: Iterable[int], load: Callable[[int], list[Op]], *, backwards: bool = False,
         routed: Collection[int] = (),
     ) -> None:  # fmt: skip
         self._slots, self._load = slots, load
@@ -80,11 +80,11 @@ class TileCopies:
             self._listed += 1
         return ops
 
-    def routed(self, index: int) -> None:
+    def note_routed(self, index: int) -> None:
         """Record that the part of a block before its experts is listed."""
         self._waiting.discard(index)
 
-    def computed(self) -> None:
+    def note_computed(self) -> None:
         """Record that the computation of the next tile is listed, after which its slot is free."""
         self._computed += 1
 

@@ -63,8 +63,8 @@ class _Clock:
         return self.position.get(stream, -1) >= index
 
     def implies(self, wait: LastUse) -> bool:
-        """Return whether a wait is satisfied: after any operation of this pass, its stream is done with
-        earlier passes.
+        """Return whether a wait for an earlier pass is satisfied. A stream runs in order, so once it has done any operation of this
+        pass, it has done all of earlier ones.
         """
         return wait.stream in self.position or wait in self.across
 

@@ -197,7 +197,7 @@ class HostGrads:
             unit: the unit.
             source: its gradients on the device, laid out as its gradient slab.
         """
-        if unit == EMBED:  # the gradient of a tied head, which has no zero rows
+        if unit == EMBED:  # of a tied head, in which any row may be nonzero; rows of tokens land by `LandRows`
             self._table_rows = None
         slabs = self._store.units[unit]
         report = self.squared_norms.reporter_of(unit, whole=True)

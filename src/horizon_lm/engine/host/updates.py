@@ -119,7 +119,7 @@ class PendingUpdates:
         self._optimizer_in_backward = weakref.ref(optimizer)
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """Add updates that have been given to the device."""
+        """Add the updates of a pass, all of which are given to the device when it ends."""
         # Finished tasks are dropped, or their pieces would pile up; failed ones stay, for `finish` to raise their errors.
         unfinished = (task for task in self._running if not task.done or task.error is not None)
         self._running = [*unfinished, *tasks]

@@ -3,7 +3,7 @@
 Autograd and the model's forward method drive the cursor. When they reach a computation, the cursor issues all
 operations that the schedule lists before it, lets the computation run, and then issues the copies and updates up to the
 next computation. The schedule lists the copy of block i+1 before the computation of block i, so weights are prefetched:
-the host never decides when to copy, and no thread waits for a copy.
+the host never decides when to copy, and does not wait for the end of a copy. A late update in host memory may hold it up.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -201,7 +201,7 @@ class Engine(Machinery):
         finally:
             # Also after an interrupt: what was issued runs to its end, and has to be waited for.
             self.updates.add(self.cursor.update_tasks())
-        self.cursor.finish()
+        self.cursor.finish()  # issues the updates that no computation stands before
 
     def settle_without_device(self) -> None:
         """Bring the host's state to the end of the last step that counts, after the device has failed (`faults`)."""
