@@ -21,7 +21,7 @@ def persistent_buffers(parts: ModelParts, store: Any) -> dict[str, torch.Tensor]
 
 
 def fill_buffer(store: Any, name: str, buffer: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the value that a file has for a buffer. The store remembers it if the buffer has another dtype of 16 bits."""
+    """Copy the value that a file has for a buffer. The store remembers it if it may be rounded: in another dtype than float32."""
     buffer.copy_(source)
     store.source_buffers.pop(name, None)
     if buffer.dtype not in (source.dtype, torch.float32):

@@ -54,7 +54,13 @@ class RowProbe:
             self._engine.device.set_rng_state(state)
         raise AssertionError(f"block {index} was not reached by the probe")
 
-    def _probe(self, probing: Any, rows: int | None) -> None:
+    def _probe(self, probing: tuple[int, int, list[torch.Size]] | None, rows: int | None) -> None:
+        """Let blocks and embeddings answer with shapes alone, or compute again.
+
+        Args:
+            probing: the block and the batch to probe, and the list that receives the shapes; None to compute again.
+            rows: rows of the embeddings' answers; None to compute again.
+        """
         self._blocks.probing = probing
         for table in self._tables:
             table.probe_rows = rows

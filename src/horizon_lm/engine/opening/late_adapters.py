@@ -95,6 +95,7 @@ def attach_again(
         # Also an interrupt must leave a model that goes on as it was.
         _restore(horizon, streamed_class)
         raise
+    # PEFT has drawn the values of new adapters on each rank, without a common seed.
     copy_from_first(mesh, {ref.name: ref.param.data for ref in parts.refs() if ref.name not in old_names})
     with sharing_moved(mesh, store, engine.store, old_names):
         for ref in parts.refs():
@@ -163,7 +164,9 @@ def _drop_empty_low_halves(store: Store, mesh: Mesh | None) -> None:
     slabs = [store.units[unit] for unit in store.frozen]
     found = [each for each in slabs if each.low is not None]
     has_bits = any(bool(each.low[each.own].any()) for each in found if each.low is not None)
-    if has_bits if mesh is None else any(mesh.exchange("the low halves of a base", has_bits)):
+    if mesh is not None:  # each rank has a part of them, and all drop theirs, or none
+        has_bits = any(mesh.exchange("the low halves of a base", has_bits))
+    if has_bits:
         return
     for each in found:
         assert each.low is not None

@@ -46,7 +46,7 @@ class HostAccess:
                 f"{optimizer} would round every update to bfloat16: in precision 'fp32_master' only optimizers of horizon_lm, such as "
                 "AdamW, know the other 16 bits of the weights. Use one of them, or stream with precision='bf16' or 'float32'."
             )
-        self.hand_out_weight()
+        self.hand_out_weight()  # the optimizer reads and writes weights, so this waits
 
     def after_foreign_step(self) -> None:
         """Record that another optimizer has changed the weights."""

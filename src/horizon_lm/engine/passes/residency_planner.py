@@ -226,7 +226,7 @@ class Rehearsal:
         self._footprints[self._structures[index]] = footprint
         outputs = RowOutputs(self._num_rows)
         outputs.add(part.rows, Tree((output, {})))  # like a block without captured outputs
-        outputs.release()
+        outputs.release()  # its shapes and dtypes are the structure
         return outputs
 
     @property

@@ -54,16 +54,17 @@ class UnitMoves:
         if unit in self._engine.tiles.parts:
             return self._stream_in_slot(unit)
         slabs, memory = self._engine.slabs(unit), self._engine.memory
-        slot, moves = memory.weights_of(unit), list[Move]()
-        if slabs.weights[slabs.own].numel() or not slabs.packed.num_bytes:
-            ranges = slabs.plain.ranges_without(left_out) if left_out else [slabs.own]
-            moves += [copy(slot[each], slabs.weights[each]) for each in ranges]
-        if not slabs.packed.num_bytes:
-            return moves
-        if not memory.gathers_packed:
-            return moves + self._decoding(slabs, slot, slabs.packed.data, Decode, left_out)
-        packed = slabs.packed.data[slabs.packed.own]
-        return [*moves, Copy(memory.packed_of(unit)[slabs.packed.own], packed, packed.numel())]
+        slot, packed = memory.weights_of(unit), slabs.packed
+        ranges = slabs.plain.ranges_without(left_out) if left_out else [slabs.own]
+        copies: list[Move] = [copy(slot[each], slabs.weights[each]) for each in ranges]
+        if not packed.num_bytes:
+            return copies
+        if not slabs.weights[slabs.own].numel():  # all of them are quantized
+            copies = []
+        if memory.gathers_packed:
+            own = packed.data[packed.own]
+            return [*copies, Copy(memory.packed_of(unit)[packed.own], own, own.numel())]
+        return copies + self._decoding(slabs, slot, packed.data, Decode, left_out)
 
     def _stream_in_slot(self, unit: Unit) -> list[Move]:
         """Return the moves that stream a tile of experts, or the core of its block, into its slot."""

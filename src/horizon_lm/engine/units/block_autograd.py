@@ -241,9 +241,10 @@ class BlockAutograd:
         """Compute one micro-batch again, with a graph, in the context and with the random numbers of the
         forward pass.
         """
-        part = self.micro_batches[number]
-        call, segments = self.calls.calls[part.batch], self.segments[part.batch]
-        leaves = self.saved.leaves(self.calls.inputs(inputs, self.dims, part), self.calls.spans[part.batch])
+        micro_batch = self.micro_batches[number]
+        batch = micro_batch.batch
+        call, span, segments = self.calls.calls[batch], self.calls.spans[batch], self.segments[batch]
+        leaves = self.saved.leaves(self.calls.inputs(inputs, self.dims, micro_batch), span)
 
         def forward() -> list[torch.Tensor]:
             # The model may have been switched to evaluation between the two passes.
@@ -252,7 +253,7 @@ class BlockAutograd:
                 self.saved.repeated_choices(number),
             ):  # fmt: skip
                 args, kwargs = call.rebuild(leaves)
-                output = run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled)
+                output = run_block(self.module, args, kwargs, self.keys, segments, micro_batch.rows, self.uncompiled)
             return Tree(output).tensors
 
         with replaying(self.blocks.engine.device, self.saved.rng_states[number]):
@@ -260,21 +261,21 @@ class BlockAutograd:
             # autocast settings of the forward pass.
             outputs = self.context.run(forward)
         if self.expected is not None:
-            self._require_equal(outputs, self.expected, part)
+            self._require_equal(outputs, self.expected, micro_batch)
         return Graph(leaves, outputs)
 
-    def outputs_of(self, tensors: Sequence[Any], part: MicroBatch) -> Sequence[Any]:
+    def outputs_of(self, tensors: Sequence[Any], micro_batch: MicroBatch) -> Sequence[Any]:
         """Return the tensors of the batch of a micro-batch, out of tensors that belong to the outputs of all batches."""
-        return tensors[spans_of(each.num_tensors for each in self.outputs)[part.batch]]
+        return tensors[spans_of(each.num_tensors for each in self.outputs)[micro_batch.batch]]
 
     def _pairs(
         self, number: int, graph: Graph, grads: tuple[torch.Tensor | None, ...]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the outputs of a micro-batch that a loss depends on, with their gradients."""
-        part = self.micro_batches[number]
+        micro_batch = self.micro_batches[number]
         return [
-            (output, rows_of_output(grad, output, part.rows))
-            for output, grad in zip(graph.outputs, self.outputs_of(grads, part), strict=True)
+            (output, rows_of_output(grad, output, micro_batch.rows))
+            for output, grad in zip(graph.outputs, self.outputs_of(grads, micro_batch), strict=True)
             if grad is not None and output.requires_grad
         ]
 
@@ -282,30 +283,32 @@ class BlockAutograd:
         self, number: int, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
     ) -> None:
         """Differentiate one micro-batch, and write the gradients of its inputs into the gradients for all batches."""
-        part, pairs = self.micro_batches[number], self._pairs(number, graph, grads)
+        micro_batch, pairs = self.micro_batches[number], self._pairs(number, graph, grads)
         with torch.enable_grad():
             # All outputs in one call, so that each leaf gets a single gradient, summed as plain autograd sums it.
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
-        for i, leaf in enumerate(graph.leaves, self.calls.spans[part.batch].start):
+        for i, leaf in enumerate(graph.leaves, self.calls.spans[micro_batch.batch].start):
             if leaf.grad is None:
                 continue
-            if part.is_whole:
+            if micro_batch.is_whole:
                 input_grads[i] = leaf.grad
             else:
                 if input_grads[i] is None:
                     input_grads[i] = torch.zeros_like(inputs[i])
                 # An input without rows (dim None) is shared by all micro-batches: their gradients are summed.
-                slice_rows(input_grads[i], self.dims[i], part.rows).add_(leaf.grad)
+                slice_rows(input_grads[i], self.dims[i], micro_batch.rows).add_(leaf.grad)
 
-    def _require_equal(self, outputs: list[torch.Tensor], expected: list[torch.Tensor], part: MicroBatch) -> None:
+    def _require_equal(
+        self, outputs: list[torch.Tensor], expected: list[torch.Tensor], micro_batch: MicroBatch
+    ) -> None:
         """Raise RecomputeMismatchError if recomputed outputs differ in any bit from the outputs of the forward pass."""
-        for output, whole in zip(outputs, self.outputs_of(expected, part), strict=True):
-            before = rows_of_output(whole, output, part.rows)
+        for output, whole in zip(outputs, self.outputs_of(expected, micro_batch), strict=True):
+            before = rows_of_output(whole, output, micro_batch.rows)
             if not torch.equal(output, before):
                 difference = (output.float() - before.float()).abs().max().item()
                 raise RecomputeMismatchError(
-                    f"{self.module.name}, rows {part.start} to {part.stop - 1}: the recomputed output differs from that of the "
+                    f"{self.module.name}, rows {micro_batch.start} to {micro_batch.stop - 1}: the recomputed output differs from that of the "
                     f"forward pass by up to {difference:.3g}"
                 )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizon_lm.engine.units.grad_sink import reject_gradient
+from horizon_lm.engine.units.grad_sink import unexpected_gradient
 from horizon_lm.errors import ModelNotSupportedError
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -61,7 +61,8 @@ class ExpertCall:
         self._bounds: list[int] = _bounds(flat, count) if before is None else before._bounds
         self._grad: torch.Tensor | None = None  # of the output
         self._weight_grads: torch.Tensor | None = None  # (S,), by place
-        self._rows: torch.Tensor | None = None  # outputs of all rows, or gradients of their inputs, (S, H)
+        self._row_outputs: torch.Tensor | None = None  # (S, H), until they are added up
+        self._row_grads: torch.Tensor | None = None  # of the hidden states of all rows, (S, H)
         self.output: torch.Tensor | None = None if before is None else before.output
         self.output_like = hidden.shape, hidden.dtype
 
@@ -77,9 +78,9 @@ class ExpertCall:
         ids, rows = tile
         places = self._places[rows]
         weighted = _weighted(function, self._hidden[self._tokens[rows]], ids, self._weights.flatten()[places])
-        if self._rows is None:
-            self._rows = self._new_rows(weighted)
-        self._rows[places if self._order.unsorts else rows] = weighted
+        if self._row_outputs is None:
+            self._row_outputs = self._new_rows(weighted)
+        self._row_outputs[places if self._order.unsorts else rows] = weighted
 
     def _new_rows(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory for all rows (S, H), zeros if there are rows without an expert."""
@@ -98,7 +99,7 @@ class ExpertCall:
 
     def finish(self) -> None:
         """Add up the output (N, H) after all rows are computed, and forget what the backward pass computes again."""
-        rows, self._rows = self._rows, None
+        rows, self._row_outputs = self._row_outputs, None
         output = torch.zeros_like(self._hidden)
         if rows is not None and self._order.unsorts:
             output = rows.view(*self._ids.shape, -1).sum(dim=1).to(output.dtype)
@@ -144,9 +145,9 @@ class ExpertCall:
                 return
             weighted.backward(self._grad[tokens].to(weighted.dtype))
         if hidden.grad is not None:
-            if self._rows is None:
-                self._rows = self._new_rows(hidden)
-            self._rows[places if self._order.spreads_unsorted else rows] = hidden.grad
+            if self._row_grads is None:
+                self._row_grads = self._new_rows(hidden)
+            self._row_grads[places if self._order.spreads_unsorted else rows] = hidden.grad
         if self._weight_grads is not None and weights.grad is not None:
             self._weight_grads[places] = weights.grad
 
@@ -157,24 +158,27 @@ class ExpertCall:
             StreamingError: this call belongs to a graph that must not be differentiated.
         """
         if self._grad is None:
-            reject_gradient(None)
-        rows, self._rows = self._rows, None
+            raise unexpected_gradient()
+        rows, self._row_grads = self._row_grads, None
         weight_grads = None if self._weight_grads is None else self._weight_grads.view(self._ids.shape)
         if not self._needs_grads[0]:
             return None, weight_grads
         grads = torch.zeros_like(self._hidden)
-        if rows is None:
-            pass
-        elif self._order.by_rank:
-            for expert in reversed(range(len(self._bounds) - 1)):  # autograd visits them from the last to the first
-                self._add(grads, rows, expert)
-        elif self._order.spreads_unsorted:
-            tokens = torch.arange(len(grads), device=grads.device).repeat_interleave(self._ids.shape[1])
-            grads.index_add_(0, tokens, rows)
-        else:
-            used = self._bounds[-1]
-            _add_in_order(grads, self._tokens[:used], rows[:used])
+        if rows is not None:
+            self._add_grads(grads, rows)
         return grads, weight_grads
+
+    def _add_grads(self, total: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add the gradients of all rows (S, H) to those of their tokens (N, H), in the order of transformers' function."""
+        if self._order.by_rank:  # expert by expert; autograd visits them from the last to the first
+            for expert in reversed(range(len(self._bounds) - 1)):
+                self._add(total, rows, expert)
+        elif self._order.spreads_unsorted:  # the rows of a token follow each other
+            tokens = torch.arange(len(total), device=total.device).repeat_interleave(self._ids.shape[1])
+            total.index_add_(0, tokens, rows)
+        else:  # sorted by expert; rows after the last bound have none
+            used = self._bounds[-1]
+            _add_reproducibly(total, self._tokens[:used], rows[:used])
 
     def attach(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the output as the result of a node of autograd, whose gradients are those of `take_grads`."""
@@ -195,11 +199,12 @@ def _weighted(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, weight
     return function(hidden, ids, torch.ones_like(hidden[:, :1])) * weights[:, None]
 
 
-def _add_in_order(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add rows (R, H) to the tokens (R,) of a total (N, H), reproducibly."""
-    if total.device.type == "cpu":  # where `index_put_` adds in several threads, as atomic additions come
+def _add_reproducibly(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add rows (R, H) to the tokens (R,) of a total (N, H), in the same order each time."""
+    # On a CPU `index_put_`, elsewhere `index_add_` adds by atomic operations of several threads, in any order.
+    if total.device.type == "cpu":
         total.index_add_(0, tokens, rows)
-    else:  # where `index_add_` does
+    else:
         total.index_put_((tokens,), rows, accumulate=True)
 
 

@@ -89,7 +89,12 @@ def set_traps(leaves: Iterable[torch.Tensor]) -> None:
 
 def reject_gradient(_: Any) -> Any:
     """Raise StreamingError: a gradient has reached a graph that must not be differentiated."""
-    raise StreamingError(
+    raise unexpected_gradient()
+
+
+def unexpected_gradient() -> StreamingError:
+    """Return the error for a gradient that has reached a graph that must not be differentiated."""
+    return StreamingError(
         "a loss depends on an activation that a forward hook inside a block kept. A streamed block is recomputed in the "
         "backward pass, so the kept activation gets no gradient. Use output_hidden_states=True, or a hook on the whole block, "
         "whose output keeps its gradient."

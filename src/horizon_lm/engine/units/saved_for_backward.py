@@ -74,10 +74,14 @@ class SavedForBackward:
         self._has_tiles = index in engine.tiles.experts
 
     def params(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the weights for the forward computation, as fresh leaves if it makes a graph."""
+        """Return the weights for the forward computation: as they are if it makes no graph, as fresh leaves if it does, or as leaves
+        that reject gradients if a hook may keep an activation of the graph.
+        """
         if self.sink is None:
             return weights
-        return self.sink.traps(weights) if self.graph_use is GraphUse.TRAPPED else self.sink.leaves(weights)
+        if self.graph_use is GraphUse.TRAPPED:
+            return self.sink.traps(weights)
+        return self.sink.leaves(weights)
 
     def inputs(self, tensors: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
         """Return the inputs of one micro-batch for the forward computation, as fresh leaves if it makes a graph.
