@@ -70,7 +70,10 @@ class StepCost:
     # Transfers
 
     def _transfer(self, op: Op) -> float:
-        """Return the bytes that a transfer moves: those of this rank's share, or those that it receives from other ranks."""
+        """Return the bytes that a transfer moves: those of this rank's share, or those that it receives from other ranks.
+
+        An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
+        """
         if op.kind in (Kind.OFFLOAD, Kind.FETCH):
             return self._step.boundary
         ranks = self._settings.shard.count
@@ -134,7 +137,9 @@ class StepCost:
         return (num_bytes + numel * self._outline.compute_bytes) / rate
 
     def _gather_rate(self, ranks: int) -> float:
-        """Return the bytes per second of a gather that crosses no link to the host; 0 if the links are not known."""
+        """Return the bytes per second of a gather: those of the links between devices or, without any, of the links to the host.
+        0 if there is nothing to gather, or the links are not known.
+        """
         links = self._interconnect
         if links is None or ranks == 1:
             return 0.0
@@ -209,9 +214,11 @@ class StepCost:
         return into_slot + self._tiles.rows_bytes(op, experts)
 
     def _block(self, what: Kind, index: int, has_graph: bool) -> Work:
-        """Return the work of a block's own code, summed over micro-batches."""
+        """Return the work of a block's own code, summed over micro-batches. A backward pass with a kept graph recomputes nothing."""
         kind, total = self._outline.kind(index), Work()
-        for rows in self._settings.slices if what != Kind.STAGE else ():
+        if what == Kind.STAGE:  # rounds gradients, which `_around_block` has
+            return total
+        for rows in self._settings.slices:
             if what == Kind.FORWARD or not has_graph:
                 total += kind.forward.at(rows)
             if what == Kind.BACKWARD:

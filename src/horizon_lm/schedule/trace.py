@@ -191,20 +191,23 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
     found = dict.fromkeys([*waiting, "host"], 0.0)
     computed = sorted((s for s in spans if s.op.stream == Stream.COMPUTE), key=lambda s: s.start)
     for before, span in pairwise(computed):
+        # The stream has reached the computation when it was enqueued, or earlier if that was before the end of the last one.
         enqueued = min(max(span.reached, before.end), span.start)
-        _divide((before.end, enqueued), late, found)
-        _divide((enqueued, span.start), waiting, found)
+        for gap, causes in (((before.end, enqueued), late), ((enqueued, span.start), waiting)):
+            for cause, seconds in _seconds_by_cause(gap, causes).items():
+                found[cause] += seconds
     return found
 
 
-def _divide(gap: Interval, causes: Mapping[str, Sequence[Span]], found: dict[str, float]) -> None:
-    """Attribute each part of a gap to the first cause that was busy in it."""
+def _seconds_by_cause(gap: Interval, causes: Mapping[str, Sequence[Span]]) -> dict[str, float]:
+    """Return the seconds of a gap by the first cause that was busy in them, and those without any as ``host``."""
+    found: dict[str, float] = {}
     left = [gap] if gap[0] < gap[1] else []
     for cause, spans in causes.items():
         remaining = _without(left, _union(spans))
-        found[cause] += _length(left) - _length(remaining)
+        found[cause] = _length(left) - _length(remaining)
         left = remaining
-    found["host"] += _length(left)
+    return found | {"host": _length(left)}
 
 
 def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
