@@ -99,14 +99,17 @@ class CudaLink:
         self._host = HostLink()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy in either direction. Another dtype is converted on the device, through its scratch memory, piece by piece."""
         if source.dtype == destination.dtype:
             self._transport.copy(destination, source)
             return
         for d, s in _split_alike(destination, source, _PIECE_ELEMENTS):
             if source.device == self._device:
-                self._transport.copy(d, self._take_scratch(d.dtype, s.numel()).copy_(s))
+                converted = self._take_scratch(d.dtype, s.numel()).copy_(s)
+                self._transport.copy(d, converted)
             else:
-                d.copy_(self._transport.copy(self._take_scratch(s.dtype, s.numel()), s))
+                arrived = self._transport.copy(self._take_scratch(s.dtype, s.numel()), s)
+                d.copy_(arrived)
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
         """Decode a quantized tensor part by part. The components of a part cross the link into one half of the scratch memory,
