@@ -118,13 +118,22 @@ class LastResort:
         )
 
     def _given_up(self, failure: Exception, signal: str, checkpoint: Path | None) -> Exception:
-        """Return the error that ends the run, of the same kind on all ranks."""
+        """Return the error that ends the run, of the same kind on all ranks.
+
+        Args:
+            failure: why the model could not be written.
+            signal: the signal that has ended the waiting; empty for none.
+            checkpoint: the checkpoint that has the trained weights; None if there is none. There may be one of earlier steps.
+        """
         problem, last = self.run_dir.problem(failure), self.last_checkpoint()
-        weights = "weights of the last steps" if last else "trained weights"
-        lost = "" if checkpoint else f"The {weights} are lost. "
-        ended = f"interrupted by {signal} while the trained model could not be written. " if signal else ""
-        own = [type(problem).__name__, f"{ended}{problem} {lost}{self.run_dir.kept_artifacts(last)}", last is not None]
-        kind, text, can_go_on = self.ranks.of_first("the end of the export", own)
+        sentences = [f"interrupted by {signal} while the trained model could not be written."] if signal else []
+        sentences.append(str(problem))
+        if checkpoint is None:
+            sentences.append(f"The {'weights of the last steps' if last else 'trained weights'} are lost.")
+        sentences.append(self.run_dir.kept_artifacts(last))
+        kind, text, can_go_on = self.ranks.of_first(
+            "the end of the export", [type(problem).__name__, " ".join(sentences), last is not None]
+        )
         if signal and can_go_on:
             return InterruptedRunError(text)
         return DoesNotFitError(text) if kind == DoesNotFitError.__name__ else ConfigError(text)

@@ -151,9 +151,9 @@ class Loop:
         loss_after = None
         if self.callbacks.error is not None and step < self.intervals.num_steps:
             self.saver.keep_or_export(step)
-        else:
+        else:  # also with an error after the last step, when the model is complete
             self.evaluation.load_best(step)
-            self.saver.export(step)
+            self.saver.export(step)  # before the evaluation, which may fail
             loss_after = self.evaluation.run(step)
             for part in self.parts:
                 part.end()

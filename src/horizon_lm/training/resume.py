@@ -193,7 +193,7 @@ def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], conf
     """Return warnings about a changed config.json. Raise ConfigError unless changes are allowed."""
     given = point.state["model_config"]
     names = sorted(name for name in {**given, **model_config} if given.get(name) != model_config.get(name))
-    return _reject(point, [_change(f"config.json: {name}", {}, {}) for name in names], config)
+    return _reject(point, [f"config.json: {name}" for name in names], config)
 
 
 def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig) -> list[str]:

@@ -167,9 +167,8 @@ def estimate_sampler(config: RunConfig, num_ranks: int = 1) -> Sampler | None:
     """Estimate the sampler without tokenizing. None without rows, or if packing will change their number."""
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
-    eval_size = config.test_split_size or 0
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
-    sizes = [
-        max(1, round(size * (1 - (eval_size if eval_size < 1 else eval_size / max(1, sum(sizes)))))) for size in sizes
-    ]
+    held_out = config.test_split_size or 0  # a fraction of the rows, or their number
+    share = held_out if held_out < 1 else held_out / max(1, sum(sizes))
+    sizes = [max(1, round(size * (1 - share))) for size in sizes]
     return Sampler(tuple(sizes), config.rows_per_step * num_ranks, 0, tuple(each.weight for each in config.datasets))

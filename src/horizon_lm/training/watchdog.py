@@ -48,7 +48,8 @@ def _report(name: str, seconds: float, pending_operations: Callable[[], Sequence
         "Operations that are not finished:\n  " + "\n  ".join(pending)
     )
     print_to_stderr("\n".join(f"thread 0x{each.ident or 0:016x} is {each.name}" for each in threading.enumerate()))
-    with suppress(OSError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:  # which standard error may not be
+    # By way of a file, because faulthandler needs a descriptor, and standard error has none in notebooks.
+    with suppress(OSError), tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         print_to_stderr(file.read())
