@@ -13,7 +13,7 @@ from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.outline import ModelOutline, Work
 from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.planning.step_cost import StepCost, rates
-from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Pass, Stream
+from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.simulate import Cost, step_seconds
 from horizon_lm.schedule.waits import derive_waits
 from horizon_lm.units import EMBED, HEAD, block
@@ -88,7 +88,7 @@ class _IssuedOps:
         ]
 
 
-def field_pass(num_blocks: int, tied: bool, settings: FieldSettings) -> Pass:
+def field_pass(num_blocks: int, tied: bool, settings: FieldSettings) -> Schedule:
     """Return a step with one micro-batch, from copying the resident weights to the optimizer."""
     issued, blocks = _IssuedOps(settings), range(num_blocks)
     of_device = {EMBED: Buffer(Buf.TABLE_ROWS), HEAD: Buffer(Buf.TABLE_ROWS if tied else Buf.HEAD)}
@@ -129,7 +129,7 @@ def field_pass(num_blocks: int, tied: bool, settings: FieldSettings) -> Pass:
             tuple(Buffer(Buf.HOST_WEIGHTS, unit) for unit in units),
         )
     )  # fmt: skip
-    return Pass("step", derive_waits(issued.ops))
+    return Schedule("step", derive_waits(issued.ops))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class FieldStep:
             work += (kind.forward.at(rows) * forwards + kind.backward.at(rows) * backwards) * len(kind.indices)
         return work.products + work.attention
 
-    def passes(self) -> list[Pass]:
+    def passes(self) -> list[Schedule]:
         return [field_pass(self.outline.num_blocks, self.outline.trained.tied, self.settings)]
 
     def cost(self, hardware: Hardware, packing: float | None = None) -> Cost:

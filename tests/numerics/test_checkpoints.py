@@ -28,7 +28,7 @@ from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.optim import update_tasks
 from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import LastUse, Pass, ScheduleError, Stream, Wait
+from horizon_lm.schedule.ops import LastUse, Schedule, ScheduleError, Stream, Wait
 from tests.support import tiny_models
 from tests.support.checkpointed_training import BUFFERED, Digests, digest, opened
 from tests.support.schedule_proofs import each_wait, without_wait
@@ -343,7 +343,7 @@ class Eager(SimulatedDevice):
             self._interfere()
 
 
-def waits_for_saves(schedule: Pass, in_backward: bool) -> Iterator[tuple[int, Wait]]:
+def waits_for_saves(schedule: Schedule, in_backward: bool) -> Iterator[tuple[int, Wait]]:
     """Yield the waits of saves for updates, and those of updates for saves.
 
     Left out are those that a save never meets, although the checker requires them: the host has waited in a backward pass for
@@ -357,7 +357,7 @@ def waits_for_saves(schedule: Pass, in_backward: bool) -> Iterator[tuple[int, Wa
             yield index, wait
 
 
-def replace_passes(monkeypatch: pytest.MonkeyPatch, change: Callable[[Pass], Pass]) -> None:
+def replace_passes(monkeypatch: pytest.MonkeyPatch, change: Callable[[Schedule], Schedule]) -> None:
     for function in _FUNCTIONS:
         original = getattr(build, function)
         monkeypatch.setattr(build, function, lambda *args, original=original, **named: change(original(*args, **named)))
@@ -372,7 +372,7 @@ def save_and_go_on(device: Any, folder: Path, **options: Any) -> Digests:
 def test_each_dropped_wait_spoils_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = CONTROLS[name]
     expected = states(4, **options)
-    seen: set[Pass] = set()
+    seen: set[Schedule] = set()
     with monkeypatch.context() as patch:
         replace_passes(patch, lambda made: (seen.add(made), made)[1])
         assert not is_noticed(tmp_path / "whole", expected, options)

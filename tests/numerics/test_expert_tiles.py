@@ -19,7 +19,7 @@ from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.fixed_routing import Choices
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Kind, Pass
+from horizon_lm.schedule.ops import Kind, Schedule
 from tests.census.comparison import compare_step, train_step
 from tests.census.subject import Subject
 from tests.support import tiny_models
@@ -421,7 +421,7 @@ def test_a_dropped_wait_changes_the_numbers(name: str, kind: Kind, unit: str, mo
 
     expected, made = run("cpu"), getattr(build, name)
 
-    def without(*args: Any) -> Pass:
+    def without(*args: Any) -> Schedule:
         schedule = made(*args)
         position = schedule.positions[kind, unit]
         for wait in schedule.ops[position].waits:

@@ -15,7 +15,7 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import ConfigError, PartialUpdateError
 from horizon_lm.optim.muon import orthogonalize
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Kind, Pass, ScheduleError, Stream, Wait
+from horizon_lm.schedule.ops import After, Kind, Schedule, ScheduleError, Stream, Wait
 from horizon_lm.units import HEAD, OUTER, block
 from tests.support import tiny_models
 from tests.support.pass_sequences import SETTINGS
@@ -120,7 +120,7 @@ def _waits() -> list[tuple[int, Wait]]:
     ]  # fmt: skip
 
 
-def _update_of(layout: build.Layout) -> Pass:
+def _update_of(layout: build.Layout) -> Schedule:
     blocks = [block(u) for u in range(layout.num_blocks)]
     return build.update(layout, [OUTER, *blocks, HEAD], blocks)
 

@@ -11,7 +11,7 @@ import pytest
 
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Pass, ScheduleError, Stream, Wait
+from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Schedule, ScheduleError, Stream, Wait
 from horizon_lm.units import OUTER
 from tests.support.pass_sequences import SETTINGS, Result, same, train
 from tests.support.schedule_proofs import Passes, each_wait, is_wrong, passes, without_wait
@@ -47,7 +47,7 @@ def test_each_dropped_wait_changes_the_numbers(
 ) -> None:
     options = SETTINGS[name] | {"precision": "float32"}
     expected = undisturbed(**options)
-    seen: set[Pass] = set()
+    seen: set[Schedule] = set()
     layouts: set[build.Layout] = set()
     _observe_passes(monkeypatch, seen, layouts)
     train("cpu", **options)
@@ -70,7 +70,7 @@ def test_each_dropped_wait_changes_the_numbers(
     assert missed == [], "\n".join(missed)
 
 
-def _needed(made: Passes, schedule: Pass, op_index: int, wait: Wait) -> bool:
+def _needed(made: Passes, schedule: Schedule, op_index: int, wait: Wait) -> bool:
     """Return whether some sequence of passes is wrong without this wait. Other waits may imply one across passes."""
     if isinstance(wait, After):
         return True
@@ -79,7 +79,7 @@ def _needed(made: Passes, schedule: Pass, op_index: int, wait: Wait) -> bool:
     return changed != made and is_wrong(changed, broken)
 
 
-def _invisible(schedule: Pass, op_index: int, wait: Wait) -> str | None:
+def _invisible(schedule: Schedule, op_index: int, wait: Wait) -> str | None:
     """Return the reason why dropping a wait cannot change numbers on the simulated device; None if it can."""
     op = schedule.ops[op_index]
     if isinstance(wait, LastUse) and wait.stream == Stream.DISK:
@@ -97,11 +97,11 @@ def _invisible(schedule: Pass, op_index: int, wait: Wait) -> str | None:
     return None
 
 
-def _observe_passes(monkeypatch: pytest.MonkeyPatch, seen: set[Pass], layouts: set[build.Layout]) -> None:
+def _observe_passes(monkeypatch: pytest.MonkeyPatch, seen: set[Schedule], layouts: set[build.Layout]) -> None:
     for function in ("forward", "backward", "update"):
         original = getattr(build, function)
 
-        def observed(*args: Any, original: Any = original, **kwargs: Any) -> Pass:
+        def observed(*args: Any, original: Any = original, **kwargs: Any) -> Schedule:
             layouts.add(args[0])
             seen.add(original(*args, **kwargs))
             return original(*args, **kwargs)
@@ -110,12 +110,12 @@ def _observe_passes(monkeypatch: pytest.MonkeyPatch, seen: set[Pass], layouts: s
 
 
 def _noticed(
-    monkeypatch: pytest.MonkeyPatch, schedule: Pass, broken: Pass, expected: Result, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, schedule: Schedule, broken: Schedule, expected: Result, options: dict[str, Any]
 ) -> bool:
     for function in ("forward", "backward", "update"):
         original = getattr(build, function)
 
-        def replaced(*args: Any, original: Any = original, **kwargs: Any) -> Pass:
+        def replaced(*args: Any, original: Any = original, **kwargs: Any) -> Schedule:
             made = original(*args, **kwargs)
             return broken if made == schedule else made
 

@@ -12,7 +12,7 @@ import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Kind, Pass
+from horizon_lm.schedule.ops import Kind, Schedule
 from tests.support import tiny_models
 from tests.support.schedule_proofs import without_wait
 
@@ -150,7 +150,7 @@ def test_a_dropped_wait_changes_the_numbers(kind: Kind, unit: str, monkeypatch: 
     expected = answer(streamed("qwen3_moe", precision="float32"))
     made = build._forward
 
-    def without(*args: Any) -> Pass:
+    def without(*args: Any) -> Schedule:
         schedule = made(*args)
         position = schedule.positions.get((kind, unit))
         if position is None or not any(op.kind == Kind.ROUTE for op in schedule.ops):

@@ -17,7 +17,7 @@ from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.planning.step_cost import rates
 from horizon_lm.planning.step_time import step_time
-from horizon_lm.schedule.ops import UPDATES, Kind, Op, Pass, Stream
+from horizon_lm.schedule.ops import UPDATES, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.simulate import Cost, Timeline, simulate, step_seconds
 from horizon_lm.units import block
 
@@ -35,7 +35,7 @@ def outline(model: str = "SmolLM2-135M", num_blocks: int = NUM_BLOCKS, length: i
     return source_of(model, num_hidden_layers=num_blocks).outline(run, length=length, masked=False)
 
 
-def count(schedule: Pass, kind: Kind, stream: Stream) -> Counter[str]:
+def count(schedule: Schedule, kind: Kind, stream: Stream) -> Counter[str]:
     return Counter(op.unit for op in schedule.ops if (op.kind, op.stream) == (kind, stream))
 
 
@@ -69,7 +69,7 @@ def test_the_optimizer_runs_alone(settings: FieldSettings) -> None:
     assert min(span.start for span in second) >= max(span.end for span in first)
 
 
-def two_steps(settings: FieldSettings, change: Callable[[Pass], Pass] = lambda schedule: schedule) -> Timeline:
+def two_steps(settings: FieldSettings, change: Callable[[Schedule], Schedule] = lambda schedule: schedule) -> Timeline:
     step = FieldStep(outline(), settings)
     gpu = find_profile("rtx-3090")
     return simulate([change(schedule) for schedule in step.passes()] * 2, step.cost(gpu, packing=1e9), rates(gpu))
@@ -93,7 +93,7 @@ def test_nothing_races(settings: FieldSettings) -> None:
 
 
 def test_the_check_for_races_finds_them() -> None:
-    def without_waits(schedule: Pass) -> Pass:
+    def without_waits(schedule: Schedule) -> Schedule:
         return replace(schedule, ops=tuple(replace(op, waits=()) for op in schedule.ops))
 
     assert races(two_steps(FieldSettings(4), without_waits))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, Op, Pass, Stream
+from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.waits import ACROSS, ACROSS_WRITES
 from horizon_lm.units import EMBED, HEAD, OUTER, block
 from tests.support.schedule_proofs import (
@@ -191,16 +191,16 @@ def test_checker_verifies_contents_and_slot_counts() -> None:
     ops = list(forward.ops)
     first = next(i for i, op in enumerate(ops) if op.kind == Kind.STREAM_IN and op.unit == block(0))
     ops[first] = Op(Kind.STREAM_IN, block(2), Stream.COPY_IN, ops[first].reads, ops[first].writes, ops[first].waits)
-    assert any("finds block2" in str(p) for p in check([Pass("forward", tuple(ops), forward.keeps)]))
+    assert any("finds block2" in str(p) for p in check([Schedule("forward", tuple(ops), forward.keeps)]))
 
     third = Op(Kind.STREAM_IN, block(9), Stream.COPY_IN, (), (Buffer(Buf.WEIGHTS, 2),))
-    assert any("at most 2" in str(p) for p in check([Pass("forward", (*forward.ops, third), forward.keeps)]))
+    assert any("at most 2" in str(p) for p in check([Schedule("forward", (*forward.ops, third), forward.keeps)]))
 
 
 def test_wait_on_later_operation_is_reported() -> None:
     forward = build.forward(build.Layout(2), keeps=range(2))
     ops = tuple(reversed(forward.ops))
-    assert any("issued after" in str(p) for p in check([Pass("forward", ops)]))
+    assert any("issued after" in str(p) for p in check([Schedule("forward", ops)]))
 
 
 def test_without_wait_removes_exactly_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Op, Pass, ScheduleError, Stream, Wait, uses
+from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Op, Schedule, ScheduleError, Stream, Wait, uses
 from horizon_lm.schedule.simulate import Cost, Rates, Timeline, simulate, step_seconds
 from horizon_lm.units import EMBED, HEAD, OUTER, block
 from tests.support.thinned_cases import thinned
@@ -47,7 +47,7 @@ def priced(**costs: float) -> Cost:
 
 def test_copy_then_compute() -> None:
     compute = op(Kind.FORWARD, Stream.COMPUTE, After(0))
-    timeline = simulate([Pass("forward", (stream_in(), compute))], priced(stream_in=40.0, forward=3.0), RATES)
+    timeline = simulate([Schedule("forward", (stream_in(), compute))], priced(stream_in=40.0, forward=3.0), RATES)
     assert times(timeline) == [(0, 4), (4, 7)]  # 40 bytes at 10 per second, then 3 seconds
     assert end(timeline) == pytest.approx(7)
     assert [span.op.kind for span in timeline.spans] == [Kind.STREAM_IN, Kind.FORWARD]
@@ -56,7 +56,7 @@ def test_copy_then_compute() -> None:
 def test_update_gets_bandwidth_left_by_copies() -> None:
     out = op(Kind.STREAM_OUT, Stream.COPY_OUT)
     timeline = simulate(
-        [Pass("forward", (stream_in(), out, update()))], priced(stream_in=20.0, stream_out=20.0, update=75.0), RATES
+        [Schedule("forward", (stream_in(), out, update()))], priced(stream_in=20.0, stream_out=20.0, update=75.0), RATES
     )
     # Both copies until 2: 20 - 10 - 5 = 5 per second. One until 4: 15 per second. Then 20 per second for the last 35
     # bytes.
@@ -65,7 +65,7 @@ def test_update_gets_bandwidth_left_by_copies() -> None:
 
 def test_two_updates_share_bandwidth() -> None:
     rows = op(Kind.UPDATE_ROWS, Stream.COPY_IN, unit=EMBED)
-    timeline = simulate([Pass("forward", (rows, update()))], priced(update_rows=20.0, update=60.0), RATES)
+    timeline = simulate([Schedule("forward", (rows, update()))], priced(update_rows=20.0, update=60.0), RATES)
     assert times(timeline) == [(0, 2), (0, 4)]  # 10 per second each, then 20; the link is not involved
 
 
@@ -73,26 +73,26 @@ def test_host_memory_bounds_links() -> None:
     rates = Rates(link_in=30.0, link_out=10.0, host=20.0)
     out = op(Kind.STREAM_OUT, Stream.COPY_OUT)
     timeline = simulate(
-        [Pass("forward", (stream_in(), out, update()))], priced(stream_in=15.0, stream_out=5.0, update=20.0), rates
+        [Schedule("forward", (stream_in(), out, update()))], priced(stream_in=15.0, stream_out=5.0, update=20.0), rates
     )
     assert times(timeline) == [(0, 1), (0, 1), (0, 2)]  # half their rates, and no bandwidth left for the update
 
 
 def test_directions_share_a_link() -> None:
     out = op(Kind.STREAM_OUT, Stream.COPY_OUT)
-    both = Pass("forward", (stream_in(), out))
+    both = Schedule("forward", (stream_in(), out))
     cost = priced(stream_in=20.0, stream_out=20.0)
     rates = replace(RATES, link_both=12.0)  # instead of 15
     # 8 and 4 per second until 2.5; then the rest of the slower copy at 5 per second.
     assert times(simulate([both], cost, rates)) == [(0, 2.5), (0, 4.5)]
-    assert times(simulate([Pass("forward", (stream_in(),))], cost, rates)) == [(0, 2)]
+    assert times(simulate([Schedule("forward", (stream_in(),))], cost, rates)) == [(0, 2)]
 
 
 def test_collectives_have_links_of_their_own_and_run_in_their_order() -> None:
     rates = replace(RATES, gather=8.0, reduce=2.0)
     gather, reduce = op(Kind.GATHER, Stream.COLLECTIVE), op(Kind.REDUCE, Stream.COLLECTIVE)
     timeline = simulate(
-        [Pass("forward", (stream_in(), gather, reduce))], priced(stream_in=40.0, gather=40.0, reduce=40.0), rates
+        [Schedule("forward", (stream_in(), gather, reduce))], priced(stream_in=40.0, gather=40.0, reduce=40.0), rates
     )
     assert times(timeline) == [(0, 4), (0, 5), (5, 25)]
 
@@ -102,18 +102,18 @@ def test_collectives_through_host_cross_both_directions_of_a_link() -> None:
     gather, out = op(Kind.GATHER, Stream.COLLECTIVE), op(Kind.STREAM_OUT, Stream.COPY_OUT, After(0))
     gathered = simulate([alone(gather)], priced(gather=40.0), rates)
     assert times(gathered) == [(0, 8)]  # as fast as the slower direction: 5 per second
-    copied = simulate([Pass("forward", (stream_in(), gather))], priced(stream_in=25.0, gather=40.0), rates)
+    copied = simulate([Schedule("forward", (stream_in(), gather))], priced(stream_in=25.0, gather=40.0), rates)
     assert times(copied) == [(0, 5), (0, 8)]  # in and gather have 5 per second each, so the gather is not slower
-    sent = simulate([Pass("forward", (gather, out))], priced(gather=40.0, stream_out=5.0), rates)
+    sent = simulate([Schedule("forward", (gather, out))], priced(gather=40.0, stream_out=5.0), rates)
     assert times(sent) == [(0, 8), (8, 9)]
-    less = simulate([Pass("forward", (gather, update()))], priced(gather=40.0, update=80.0), rates)
+    less = simulate([Schedule("forward", (gather, update()))], priced(gather=40.0, update=80.0), rates)
     assert times(less) == [(0, 8), (0, 8)]  # the update has what the gather leaves, which writes and reads host memory
 
 
 def test_inline_copies_run_one_after_the_other() -> None:
     ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), stream_in(unit="block1"), update())
     cost = priced(stream_in=20.0, forward=3.0, update=100.0)
-    timeline = simulate([Pass("forward", ops)], cost, replace(RATES, inline=True))
+    timeline = simulate([Schedule("forward", ops)], cost, replace(RATES, inline=True))
     # The second copy queues behind the computation. Copies leave 10 per second for the update, computations 20.
     assert times(timeline) == [(0, 2), (2, 5), (5, 7), (0, 7)]
 
@@ -122,22 +122,22 @@ def test_updates_and_compute_slow_each_other() -> None:
     ops = (op(Kind.FORWARD, Stream.COMPUTE), update())
     rates = replace(RATES, compute_share=0.5, update_share=0.25)
     # At half its speed while the update has 5 per second, until 8; then the rest at full speed.
-    assert times(simulate([Pass("forward", ops)], priced(forward=5.0, update=40.0), rates)) == [(0, 9), (0, 8)]
-    assert times(simulate([Pass("forward", ops)], priced(forward=1.0, update=40.0), rates)) == [(0, 2), (0, 3.5)]
+    assert times(simulate([Schedule("forward", ops)], priced(forward=5.0, update=40.0), rates)) == [(0, 9), (0, 8)]
+    assert times(simulate([Schedule("forward", ops)], priced(forward=1.0, update=40.0), rates)) == [(0, 2), (0, 3.5)]
 
 
 def test_stream_runs_in_list_order() -> None:
     ops = (update(unit="block0"), stream_in(After(0), unit="block0"), stream_in(unit="block1"))
-    timeline = simulate([Pass("forward", ops)], priced(update=100.0, stream_in=10.0), RATES)
+    timeline = simulate([Schedule("forward", ops)], priced(update=100.0, stream_in=10.0), RATES)
     assert times(timeline) == [(0, 5), (5, 6), (6, 7)]  # block1 could start immediately, but queues behind block0
 
 
 def test_wait_across_passes() -> None:
     cost = priced(update_block0=40.0, update_block1=60.0, stream_in=10.0)
-    updates = Pass("update", (update(unit="block0"), update(unit="block1")))
+    updates = Schedule("update", (update(unit="block0"), update(unit="block1")))
 
-    def forward(*waits: Wait) -> Pass:
-        return Pass("forward", (stream_in(*waits),))
+    def forward(*waits: Wait) -> Schedule:
+        return Schedule("forward", (stream_in(*waits),))
 
     precise = forward(LastUse(Buffer(Buf.HOST_WEIGHTS, "block0"), Stream.HOST))
     assert times(simulate([updates, precise], cost, RATES)) == [(0, 2), (2, 5.5), (2, 3)]
@@ -147,7 +147,7 @@ def test_wait_across_passes() -> None:
 
 def test_free_operations_take_no_time() -> None:
     ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), update(After(1)))
-    assert times(simulate([Pass("forward", ops)], lambda op: 0.0, RATES)) == [(0, 0)] * 3
+    assert times(simulate([Schedule("forward", ops)], lambda op: 0.0, RATES)) == [(0, 0)] * 3
     assert end(simulate([], lambda op: 0.0, RATES)) == 0
 
 
@@ -162,13 +162,13 @@ def test_free_operations_take_no_time() -> None:
 )
 def test_deadlock_is_an_error(ops: tuple[Op, ...]) -> None:
     with pytest.raises(ScheduleError, match=r"deadlock.*stream_in block0 on copy_in"):
-        simulate([Pass("forward", ops)], lambda op: 1.0, RATES)
+        simulate([Schedule("forward", ops)], lambda op: 1.0, RATES)
 
 
 # Rules on real schedules
 
 
-def training_step(layout: build.Layout, head_grads: bool = True) -> list[Pass]:
+def training_step(layout: build.Layout, head_grads: bool = True) -> list[Schedule]:
     kept = range(layout.num_blocks)
     blocks = [block(u) for u in kept]
     updated = [OUTER, *blocks, *([] if layout.tied else [HEAD])]
@@ -183,12 +183,12 @@ def training_step(layout: build.Layout, head_grads: bool = True) -> list[Pass]:
 LAYOUTS = [build.Layout(4, *flags) for flags in itertools.product((False, True), repeat=4)]
 
 
-def all_ops(sequence: list[Pass]) -> list[Op]:
+def all_ops(sequence: list[Schedule]) -> list[Op]:
     return [op for schedule in sequence for op in schedule.ops]
 
 
-def alone(op: Op) -> Pass:
-    return Pass("alone", (replace(op, waits=()),))
+def alone(op: Op) -> Schedule:
+    return Schedule("alone", (replace(op, waits=()),))
 
 
 def random_cost(seed: int) -> Cost:
@@ -203,7 +203,7 @@ def random_cost(seed: int) -> Cost:
     return cost
 
 
-def broken_rules(sequence: list[Pass], timeline: Timeline) -> list[str]:
+def broken_rules(sequence: list[Schedule], timeline: Timeline) -> list[str]:
     """Return violations: overlapping or reordered operations of a stream, broken waits, races."""
     broken = []
     spans = [span for schedule in timeline.passes for span in schedule]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Buf, Kind, Pass
+from horizon_lm.schedule.ops import After, Buf, Kind, Schedule
 from horizon_lm.units import HEAD, OUTER, Unit, block, tile
 from tests.support.schedule_proofs import (
     check,
@@ -72,7 +72,7 @@ def test_a_dropped_wait_for_a_slot_is_found(kind: Buf) -> None:
         assert is_wrong(made._replace(backward=broken), broken)
 
 
-def order(schedule: Pass, *kinds: Kind) -> list[Unit]:
+def order(schedule: Schedule, *kinds: Kind) -> list[Unit]:
     return [op.unit for op in schedule.ops if op.kind in kinds and op.unit.is_tile]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Pass, Stream, Wait
+from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Schedule, Stream, Wait
 from horizon_lm.units import EMBED, HEAD, OUTER, block
 
 # Maximum number of buffers of each kind, which must not depend on the number of blocks.
@@ -54,7 +54,7 @@ class _Unrolled:
         self._content: dict[Buffer, str] = {}
         self._last_use: dict[Wait, int] = {}
 
-    def add_pass(self, pass_index: int, schedule: Pass, scope: int) -> None:
+    def add_pass(self, pass_index: int, schedule: Schedule, scope: int) -> None:
         """Append a pass. ``scope``: number of the forward pass that its boundaries belong to."""
         first = len(self.nodes)
         earlier = dict(self._last_use)
@@ -112,12 +112,12 @@ class _Unrolled:
         self.problems.append(Problem(pass_index, op, text))
 
 
-def check(sequence: Sequence[Pass]) -> list[Problem]:
+def check(sequence: Sequence[Schedule]) -> list[Problem]:
     """Return all mistakes in passes that run one after the other; empty if they are correct."""
     return list(mistakes(sequence))
 
 
-def mistakes(sequence: Sequence[Pass]) -> Iterator[Problem]:
+def mistakes(sequence: Sequence[Schedule]) -> Iterator[Problem]:
     """Yield the mistakes in passes that run one after the other, pass by pass.
 
     Boundaries of different forward passes are different buffers. A backward pass is assumed to belong to the last
@@ -137,7 +137,7 @@ def mistakes(sequence: Sequence[Pass]) -> Iterator[Problem]:
         yield from unrolled.problems[known:]
 
 
-def is_wrong(passes: "Passes", changed: Pass) -> bool:
+def is_wrong(passes: "Passes", changed: Schedule) -> bool:
     """Return whether a legal sequence of these passes that has the changed one is wrong."""
     return any(next(mistakes(each), None) is not None for each in sequences(passes).values() if changed in each)
 
@@ -153,21 +153,21 @@ def _scope_boundaries(op: Op, scope: int) -> Op:
     return replace(op, reads=rename(op.reads), writes=rename(op.writes))
 
 
-def _check_bounded(unrolled: _Unrolled, pass_index: int, schedule: Pass) -> None:
+def _check_bounded(unrolled: _Unrolled, pass_index: int, schedule: Schedule) -> None:
     for kind, most in SLOTS.items():
         used = {b for op in schedule.ops for b in op.reads + op.writes if b.kind == kind}
         if len(used) > most:
             unrolled._report(pass_index, schedule.ops[-1], f"{len(used)} buffers of kind {kind}, at most {most}")
 
 
-def without_wait(schedule: Pass, op_index: int, wait: Wait) -> Pass:
+def without_wait(schedule: Schedule, op_index: int, wait: Wait) -> Schedule:
     """Return the pass with one wait removed, for negative controls."""
     ops = list(schedule.ops)
     ops[op_index] = replace(ops[op_index], waits=tuple(w for w in ops[op_index].waits if w != wait))
     return replace(schedule, ops=tuple(ops))
 
 
-def each_wait(schedule: Pass) -> Iterator[tuple[int, Wait]]:
+def each_wait(schedule: Schedule) -> Iterator[tuple[int, Wait]]:
     """Yield every wait of a pass with the position of its operation."""
     for index, op in enumerate(schedule.ops):
         for wait in op.waits:
@@ -192,20 +192,20 @@ class Passes(NamedTuple):
         save_table: adds the table after the next forward pass; None if `save` has written it.
     """
 
-    first: Pass
-    again: Pass
-    second: Pass
-    evaluating: Pass
-    evaluation: Pass
-    routing: Pass
-    backward: Pass
-    recomputing: Pass
-    update: Pass | None
-    save: Pass
-    save_table: Pass | None
+    first: Schedule
+    again: Schedule
+    second: Schedule
+    evaluating: Schedule
+    evaluation: Schedule
+    routing: Schedule
+    backward: Schedule
+    recomputing: Schedule
+    update: Schedule | None
+    save: Schedule
+    save_table: Schedule | None
 
 
-def sequences(passes: Passes) -> dict[str, list[Pass]]:
+def sequences(passes: Passes) -> dict[str, list[Schedule]]:
     """Return legal sequences of passes that together contain every hazard."""
     first, again, second, evaluating, evaluation, routing, backward, recomputing, update, save, save_table = passes
     saving = [save, first, *([] if save_table is None else [save_table]), backward]

@@ -23,7 +23,7 @@ from horizon_lm.optim.update_tasks import (
     span_pieces,
 )
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Pass
+from horizon_lm.schedule.ops import Schedule
 from horizon_lm.store.arena import as_array
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
@@ -31,7 +31,7 @@ from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 class UpdatePass(NamedTuple):
     """The update of all units, as the arguments of `Engine.run_update`."""
 
-    schedule: Pass
+    schedule: Schedule
     moves: Mapping[Unit, Sequence[Move]]
     table: TableRows | None
     on_device: Mapping[Unit, DevicePart]

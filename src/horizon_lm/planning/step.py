@@ -12,7 +12,7 @@ from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Pass
+from horizon_lm.schedule.ops import Schedule
 from horizon_lm.streaming_options import chosen
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
@@ -168,7 +168,7 @@ class Step:
             tiles=self.num_tiles,
         )
 
-    def passes(self) -> list[Pass]:
+    def passes(self) -> list[Schedule]:
         """Return the forward, backward and update passes of one step among many."""
         settings, trained, layout = self.settings, self.outline.trained, self.layout
         blocks = range(self.outline.first_differentiated, layout.num_blocks)
@@ -198,7 +198,7 @@ class Step:
         blocks = range(self.outline.num_blocks) if self.settings.optimizer.orthogonalizes else ()
         return [block(u) for u in blocks if self.outline.trained.matrices_of(u)]
 
-    def passes_with_save(self) -> list[Pass]:
+    def passes_with_save(self) -> list[Schedule]:
         """Return the passes of a whole step, and among them those of a checkpoint that is begun before it."""
         forward, *others = self.passes()
         table = bool(self.outline.trained.table)

@@ -7,7 +7,7 @@ from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_cost import StepCost, rates
-from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Pass, Stream
+from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Schedule, Stream
 from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
 from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
 
@@ -179,7 +179,7 @@ def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
 _NOTABLE_SHARE = 0.05  # share of a step's duration
 
 
-def _thresholds(step: Step, passes: Sequence[Pass], cost: StepCost, speed: Rates) -> dict[str, int]:
+def _thresholds(step: Step, passes: Sequence[Schedule], cost: StepCost, speed: Rates) -> dict[str, int]:
     """Return the tokens per step from which transfers and updates are fully overlapped by computation.
 
     The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Pass, Stream
+from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.tiles import TileCopies, TileSlots
 from horizon_lm.schedule.waits import derive_waits
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
@@ -131,7 +131,7 @@ def forward(
     head: bool = True,
     head_grads: bool = False,
     routed: Iterable[int] = (),
-) -> Pass:
+) -> Schedule:
     """Return a forward pass.
 
     Args:
@@ -157,7 +157,7 @@ def forward(
 def _forward(
     layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, blocks_changed: bool, table_update: bool,
     head: bool, head_grads: bool, routed: frozenset[int],
-) -> Pass:  # fmt: skip
+) -> Schedule:  # fmt: skip
     """Build a pass from the arguments of `forward`. A copy stands one computation before the one that needs it."""
     ops: list[Op] = []
     if changed:
@@ -210,7 +210,7 @@ def _forward(
         grads = (Buffer(Buf.HEAD_GRADS),) if head_grads else ()
         ops.append(_compute(Kind.FORWARD, HEAD, (Buffer(Buf.HEAD),), grads))
 
-    return Pass("forward", derive_waits(ops), keeps)
+    return Schedule("forward", derive_waits(ops), keeps)
 
 
 def backward(
@@ -220,7 +220,7 @@ def backward(
     trainable: Iterable[str],
     head: bool = True,
     head_grads: bool = False,
-) -> Pass:
+) -> Schedule:
     """Return a backward pass over the blocks that the forward pass kept.
 
     Args:
@@ -234,7 +234,9 @@ def backward(
 
 
 @lru_cache(_CACHED)
-def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head: bool, head_grads: bool) -> Pass:
+def _backward(
+    layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head: bool, head_grads: bool
+) -> Schedule:
     """Build a pass from the arguments of `backward`: head, blocks from the last to the first, embedding, outer parameters."""
     order = sorted(blocks, reverse=True)
     ops: list[Op] = []
@@ -291,10 +293,10 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             ops.append(_compute(Kind.BACKWARD, unit, (), (grads,)))
             ops.extend(_land_and_update(unit, grads, layout))
 
-    return Pass("backward", derive_waits(ops))
+    return Schedule("backward", derive_waits(ops))
 
 
-def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit] = ()) -> Pass:
+def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit] = ()) -> Schedule:
     """Return the optimizer's pass over these units in this order, which is that of the next forward pass.
 
     Args:
@@ -306,7 +308,7 @@ def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit]
 
 
 @lru_cache(_CACHED)
-def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozenset[Unit]) -> Pass:
+def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozenset[Unit]) -> Schedule:
     ops: list[Op] = []
     streamed = iter([unit for unit in units if unit in orthogonalized])
 
@@ -323,7 +325,7 @@ def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozen
             ops.append(Op(Kind.ORTHOGONALIZE, unit, Stream.COMPUTE, (slot,), (slot,)))
             ops.append(Op(Kind.RETURN_MATRICES, unit, Stream.COPY_OUT, (slot,), (host,)))
         ops.append(_update(unit, layout))
-    return Pass("update", derive_waits(ops))
+    return Schedule("update", derive_waits(ops))
 
 
 def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
@@ -345,7 +347,7 @@ def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:
     return [*ops, *([Op(Kind.GATHER_MATRICES, unit, Stream.COLLECTIVE, (slot,), (slot,))] if layout.sharded else [])]
 
 
-def save(layout: Layout, units: Iterable[Unit]) -> Pass:
+def save(layout: Layout, units: Iterable[Unit]) -> Schedule:
     """Return the pass that writes a checkpoint, after an update and before the next step.
 
     The update of a unit in the next step waits until the unit is saved, so units are saved in the order of these updates.
@@ -359,18 +361,18 @@ def save(layout: Layout, units: Iterable[Unit]) -> Pass:
 
 
 @lru_cache(_CACHED)
-def _save_pass(layout: Layout, units: frozenset[Unit]) -> Pass:
+def _save_pass(layout: Layout, units: frozenset[Unit]) -> Schedule:
     """Build the pass of these units, in the order in which the next updates change them."""
     blocks = [block(u) for u in range(layout.num_blocks)]
     # Rows of the table are updated by the forward pass that follows the next updates.
     order = [HEAD, *reversed(blocks), OUTER, EMBED] if layout.update_in_backward else [OUTER, *blocks, HEAD, EMBED]
-    return Pass("save", derive_waits([_save(unit, layout) for unit in order if unit in units]))
+    return Schedule("save", derive_waits([_save(unit, layout) for unit in order if unit in units]))
 
 
 @lru_cache(_CACHED)
-def save_table(layout: Layout) -> Pass:
+def save_table(layout: Layout) -> Schedule:
     """Return the pass that adds the embedding to a checkpoint, after the forward pass that has updated it."""
-    return Pass("save", derive_waits([_save(EMBED, layout)]))
+    return Schedule("save", derive_waits([_save(EMBED, layout)]))
 
 
 def _save(unit: Unit, layout: Layout) -> Op:

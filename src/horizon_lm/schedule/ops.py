@@ -161,8 +161,14 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """A traversal of the units. ``keeps``: blocks whose boundary a forward pass keeps for its backward pass."""
+class Schedule:
+    """The operations of one pass over the units, in the order in which they are issued.
+
+    Attributes:
+        name: the pass: ``forward``, ``backward``, ``update`` or ``save``.
+        ops: the operations, with their waits.
+        keeps: blocks whose boundary a forward pass keeps for its backward pass.
+    """
 
     name: str
     ops: tuple[Op, ...]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.schedule.ops import UPDATES, After, Kind, Op, Pass, ScheduleError, Stream, Wait
+from horizon_lm.schedule.ops import UPDATES, After, Kind, Op, Schedule, ScheduleError, Stream, Wait
 from horizon_lm.schedule.trace import Span
 
 Cost = Callable[[Op], float]
@@ -72,7 +72,7 @@ class Timeline:
         return begin, end
 
 
-def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
+def simulate(sequence: Sequence[Schedule], cost: Cost, rates: Rates) -> Timeline:
     """Return the timeline of passes that are all issued at the start, one after the other.
 
     Raises:
@@ -112,7 +112,7 @@ def simulate(sequence: Sequence[Pass], cost: Cost, rates: Rates) -> Timeline:
     return Timeline(tuple(tuple(next(ordered) for _ in schedule.ops) for schedule in sequence))
 
 
-def _resolve(sequence: Sequence[Pass]) -> list[list[int]]:
+def _resolve(sequence: Sequence[Schedule]) -> list[list[int]]:
     """Return, for each operation of the sequence, the positions of the operations that it waits for."""
     resolved: list[list[int]] = []
     last_use: dict[Wait, int] = {}
@@ -125,7 +125,7 @@ def _resolve(sequence: Sequence[Pass]) -> list[list[int]]:
     return resolved
 
 
-def step_seconds(step: Sequence[Pass], cost: Cost, rates: Rates, num_steps: int = 4) -> float:
+def step_seconds(step: Sequence[Schedule], cost: Cost, rates: Rates, num_steps: int = 4) -> float:
     """Return the seconds of one step among many, between the last computations of the last two steps.
 
     Steps overlap, so the first steps differ from later ones; after a few steps the timeline repeats.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.errors import ScheduleMismatchError
-from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Pass, ScheduleError, Stream
+from horizon_lm.schedule.ops import After, Kind, LastUse, Op, Schedule, ScheduleError, Stream
 from horizon_lm.units import Unit
 
 MovesOf = Callable[[Op], Sequence[Move] | None]
@@ -27,14 +27,14 @@ class Cursor:
         self._tasks: list[Task] = []  # tasks of the running pass, in order
         self._position = 0  # position of the first task that is neither issued nor computed
         self._reached_any = False  # True once the running pass has computed something
-        self.schedule: Pass | None = None
+        self.schedule: Schedule | None = None
 
     @property
     def active(self) -> bool:
         """True while a pass is running."""
         return self.schedule is not None
 
-    def start(self, schedule: Pass, moves_of: MovesOf) -> None:
+    def start(self, schedule: Schedule, moves_of: MovesOf) -> None:
         """Begin a pass.
 
         Args:

@@ -12,7 +12,7 @@ import torch
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather
 from horizon_lm.engine.passes.machinery import Machinery
-from horizon_lm.schedule.ops import Kind, Op, Pass
+from horizon_lm.schedule.ops import Kind, Op, Schedule
 from horizon_lm.units import Unit
 
 
@@ -59,7 +59,7 @@ class UpdateMoves:
 
 
 @torch.no_grad()
-def compute_on_device(engine: Machinery, schedule: Pass, on_device: Mapping[Unit, DevicePart]) -> None:
+def compute_on_device(engine: Machinery, schedule: Schedule, on_device: Mapping[Unit, DevicePart]) -> None:
     """Run the computations of an update pass that has been started."""
     for op in schedule.ops:
         if op.kind == Kind.ORTHOGONALIZE:

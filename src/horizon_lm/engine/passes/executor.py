@@ -27,7 +27,7 @@ from horizon_lm.engine.passes.running import Running
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.residency import ExpectedBatch, Residency
-from horizon_lm.schedule.ops import Pass
+from horizon_lm.schedule.ops import Schedule
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
 
@@ -170,7 +170,7 @@ class Engine(Machinery):
 
     def run_update(
         self,
-        schedule: Pass,
+        schedule: Schedule,
         moves: Mapping[Unit, Sequence[Move]],
         table: TableUpdate | None,
         on_device: Mapping[Unit, DevicePart],

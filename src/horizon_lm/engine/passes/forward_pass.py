@@ -15,7 +15,7 @@ from horizon_lm.engine.passes.unit_moves import UnitMoves
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.block_template import comparable
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Pass
+from horizon_lm.schedule.ops import Schedule
 from horizon_lm.units import HEAD, Unit
 
 
@@ -182,7 +182,7 @@ def _kept_blocks(engine: Machinery, inputs_need_grad: bool) -> frozenset[int]:
     return frozenset(range(first, engine.parts.num_blocks))
 
 
-def _agree(engine: Machinery, schedule: Pass, num_micro_batches: int) -> tuple[int, int | None]:
+def _agree(engine: Machinery, schedule: Schedule, num_micro_batches: int) -> tuple[int, int | None]:
     """Return the number of micro-batches of the ranks before this one, and of all ranks; None for one rank.
 
     Raises:

@@ -7,7 +7,7 @@ from horizon_lm.device.transfers import Move
 from horizon_lm.engine.host.updates import PendingUpdates, RunningSave
 from horizon_lm.engine.passes.cursor import Cursor, MovesOf
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Pass
+from horizon_lm.schedule.ops import Schedule
 from horizon_lm.units import EMBED, Unit
 
 
@@ -21,7 +21,7 @@ class Saves:
     def __init__(self, cursor: Cursor, updates: PendingUpdates, device: Device) -> None:
         self._cursor, self._updates, self._device = cursor, updates, device
         self._tasks: list[Task] = []
-        self._table: tuple[Pass, Sequence[Move]] | None = None  # the embedding's part, if that was not issued yet
+        self._table: tuple[Schedule, Sequence[Move]] | None = None  # the embedding's part, if that was not issued yet
         self.running: RunningSave | None = None
 
     def run(self, moves: Mapping[Unit, Sequence[Move]], layout: build.Layout) -> list[Task]:
@@ -43,7 +43,7 @@ class Saves:
         self._issue(build.save(layout, units), lambda op: moves[op.unit])
         return self._tasks
 
-    def _issue(self, schedule: Pass, moves_of: MovesOf) -> None:
+    def _issue(self, schedule: Schedule, moves_of: MovesOf) -> None:
         """Issue a pass of save operations, and keep its tasks for `wait`."""
         # What was begun before an interrupt must be waited for, too: other code may write the weights after `wait`.
         try:
