@@ -231,6 +231,7 @@ class RowOutputs:
         if self._tree is None:
             self._tree = output
             self.tensors = output.tensors if whole else [self._empty_whole(t, stop - start) for t in output.tensors]
+            # Now, because `release` leaves no tensors to imitate.
             self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
         if not whole:
             self._put(start, stop, output.tensors)

@@ -59,14 +59,18 @@ class BlockComputation:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         parts, options = engine.parts, engine.options
-        zero_idle_experts(engine.device.torch_device)
+        zero_idle_experts(engine.device.torch_device)  # a patch of transformers, for all models of the process
         buffers = BuffersOfModules(engine.device.torch_device)
         if options.mlp_chunk_tokens is not None:
             for module in parts.blocks:
                 _chunk_mlps(module, options.mlp_chunk_tokens)
         self.blocks = [
             StreamedBlock(
-                f"{parts.block_prefix}.{index}", module, buffers, options.compile, parts.written.get(index, frozenset())
+                f"{parts.block_prefix}.{index}",
+                module,
+                buffers,
+                options.compile,
+                written=parts.written.get(index, frozenset()),  # weights that the block's forward pass may write
             )
             for index, module in enumerate(parts.blocks)
         ]
