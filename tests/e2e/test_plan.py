@@ -15,6 +15,7 @@ from horizon_lm import resources
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.model.known_models import known_models
 from horizon_lm.planning.catalog import own_profile_path
+from horizon_lm.preflight.inputs import Source
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support import tiny_models
@@ -273,6 +274,50 @@ def test_remedy_with_more_than_three_changes(run_file: Path, boundaries: str, ro
     assert len(remedy["settings"]) >= 4
     settings = [text for name, value in remedy["settings"].items() for text in (f"--{name}", str(value).lower())]
     assert plan(*wanted, *settings)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("host_memory", "others"),
+    [("64GiB", set()), ("4.9GiB", {"max_length", "moments", "precision", "update_in_backward"})],
+)
+def test_rows_that_are_far_too_long(host_memory: str, others: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length is the remedy: the longest that fits, beside changes that short rows need, too. A row of many chunks would take minutes."""
+    traced: list[dict[str, Any]] = []
+
+    def outline(source: Source, run: Any, **options: Any) -> Any:
+        traced.append(options)
+        return outlined(source, run, **options)
+
+    outlined = Source.outline
+    monkeypatch.setattr(Source, "outline", outline)
+    wanted = ["--model", "Qwen3-0.6B", "--device", "rtx-4090", "--host-memory", host_memory]
+    result = run("plan", *wanted, "--max_length", 10_000_000, "--json")
+    (remedy,) = json.loads(result.stdout)["remedies"]
+    assert "longer examples are truncated" in remedy["cost"]
+    assert others <= set(remedy["settings"]) <= others | {"max_length", "max_grad_norm", "moments"}
+    assert all(each["length"] / (each.get("mlp_chunk_tokens") or each["length"]) < 257 for each in traced)
+    length = remedy["settings"]["max_length"]
+    for tokens, fits in ((length, True), (2 * length, False)):
+        changed = remedy["settings"] | {"max_length": tokens}
+        settings = [text for name, value in changed.items() for text in (f"--{name}", str(value).lower())]
+        assert run("plan", *wanted, *settings).exit_code == (0 if fits else 3)
+
+
+def test_shorter_rows_do_not_help_a_large_model() -> None:
+    message = rejected(
+        "plan",
+        "--model",
+        "Qwen2.5-72B",
+        "--device",
+        "rtx-3090",
+        "--max_length",
+        8192,
+        "--use_peft",
+        "true",
+        "--lora_target_modules",
+        "all-linear",
+    )
+    assert "No settings make it fit" in message
 
 
 def test_small_device_is_rejected_with_remedy(run_file: Path) -> None:

@@ -1,7 +1,9 @@
 """Find the changes of settings with which a run would fit, and state the cost of each change."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +16,8 @@ from horizon_lm.quantities import parse_bytes
 OutlineFor = Callable[..., ModelOutline]
 """Outline the same model again, with another ``length`` or ``mlp_chunk_tokens``."""
 
+_SHORTEST_ROWS, _LONG_ROWS = 512, 4096  # tokens
+_MOST_CHUNKS = 256  # of a row: each is traced for the plan
 _MOST = 3  # maximum number of remedies, and of changes per remedy
 
 
@@ -56,8 +60,8 @@ class Remedy:
 def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     """Return up to three smallest sets of changes with which a run fits into memory; empty if no set suffices.
 
-    Sets of up to three changes are tried, then all changes together, without unnecessary ones. No setting helps if the
-    disk is full.
+    Sets of up to three changes are tried, then all changes together, without unnecessary ones, then rows of less than half
+    their length. No setting helps if the disk is full.
     """
     if not plan.memory_deficit:
         return []
@@ -82,6 +86,7 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
         [remedy for _, remedy in found]
         or _minimal_remedy(plan, changes, outline_for)
         or _minimal_remedy(plan, [*changes, _ONE_ROW], outline_for)
+        or _much_shorter_rows(plan, outline_for)
     )
 
 
@@ -101,6 +106,41 @@ def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineF
         if remedy is not None and not remedy.plan.memory_deficit:
             best, parts = remedy, fewer
     return [best] if best else []
+
+
+def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
+    """Return the longest rows of 2^n tokens with which a run of long rows fits, and the changes that it needs even with the shortest ones.
+
+    These are changes of the bytes per parameter, if the run fits with none: rows are shortened as little as possible.
+    """
+    length = plan.step.outline.length
+    if length <= _LONG_ROWS:
+        return []
+    lengths = [2**power for power in range(_SHORTEST_ROWS.bit_length() - 1, (length // 2 - 1).bit_length())]
+    others = Remedy({}, "", _shortened(plan, plan.request, lengths[0], outline_for))
+    if others.plan.memory_deficit:
+        found = find_remedies(others.plan, partial(outline_for, length=lengths[0]))
+        if not found or "max_length" in found[0].settings:
+            return []
+        others = found[0]
+    outline_for = partial(outline_for, mlp_chunk_tokens=others.settings.get("mlp_chunk_tokens"))
+
+    def fits_not(tokens: int) -> bool:
+        return bool(_shortened(plan, others.plan.request, tokens, outline_for).memory_deficit)
+
+    longest = lengths[bisect_left(lengths, True, lo=1, key=fits_not) - 1]
+    cost = "; ".join(filter(None, ["longer examples are truncated", others.cost]))
+    shortened = _shortened(plan, others.plan.request, longest, outline_for)
+    return [Remedy({"max_length": longest, **others.settings}, cost, shortened)]
+
+
+def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFor) -> Plan:
+    """Return the plan of a request, that of a plan or a changed one, for rows and batches without gradients of at most this many tokens."""
+    forwards = tuple(
+        replace(each, length=min(before.length, tokens))
+        for each, before in zip(request.forwards, plan.request.forwards, strict=True)
+    )
+    return make_plan(outline_for(length=tokens), replace(request, forwards=forwards), plan.machine, priced=False)
 
 
 def smallest(plan: Plan) -> Remedy:
@@ -200,7 +240,7 @@ def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
 
 def _shorter_rows(plan: Plan) -> Iterator[Change]:
     length = plan.step.outline.length
-    for tokens in (4096, 1024):
+    for tokens in (max(4096, length // _MOST_CHUNKS), 1024):
         if length > tokens:
             cost = "feed-forward layers run in chunks of tokens, and again in the backward pass"
             yield Change({"mlp_chunk_tokens": tokens}, cost, of_outline={"mlp_chunk_tokens": tokens})
