@@ -44,6 +44,12 @@ def test_messages_of_bitsandbytes_during_a_command() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_plan_of_a_model_with_kernels_of_other_packages() -> None:
+    """transformers recommends packages that make its code faster. A plan runs none of it."""
+    model = ("--model", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--device", "h200", "--host-memory", "4TB")
+    assert stderr_of("plan", *model, "--expert_tile", "64") == ""
+
+
 def test_a_command_that_fails() -> None:
     assert stderr_of("plan", "nowhere.yaml").splitlines() == [
         "error: nowhere.yaml: No such file or directory; name the YAML file of a run"

@@ -4,6 +4,7 @@ import io
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import pytest
 
@@ -32,21 +33,30 @@ def test_a_long_wait_is_named_and_erased(monkeypatch: pytest.MonkeyPatch) -> Non
     assert terminal.getvalue() == "planning...\r\x1b[K"
 
 
+def test_the_text_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with announced("planning...") as progress:
+        wait_for(terminal, "planning...")
+        progress("planning... 1 of 4")
+    assert terminal.getvalue() == "planning...\r\x1b[Kplanning... 1 of 4\r\x1b[K"
+
+
 @pytest.mark.parametrize(("stream", "seconds"), [(Terminal(), 60.0), (io.StringIO(), 0.0), (None, 0.0)])
 def test_a_short_wait_and_a_log_show_nothing(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None, seconds: float
 ) -> None:
     monkeypatch.setattr(waiting, "_SECONDS", seconds)
     monkeypatch.setattr(sys, "stderr", stream)
-    with announced("planning..."):
-        pass
+    with announced("planning...") as progress:
+        progress("planning... 1 of 4")
     assert stream is None or not stream.getvalue()
 
 
 def test_imports_and_arithmetic_of_a_plan_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
-    def record(text: str) -> AbstractContextManager[None]:
+    def record(text: str) -> AbstractContextManager[Any]:
         said.append(text)
         return nullcontext()
 
@@ -54,3 +64,10 @@ def test_imports_and_arithmetic_of_a_plan_are_announced(monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "announced", record)
     assert run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200").exit_code == 0
     assert said == ["planning...", "planning..."]
+
+
+def test_each_search_for_the_largest_models_is_announced() -> None:
+    said: list[str] = []
+    plan.plan_largest([], "rtx-3090", "1GB,2GB", progress=said.append)
+    assert len(said) == 2 * len(plan.MODES)
+    assert (said[0], said[-1]) == ("planning... 1 of 8: fp32_master", "planning... 8 of 8: adapters, 4-bit base")

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -220,7 +221,11 @@ class LargestTable:
 
 
 def plan_largest(
-    arguments: Sequence[str], device: str | None, host_memory: str | None, size: Size = Size()
+    arguments: Sequence[str],
+    device: str | None,
+    host_memory: str | None,
+    size: Size = Size(),
+    progress: Callable[[str], None] = lambda text: None,
 ) -> LargestTable:
     """Find the largest known models that this machine or another machine can train.
 
@@ -229,6 +234,7 @@ def plan_largest(
         device: ``--device`` of the command.
         host_memory: one or more amounts, separated by commas; None for this machine's.
         size: number of processes.
+        progress: called with a line about each search.
     """
     path, overrides = run_arguments(arguments)
     fixed = parse_overrides(overrides).keys() & {
@@ -246,10 +252,11 @@ def plan_largest(
         chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
         runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)
     search = _Search()
-    rows = []
+    rows: list[tuple[str, list[list[tuple[str, int]]]]] = []
     for amount in amounts:
-        cells = []
-        for run in runs.values():
+        cells: list[list[tuple[str, int]]] = []
+        for mode, run in runs.items():
+            progress(f"planning... {len(rows) * len(MODES) + len(cells) + 1} of {len(amounts) * len(MODES)}: {mode}")
             limited = run if amount is None else run.model_copy(update={"host_memory": parse_bytes(amount)})
             placed, machine = _place(limited, hardware, size)
             cells.append(search.largest(placed, machine, size))
@@ -303,6 +310,19 @@ def _least_bytes(run: RunConfig, parameters: int) -> int:
     return parameters * (SAVED_BYTES[run.precision] + moments + (0 if run.update_in_backward else 2))
 
 
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Context manager: hide warnings of transformers, such as those about kernels that make its code faster. A plan runs nothing."""
+    from transformers import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 @exits
 def plan(
     run: Annotated[
@@ -347,11 +367,11 @@ def plan(
     if largest and model is not None:
         raise ConfigError("--largest tries all known models; remove --model")
     if largest:
-        with announced("planning..."):
-            table = plan_largest(run or [], device, host_memory, Size(gpus, nodes))
+        with announced("planning...") as progress, _without_advice():
+            table = plan_largest(run or [], device, host_memory, Size(gpus, nodes), progress)
         print(json.dumps(table.as_json(), indent=2) if as_json else "\n".join(table.lines()))
         return
-    with announced("planning..."), without_garbage_collection():
+    with announced("planning..."), without_garbage_collection(), _without_advice():
         result = plan_one(run or [], model, device, host_memory, Size(gpus, nodes))
     prices = Prices(price_per_hour, price_per_kwh)
     if as_json:
