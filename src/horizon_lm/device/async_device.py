@@ -5,7 +5,8 @@ tasks in schedule order; this is what prefetches the next blocks while the curre
 an update in host memory or on a staging buffer, while the caller goes on. Waiting for an event that is not recorded yet
 would have no effect, so before a stream is made to wait for a task, the host waits until that task is enqueued. So a late
 update holds up the caller, too, once it reaches the computation behind the copy that waits for the update. Nothing else
-blocks the caller inside a step, and it never waits for the end of a copy.
+blocks the caller inside a pass, and it never waits there for the end of a copy. Between the backward pass and the update it
+does: `optimizer.step` waits until all gradients have landed.
 
 Streams and events are behind abstract methods, so that tests can emulate them with threads.
 """

@@ -18,7 +18,7 @@ from horizon_lm.streaming_options import SMALLER_BATCHES
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """An operation of a pass, as given to a device, which alone changes its state.
+    """An operation of a pass, as given to a device. The cursor sets its moves, and the device alone the rest of its state.
 
     Attributes:
         waits: tasks that must be done first, as the schedule declares. They are kept until the task is done, so that it is known

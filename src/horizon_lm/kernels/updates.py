@@ -24,7 +24,8 @@ class Rule:
 
     Attributes:
         name: of the optimizer's class.
-        moments: names of at most two moments in a saved state. The second is never negative.
+        moments: names of at most two moments in a saved state. The second is never negative. A single one may be, so with 8 bits
+            it is stored with a sign, and the small ones of a group of elements become 0: it must not be what is divided by.
         numbers: function ``(step, **settings)`` of a parameter's number of steps and its group's settings but
             ``weight_decay``, which computes in double precision what is the same for all elements: a NamedTuple of fp32 numbers.
         advance: inlined function ``(grad, first, second, numbers) -> (first, second)``, the moments after a step. With a

@@ -180,6 +180,7 @@ def _forward(
 
     slots = TileSlots(layout.tiles)
     copies = TileCopies(slots, range(layout.num_blocks), load, routed=routed)
+    # After the embedding's rows: these are known only when the embedding is called, and copies are issued in order.
     ops.extend(copies.core(0))
     for u in range(layout.num_blocks):
         offload = layout.is_offloaded(u) and u in keeps

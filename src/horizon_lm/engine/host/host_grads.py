@@ -32,7 +32,7 @@ class SquaredNorms:
 
         Args:
             unit: the unit.
-            whole: each value covers the whole slab; otherwise it is the change of the slab's sum of squares.
+            whole: the values together are the slab's sum of squares; otherwise each is a change of it.
         """
         if whole:
             self._sums[unit] = []
