@@ -1,6 +1,6 @@
 """Arithmetic of slabs, of the tensors in them and of the ranks that cut them; store, optimizer and planner share it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -89,6 +89,53 @@ def used_bytes(ranges: Iterable[slice], itemsize: int) -> int:
         for used in ranges
         if used.start < used.stop
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements of a slab that follow each other, and their place in a slot on the device.
+
+    Attributes:
+        start, place: the first of them in the slab, and in the slot.
+        numel: their number.
+    """
+
+    start: int
+    place: int
+    numel: int
+
+    @property
+    def in_slab(self) -> slice:
+        """The elements of the slab."""
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def in_slot(self) -> slice:
+        """The elements of the slot."""
+        return slice(self.place, self.place + self.numel)
+
+    def within(self, own: slice) -> "Span":
+        """Return those of the elements that lie in a range of the slab."""
+        start = min(max(self.start, own.start), self.start + self.numel)
+        stop = max(start, min(self.start + self.numel, own.stop))
+        return Span(start, self.place + start - self.start, stop - start)
+
+
+def joined(spans: Iterable[tuple[bool, Span]]) -> Iterator[tuple[bool, Span]]:
+    """Join spans with equal flags that follow each other in slab and slot."""
+    last: tuple[bool, Span] | None = None
+    for flag, span in spans:
+        if last is None:
+            last = flag, span
+            continue
+        before, one = last
+        if flag == before and (one.in_slab.stop, one.in_slot.stop) == (span.start, span.place):
+            last = flag, Span(one.start, one.place, one.numel + span.numel)
+        else:
+            yield last
+            last = flag, span
+    if last is not None:
+        yield last
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,11 @@ class Unit(str):
         return int(self.removeprefix("block").partition(".")[0])
 
     @property
+    def owner(self) -> "Unit":
+        """The unit in whose slabs this one is: of a tile its block."""
+        return block(self.block_index) if self.is_tile else self
+
+    @property
     def tile_number(self) -> int:
         """The number of a tile in its block."""
         return int(self.partition(_TILE)[2])

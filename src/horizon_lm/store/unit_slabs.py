@@ -1,9 +1,8 @@
 """The slabs of one unit: weights, low halves or codes, and gradients, in one layout."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -61,13 +60,6 @@ class SlabLayout:
         """Return the named tensor as a view of a flat slab (or of a device buffer with this layout)."""
         entry = self.entries[name]
         return slab.as_strided(entry.shape, entry.strides, slab.storage_offset() + entry.offset)
-
-    def ranges_without(self, names: Collection[str]) -> list[slice]:
-        """Return the ranges of a slab, in elements, that do not belong to these tensors."""
-        starts = [*(entry.offset for entry in self.entries.values()), self.numel]
-        left_out = [span for name, span in zip(self, pairwise(starts), strict=True) if name in names]
-        begins, ends = [0, *(stop for _, stop in left_out)], [*(start for start, _ in left_out), self.numel]
-        return [slice(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
 
     def gaps(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return the padding between tensors, which must be zero if a whole slab is reduced."""

@@ -190,41 +190,29 @@ class HostGrads:
             raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
         return grad is None
 
-    def moves(self, unit: Unit, source: torch.Tensor) -> list[Move]:
-        """Return the moves that land a unit's gradients.
-
-        Args:
-            unit: the unit.
-            source: its gradients on the device, laid out as its gradient slab.
-        """
-        if unit == EMBED:  # of a tied head, in which any row may be nonzero; rows of tokens land by `LandRows`
-            self._table_rows = None
-        slabs = self._store.units[unit]
-        report = self.squared_norms.reporter_of(unit, whole=True)
-        own = slabs.own_grads  # with several ranks, only this part of the source has their sum
-        if self.slots is not None and not self.slots.keeps_slab(unit):
-            return [Land(self.slots.slot_of(unit), source[own], report, add=False)]
-        # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
-        empty = {name: self.is_empty(name) for name in slabs.grad_layout}
-        if len(set(empty.values())) == 1:
-            return [Land(slabs.grads[own], source[own], report, add=not next(iter(empty.values())))]
-        parts = [(name, slabs.own_grads_of(name)) for name in slabs.grad_layout]
-        return [Land(slabs.grads[part], source[part], report, add=not empty[name]) for name, part in parts]
-
-    def moves_of_part(self, unit: Unit, source: torch.Tensor, part: SlabPart, is_first: bool) -> list[Move]:
-        """Return the moves that land a part of a unit's gradients.
+    def moves(self, unit: Unit, source: torch.Tensor, part: SlabPart, is_first: bool = True) -> list[Move]:
+        """Return the moves that land gradients of a unit.
 
         Args:
             unit: the unit.
             source: the gradients on the device, in the layout of the part.
             part: the part of the unit's slabs.
-            is_first: the other parts are landed later in this pass.
+            is_first: no other part has been landed in this pass.
         """
+        if unit == EMBED:  # of a tied head, in which any row may be nonzero; rows of tokens land by `LandRows`
+            self._table_rows = None
         report = self.squared_norms.reporter_of(unit, whole=is_first)
-        target = self._store.units[unit].grads if self.slots is None else self.slots.slot_of(unit)
-        adds = {name: self.slots is None and not self.is_empty(name) for name in part.grad_layout}
+        slabs, slots = part.slabs, self.slots
+        if slots is not None and not slots.keeps_slab(unit):
+            target, first = slots.slot_of(unit), slabs.own_grads.start
+            spans = part.grad_spans(dict.fromkeys(part.grad_layout, False))
+        else:
+            target, first = slabs.grads, 0
+            # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
+            spans = part.grad_spans({name: not self.is_empty(name) for name in part.grad_layout})
         return [
-            Land(target[of_slab], source[of_part], report, add=add) for add, (of_slab, of_part) in part.grad_spans(adds)
+            Land(target[span.start - first :][: span.numel], source[span.in_slot], report, add=add)
+            for add, span in spans
         ]
 
     def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:

@@ -1,6 +1,6 @@
-"""Parts of a unit's slab that have a slot of their own on the device: some of its tensors, or the same rows of them."""
+"""Slabs that have a slot on the device: all tensors of a unit's slab, or some of them, or the same rows of them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,24 +8,22 @@ import torch
 
 from horizon_lm.codecs.rows import Rows
 from horizon_lm.device.transfers import Copy, Decode, Move
-from horizon_lm.slabs import slab_elements
+from horizon_lm.slabs import Span, joined, slab_elements
 from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
-
-Span = tuple[slice, slice]  # elements of the unit's slab, and the same ones of the part's slot
 
 
 @dataclass(frozen=True)
 class SlabPart:
-    """Some of the tensors in a slab that one rank owns.
+    """The tensors in a unit's slabs that have a slot of their own.
 
     Attributes:
         slabs: the slabs of the unit.
-        names: full names of the tensors.
+        names: full names of the tensors; None for all.
         rows: the rows of each of them; None for all.
     """
 
     slabs: UnitSlabs
-    names: frozenset[str]
+    names: frozenset[str] | None = None
     rows: slice | None = None
 
     @cached_property
@@ -38,57 +36,100 @@ class SlabPart:
         """The layout of the slot of the gradients."""
         return self._layout_of(self.slabs.grad_layout)
 
+    @property
+    def slot_numel(self) -> int:
+        """The elements of the slot of the weights."""
+        return self.slabs.slot_numel if self.names is None else self.layout.numel
+
     def _layout_of(self, whole: SlabLayout) -> SlabLayout:
+        if self.names is None:
+            return whole
         shapes = {name: entry.shape for name, entry in whole.entries.items() if name in self.names}
         if self.rows is None:
             return SlabLayout(shapes)
         count = self.rows.stop - self.rows.start
         return SlabLayout({name: torch.Size((count, *shape[1:])) for name, shape in shapes.items()})
 
-    def moves(
-        self, slot: torch.Tensor, decoded: Mapping[str, torch.dtype], some: Iterable[slice] | None = None
+    def copies(
+        self, slot: torch.Tensor, left_out: Collection[str] = (), some: Iterable[slice] | None = None
     ) -> list[Move]:
-        """Return the moves that stream the part into its slot: copies, and the decoding of what is quantized.
+        """Return the copies of this rank's range of what is not quantized.
 
         Args:
             slot: the slot, which begins with the part.
-            decoded: the dtype that the values of each quantized tensor are rounded to.
+            left_out: full names of tensors that are not streamed.
             some: of rows, those to stream, by their places in the slab; None for all.
         """
-        if self.rows is not None:
-            wanted, first = [self.rows] if some is None else list(some), self.rows.start
-            return [
-                move_rows(self.slabs, name, rows, self.layout.view(slot, name)[rows.start - first :], decoded.get(name))
-                for name in self.layout
-                for rows in wanted
-            ]
-        plain = {name: True for name in self.layout if name in self.slabs.plain}
-        spans = joined(self.spans(self.slabs.plain, self.layout, plain))
-        copies: list[Move] = [copy(slot[of_part], self.slabs.weights[of_slab]) for _, (of_slab, of_part) in spans]
-        return [*copies, *(self._decode(slot, name, decoded[name]) for name in self.layout if name not in plain)]
+        places = self._places(self.slabs.plain, self.layout, some)
+        spans = [(True, span) for name, span in places if name not in left_out]
+        own = [span.within(self.slabs.own) for _, span in joined(spans)]
+        return [copy(slot[span.in_slot], self.slabs.weights[span.in_slab]) for span in own if span.numel]
 
-    def _decode(self, slot: torch.Tensor, name: str, dtype: torch.dtype) -> Decode:
-        entry = self.slabs.packed.entries[name]
-        return Decode(self.layout.view(slot, name), self.slabs.packed.bytes_of(name), entry.codec, dtype)
+    def decoding(
+        self,
+        slot: torch.Tensor,
+        dtypes: Mapping[str, torch.dtype],
+        left_out: Collection[str] = (),
+        some: Iterable[slice] | None = None,
+    ) -> list[Move]:
+        """Return the moves that decode quantized tensors into the slot, from host memory that is not divided between ranks.
+
+        Args:
+            slot, left_out, some: as in `copies`.
+            dtypes: the dtype that the values of each quantized tensor are rounded to.
+        """
+        wanted = None if some is None else list(some)
+        return [
+            move
+            for name, dtype in dtypes.items()
+            if name not in left_out
+            for move in self._decode(slot, name, dtype, wanted)
+        ]
+
+    def _decode(
+        self, slot: torch.Tensor, name: str, dtype: torch.dtype, some: Iterable[slice] | None
+    ) -> Iterator[Move]:
+        entry, view = self.slabs.packed.entries[name], self.layout.view(slot, name)
+        if self.rows is None:
+            yield Decode(view, self.slabs.packed.bytes_of(name), entry.codec, dtype)
+            return
+        for rows in [self.rows] if some is None else some:
+            yield move_rows(self.slabs, name, rows, view[rows.start - self.rows.start :], dtype)
 
     def grad_spans(self, adds: Mapping[str, bool]) -> list[tuple[bool, Span]]:
-        """Return the places of the part's gradients, neighbours joined that are landed alike.
+        """Return the places of this rank's range of the gradients, neighbours joined that are landed alike.
 
         Args:
             adds: by full name, whether the landing is added to the gradient in the slab.
         """
-        return list(joined(self.spans(self.slabs.grad_layout, self.grad_layout, adds)))
+        places = self._places(self.slabs.grad_layout, self.grad_layout)
+        found = [
+            (add, span.within(self.slabs.own_grads)) for add, span in joined((adds[n], span) for n, span in places)
+        ]
+        return [(add, span) for add, span in found if span.numel]
 
-    def spans(self, whole: SlabLayout, part: SlabLayout, flags: Mapping[str, bool]) -> Iterator[tuple[bool, Span]]:
-        """Yield the place of each tensor that has a flag, with the flag. Whole tensors include the padding after them."""
+    def _places(
+        self, whole: SlabLayout, part: SlabLayout, some: Iterable[slice] | None = None
+    ) -> Iterator[tuple[str, Span]]:
+        """Yield the name and the place of each tensor that is in both layouts. Whole tensors include the padding after them."""
+        wanted = None if some is None else list(some)
         for name, entry in part.entries.items():
-            if name in flags:
-                start, numel = whole.entries[name].offset, entry.numel
-                if self.rows is None:
-                    numel = slab_elements([numel])
-                else:
-                    start += self.rows.start * entry.strides[0]
-                yield flags[name], (slice(start, start + numel), slice(entry.offset, entry.offset + numel))
+            if name not in whole:
+                continue
+            start = whole.entries[name].offset
+            if self.rows is None:
+                yield name, Span(start, entry.offset, slab_elements([entry.numel]))
+                continue
+            width, first = entry.strides[0], self.rows.start
+            for rows in [self.rows] if wanted is None else wanted:
+                yield (
+                    name,
+                    Span(
+                        start + rows.start * width,
+                        entry.offset + (rows.start - first) * width,
+                        (rows.stop - rows.start) * width,
+                    ),
+                )
 
 
 def move_rows(slabs: UnitSlabs, name: str, rows: slice, place: torch.Tensor, decoded: torch.dtype | None) -> Move:
@@ -111,18 +152,3 @@ def move_rows(slabs: UnitSlabs, name: str, rows: slice, place: torch.Tensor, dec
 def copy(target: torch.Tensor, source: torch.Tensor) -> Copy:
     """Return the copy of a part of a slab of weights, 1-D, to the device."""
     return Copy(target, source, source.nbytes)
-
-
-def joined(spans: Iterable[tuple[bool, Span]]) -> Iterator[tuple[bool, Span]]:
-    """Join spans with equal flags that follow each other in slab and slot."""
-    last: tuple[bool, Span] | None = None
-    for flag, (of_slab, of_part) in spans:
-        if last is not None:
-            before, (slab_before, part_before) = last
-            if flag == before and (slab_before.stop, part_before.stop) == (of_slab.start, of_part.start):
-                last = flag, (slice(slab_before.start, of_slab.stop), slice(part_before.start, of_part.stop))
-                continue
-            yield last
-        last = flag, (of_slab, of_part)
-    if last is not None:
-        yield last

@@ -1,4 +1,4 @@
-"""The tiles into which the experts of blocks are cut, and the parts of each slab that core and tiles have slots for.
+"""The tiles into which the experts of blocks are cut, and the parts of slabs that units, cores and tiles have slots for.
 
 In host memory nothing is cut: weights, gradients and moments of a block lie in its slabs as without tiles, so checkpoints do not
 depend on the size of a tile.
@@ -13,7 +13,6 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import RoutedExperts, find_divisible_experts
 from horizon_lm.schedule.tiles import TileSlots
 from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import SlabLayout
 from horizon_lm.units import Unit, block, tile
 
 
@@ -27,14 +26,14 @@ class ExpertTiles:
 
     Attributes:
         experts: the experts of the blocks that are cut, by index.
-        parts: the parts of their slabs: by block that of its core, and by tile.
+        parts: what has a slot on the device: the slabs of each unit, of a block that is cut those of its core, and each tile.
         slots: the slots between which tiles alternate.
     """
 
     def __init__(self, parts: ModelParts, store: Store, size: int | None) -> None:
         self.experts: dict[int, RoutedExperts] = {} if size is None else find_divisible_experts(parts)
         self._store, self._size = store, size or 1
-        self.parts: dict[Unit, SlabPart] = {}
+        self.parts = {unit: SlabPart(slabs) for unit, slabs in store.units.items()}
         for index, experts in self.experts.items():
             slabs = store.units[block(index)]
             names = frozenset(f"{parts.block_prefix}.{index}.{name}" for name in experts.names)
@@ -63,21 +62,20 @@ class ExpertTiles:
         """The elements of the largest tile; 0 without tiles."""
         return max((part.layout.numel for unit, part in self.parts.items() if unit.is_tile), default=0)
 
-    def layout(self, unit: Unit) -> SlabLayout:
-        """Return the layout of the slot into which a unit's slabs are streamed."""
-        return self.parts[unit].layout if unit in self.parts else self._store.units[unit].layout
-
-    def grad_layout(self, unit: Unit) -> SlabLayout:
-        """Return the layout of the slot from which a unit's gradients are landed."""
-        return self.parts[unit].grad_layout if unit in self.parts else self._store.units[unit].grad_layout
-
     def slot_numel(self, unit: Unit) -> int:
         """Return the elements of the slot of a unit's weights; 0 for slabs that the model lacks."""
-        if unit in self.parts:
-            return self.parts[unit].layout.numel
-        return self._store.units[unit].slot_numel if unit in self._store.units else 0
+        return self.parts[unit].slot_numel if unit in self.parts else 0
 
     def decoded(self, unit: Unit) -> dict[str, torch.dtype]:
-        """Return the dtype that each quantized tensor of a block or tile is decoded to, by full name."""
+        """Return the dtype that each quantized tensor of a unit is decoded to, by full name."""
         part = self.parts[unit]
         return {name: self._store.decoded_dtype(name) for name in part.layout if name in part.slabs.packed}
+
+    def lands_first(self, unit: Unit) -> bool:
+        """Return whether no gradients of the same slabs are landed before a unit's in a backward pass, which visits the last tile of a
+        block first, and its core last.
+        """
+        if unit.is_tile:
+            return unit.tile_number == self.counts[unit.block_index] - 1
+        is_cut = unit.is_block and not unit.is_float32 and unit.block_index in self.experts
+        return not (is_cut and self.parts[tile(unit.block_index, 0)].grad_layout.numel)

@@ -9,6 +9,7 @@ from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.host.foreign_writes import ForeignWrites
 from horizon_lm.engine.host.host_grads import HostGrads
+from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.engine.host.updates import PendingUpdates
 from horizon_lm.engine.passes.cursor import Cursor
 from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
@@ -68,26 +69,30 @@ class Machinery:
         """Return the host slabs that hold a unit."""
         return self.store.units[self.slab_unit(unit)]
 
-    def _parts_of(self, unit: Unit) -> list[Unit]:
+    def part_of(self, unit: Unit) -> SlabPart:
+        """Return the slabs that hold a unit, or the part of them that a tile or a block without its tiles is."""
+        return self.tiles.parts[self.slab_unit(unit)]
+
+    def parts_of(self, unit: Unit) -> list[Unit]:
         """Return the slabs that are moved with a unit; a tile is part of one."""
         return [unit] if unit.is_tile else self.store.parts_of(unit)
 
     def weights_on_device(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return views of a unit's weights in the buffers that they are streamed into, by full name."""
         found = {}
-        for part in self._parts_of(unit):
-            layout, buffer = self.tiles.layout(self.slab_unit(part)), self.memory.weights_of(part)
+        for part in self.parts_of(unit):
+            layout, buffer = self.part_of(part).layout, self.memory.weights_of(part)
             found.update({name: layout.view(buffer, name) for name in layout})
         return found
 
     def poison_weights(self, unit: Unit) -> None:
         """Let a late read of a unit's weights yield NaN on a simulated device."""
-        for part in self._parts_of(unit):
+        for part in self.parts_of(unit):
             self.device.poison(self.memory.weights_of(part))
 
     def trained_parts(self, unit: Unit) -> list[Unit]:
         """Return the slabs of a unit that have gradients."""
-        return [part for part in self.store.parts_of(unit) if self.tiles.grad_layout(self.slab_unit(part)).numel]
+        return [part for part in self.parts_of(unit) if self.part_of(part).grad_layout.numel]
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the full name of a parameter; None for one that is not the model's."""

@@ -5,14 +5,13 @@ from typing import ClassVar
 
 import torch
 
-from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
+from horizon_lm.device.transfers import Copy, DecodeThere, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.host.slab_parts import copy
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.schedule.ops import Kind, Op
-from horizon_lm.store.unit_slabs import UnitSlabs
-from horizon_lm.units import EMBED, Unit, block
+from horizon_lm.units import EMBED, Unit
 
 
 class UnitMoves:
@@ -39,37 +38,25 @@ class UnitMoves:
 
     def _stream_in(self, op: Op) -> list[Move] | None:
         """Return the moves that stream a unit into its slots; of a block that is routed, without its experts."""
-        if op.unit.is_tile:
-            # Of a routed block, the moves are bound when it is known which experts its tokens are routed to.
-            return None if op.unit.block_index in self._routed else self._stream_in_slot(op.unit)
-        is_routed = op.unit.is_block and op.unit.block_index in self._routed
+        is_routed = (op.unit.is_block or op.unit.is_tile) and op.unit.block_index in self._routed
+        if is_routed and op.unit.is_tile:  # bound when it is known which experts its tokens are routed to
+            return None
         left_out = self._engine.routed.names_of(op.unit) if is_routed else []
-        return [move for part in self._engine.store.parts_of(op.unit) for move in self._stream_in_part(part, left_out)]
+        return [move for part in self._engine.parts_of(op.unit) for move in self._stream_in_part(part, left_out)]
 
     def _stream_in_part(self, unit: Unit, left_out: Collection[str]) -> list[Move]:
         """Return the moves that stream slabs into a slot, without some weights: copies, and the decoding of what is quantized.
 
         Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
         """
-        if unit in self._engine.tiles.parts:
-            return self._stream_in_slot(unit)
-        slabs, memory = self._engine.slabs(unit), self._engine.memory
-        slot, packed = memory.weights_of(unit), slabs.packed
-        ranges = slabs.plain.ranges_without(left_out) if left_out else [slabs.own]
-        copies: list[Move] = [copy(slot[each], slabs.weights[each]) for each in ranges]
+        part, memory = self._engine.part_of(unit), self._engine.memory
+        slot, packed = memory.weights_of(unit), part.slabs.packed
+        copies = part.copies(slot, left_out)
         if not packed.num_bytes:
             return copies
-        if not slabs.weights[slabs.own].numel():  # all of them are quantized
-            copies = []
-        if memory.gathers_packed:
-            own = packed.data[packed.own]
-            return [*copies, Copy(memory.packed_of(unit)[packed.own], own, own.numel())]
-        return copies + self._decoding(slabs, slot, packed.data, Decode, left_out)
-
-    def _stream_in_slot(self, unit: Unit) -> list[Move]:
-        """Return the moves that stream a tile of experts, or the core of its block, into its slot."""
-        tiles = self._engine.tiles
-        return tiles.parts[unit].moves(self._engine.memory.weights_of(unit), tiles.decoded(unit))
+        if not memory.gathers_packed:
+            return [*copies, *part.decoding(slot, self._engine.tiles.decoded(unit), left_out)]
+        return [*copies, copy(memory.packed_of(unit)[packed.own], packed.data[packed.own])]
 
     def _gather(self, op: Op) -> list[Move]:
         """Return the moves that gather a unit in its slots."""
@@ -84,27 +71,16 @@ class UnitMoves:
         if not slabs.packed.slot_numel:
             return moves
         packed = engine.memory.packed_of(unit)[: slabs.packed.slot_numel]
-        return [
-            *moves,
-            Gather(group, packed, slabs.packed.slot_cuts),
-            *self._decoding(slabs, slot, packed, DecodeThere),
-        ]
-
-    def _decoding(
-        self, slabs: UnitSlabs, slot: torch.Tensor, packed: torch.Tensor, move: type[Decode],
-        left_out: Collection[str] = (),
-    ) -> list[Move]:  # fmt: skip
-        """Return the moves that decode a unit's quantized weights, without some, into its slot, from this copy of their slab."""
-        return [
-            move(
+        decoding = [
+            DecodeThere(
                 slabs.layout.view(slot, name),
                 slabs.packed.bytes_of(name, packed),
                 entry.codec,
                 self._engine.store.decoded_dtype(name),
             )
             for name, entry in slabs.packed.entries.items()
-            if name not in left_out
         ]
+        return [*moves, Gather(group, packed, slabs.packed.slot_cuts), *decoding]
 
     def _fetch(self, op: Op) -> list[Move]:
         """Return the copy of an activation checkpoint from host memory into the ring."""
@@ -126,19 +102,10 @@ class UnitMoves:
 
     def _stream_out(self, op: Op) -> list[Move]:
         """Return the landing of a unit's gradients in host memory."""
-        engine, tiles = self._engine, self._engine.tiles
-        if op.unit.is_tile:
-            home, source = block(op.unit.block_index), engine.memory.grads_of(op.unit)
-            # The last tile is landed first, see `build.backward`.
-            is_first = op.unit.tile_number == tiles.counts[home.block_index] - 1
-            return engine.grads.moves_of_part(home, source, tiles.parts[op.unit], is_first)
-        moves: list[Move] = []
-        for part in engine.trained_parts(op.unit):
-            source = engine.memory.grads_of(part)
-            if part in tiles.parts:
-                moves += engine.grads.moves_of_part(part, source, tiles.parts[part], False)
-            else:
-                moves += engine.grads.moves(engine.slab_unit(part), source)
+        engine, moves = self._engine, list[Move]()
+        for unit in engine.trained_parts(op.unit):
+            owner, is_first = engine.slab_unit(unit.owner), engine.tiles.lands_first(unit)
+            moves += engine.grads.moves(owner, engine.memory.grads_of(unit), engine.part_of(unit), is_first)
         return moves
 
     def _update(self, op: Op) -> Sequence[Move] | None:

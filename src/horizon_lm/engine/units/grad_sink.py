@@ -24,7 +24,7 @@ class GradSink:
         self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained(OUTER))
         self._slots = {
             part: GradSlot(
-                engine.tiles.grad_layout(part), self._trained & engine.store.units[part].layout.entries.keys()
+                engine.part_of(part).grad_layout, self._trained & engine.store.units[part].layout.entries.keys()
             )
             for part in engine.store.parts_of(block(index))
         }

@@ -95,8 +95,9 @@ class TiledExperts:
         for unit in self.tiles:
             experts = engine.tiles.experts_of(unit)
             some = [slice(*span) for span in spans_of_indices(e for e in chosen if experts.start <= e < experts.stop)]
-            moves = engine.tiles.parts[unit].moves(engine.memory.weights_of(unit), engine.tiles.decoded(unit), some)
-            engine.cursor.bind(Kind.STREAM_IN, unit, moves)
+            part, slot = engine.part_of(unit), engine.memory.weights_of(unit)
+            decoding = part.decoding(slot, engine.tiles.decoded(unit), some=some)
+            engine.cursor.bind(Kind.STREAM_IN, unit, [*part.copies(slot, some=some), *decoding])
 
     @torch.no_grad()
     def _compute_tiles(self, calls: Sequence[ExpertCall]) -> None:
