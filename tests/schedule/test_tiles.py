@@ -2,11 +2,12 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import After, Buf, Kind, Schedule
+from horizon_lm.schedule.ops import After, Buf, Kind, Schedule, Stream
 from horizon_lm.units import HEAD, OUTER, Unit, block, tile
 from tests.support.schedule_proofs import (
     check,
@@ -20,45 +21,56 @@ from tests.support.schedule_proofs import (
 )
 
 COUNTS = [(3,), (1, 1, 1), (0, 2, 5), (2, 0, 3), (1, 4), (3, 3, 3, 3)]
+RANKS: dict[str, dict[str, Any]] = {"one rank": {}, "several ranks": {"sharded": True}}
 MODES = [mode for mode in itertools.product((False, True), repeat=4) if sum(mode) in (0, 3)]  # as in `test_schedule`
 
 
-def layouts(tiles: tuple[int, ...]) -> list[tuple[build.Layout, bool]]:
+def layouts(tiles: tuple[int, ...], **ranks: Any) -> list[tuple[build.Layout, bool]]:
     n = len(tiles)
     places = itertools.product(sorted({0, 1, n}), sorted({0, 1}))
     return [
-        (build.Layout(n, tied, offloaded, resident, accumulate, in_backward, tiles=tiles), head_grads)
+        (build.Layout(n, tied, offloaded, resident, accumulate, in_backward, tiles=tiles, **ranks), head_grads)
         for (offloaded, resident), (tied, accumulate, in_backward, head_grads) in itertools.product(places, MODES)
     ]
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("tiles", COUNTS, ids=str)
-def test_every_legal_sequence_is_correct(tiles: tuple[int, ...]) -> None:
-    for layout, head_grads in layouts(tiles):
+def test_every_legal_sequence_is_correct(tiles: tuple[int, ...], ranks: str) -> None:
+    for layout, head_grads in layouts(tiles, **RANKS[ranks]):
         for first in (0, len(tiles) - 1):
             for name, sequence in sequences(passes(layout, head_grads, first)).items():
                 assert check(sequence) == [], f"{layout}, {name}"
 
 
+@pytest.mark.parametrize("ranks", [*RANKS.values(), {"sharded": True, "packed": True}], ids=str)
 @pytest.mark.parametrize("tiles", COUNTS, ids=str)
-def test_with_adapters(tiles: tuple[int, ...]) -> None:
-    for layout, head_grads in layouts(tiles)[::3]:
+def test_with_adapters(tiles: tuple[int, ...], ranks: dict[str, Any]) -> None:
+    """Several ranks gather codes and scales of a quantized base in slots of their own."""
+    for layout, head_grads in layouts(tiles, **ranks)[::3]:
         made = passes_of(replace(layout, adapters=True), head_grads, range(len(tiles)), (OUTER, HEAD))
         assert not [op for op in made.backward.ops if op.unit.is_tile and op.kind == Kind.STREAM_OUT]
         for name, sequence in sequences(made).items():
             assert check(sequence) == [], f"{layout}, {name}"
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("tiles", [(3,), (0, 2, 5), (1, 4)], ids=str)
-def test_each_wait_is_needed(tiles: tuple[int, ...]) -> None:
-    for layout, head_grads in layouts(tiles)[::5]:
+def test_each_wait_is_needed(tiles: tuple[int, ...], ranks: str) -> None:
+    for layout, head_grads in layouts(tiles, **RANKS[ranks])[::5]:
         assert superfluous_waits(passes(layout, head_grads)) == []
 
 
+def test_each_wait_is_needed_with_codes_of_several_ranks() -> None:
+    layout = build.Layout(2, adapters=True, sharded=True, packed=True, tiles=(2, 3))
+    assert superfluous_waits(passes_of(layout, False, range(2), (OUTER,))) == []
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", [Buf.TILE, Buf.TILE_GRADS])
-def test_a_dropped_wait_for_a_slot_is_found(kind: Buf) -> None:
+def test_a_dropped_wait_for_a_slot_is_found(kind: Buf, ranks: str) -> None:
     """Both kinds of slots are freed by an operation on another stream: the control drops the wait for it."""
-    made = passes(build.Layout(2, tiles=(3, 3)), head_grads=False)
+    made = passes(build.Layout(2, tiles=(3, 3), **RANKS[ranks]), head_grads=False)
     found = [
         (position, wait)
         for position, wait in each_wait(made.backward)
@@ -67,6 +79,23 @@ def test_a_dropped_wait_for_a_slot_is_found(kind: Buf) -> None:
         and any(buffer.kind == kind for buffer in made.backward.ops[wait.index].reads)
     ]
     assert found
+    for position, wait in found:
+        broken = without_wait(made.backward, position, wait)
+        assert is_wrong(made._replace(backward=broken), broken)
+
+
+@pytest.mark.parametrize("collective", [Kind.GATHER, Kind.REDUCE])
+def test_a_dropped_wait_of_a_collective_is_found(collective: Kind) -> None:
+    """A tile is gathered when its copy has ended and before it is computed; its gradients are summed between computation and landing."""
+    made = passes(build.Layout(2, tiles=(3, 3), sharded=True), head_grads=False)
+    found = [
+        (position, wait)
+        for position, wait in each_wait(made.backward)
+        if isinstance(wait, After)
+        and made.backward.ops[position].unit.is_tile
+        and collective in (made.backward.ops[position].kind, made.backward.ops[wait.index].kind)
+    ]
+    assert len(found) >= 12
     for position, wait in found:
         broken = without_wait(made.backward, position, wait)
         assert is_wrong(made._replace(backward=broken), broken)
@@ -84,6 +113,15 @@ def test_order_of_tiles() -> None:
     backwards = forwards[::-1]
     for kind in (Kind.STREAM_IN, Kind.BACKWARD, Kind.STREAM_OUT):
         assert order(made.backward, kind) == backwards
+
+
+def test_ranks_gather_each_tile_that_is_copied_and_sum_what_lands() -> None:
+    made = passes(build.Layout(2, tiles=(2, 3), sharded=True), head_grads=False)
+    for schedule in (made.first, made.backward):
+        assert order(schedule, Kind.GATHER) == order(schedule, Kind.STREAM_IN)
+        assert order(schedule, Kind.REDUCE) == order(schedule, Kind.STREAM_OUT)
+        collectives = [op for op in schedule.ops if op.kind in (Kind.GATHER, Kind.REDUCE)]
+        assert {op.stream for op in collectives} == {Stream.COLLECTIVE}
 
 
 def test_tiles_of_a_routed_block_follow_its_routing() -> None:

@@ -15,7 +15,16 @@ from horizon_lm.units import EMBED, HEAD, OUTER, block
 
 # Maximum number of buffers of each kind, which must not depend on the number of blocks.
 # HOST_LANDING: two for blocks, then HEAD, EMBED and OUTER.
-SLOTS = {Buf.WEIGHTS: 2, Buf.TILE: 2, Buf.TILE_GRADS: 2, Buf.PACKED: 2, Buf.GRADS: 2, Buf.RING: 2, Buf.HOST_LANDING: 5}
+SLOTS = {
+    Buf.WEIGHTS: 2,
+    Buf.TILE: 2,
+    Buf.TILE_GRADS: 2,
+    Buf.TILE_PACKED: 2,
+    Buf.PACKED: 2,
+    Buf.GRADS: 2,
+    Buf.RING: 2,
+    Buf.HOST_LANDING: 5,
+}
 
 
 @dataclass(frozen=True, slots=True)

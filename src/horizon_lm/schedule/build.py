@@ -63,50 +63,45 @@ class Layout:
 
 
 def _host(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
-    """Return the host buffer of a unit; a tied head has that of the embedding."""
-    return Buffer(kind, EMBED if unit == HEAD and layout.tied else unit)
+    """Return the host buffer of a unit; a tied head has that of the embedding, and a tile that of its block."""
+    return Buffer(kind, EMBED if unit == HEAD and layout.tied else unit.owner)
 
 
 def _stream_in(unit: Unit, into: Buffer, layout: Layout) -> list[Op]:
     """Return the copy of a unit to the device and, with several ranks, its gathering there."""
-    packed = (Buffer(Buf.PACKED, unit.block_index % 2),) if layout.packed and unit.is_block else ()
-    buffers = (into, *packed)
+    buffers = (into, *_packed_slot(unit, into, layout))
     copy = Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), buffers)
     return [copy, *([Op(Kind.GATHER, unit, Stream.COLLECTIVE, buffers, buffers)] if layout.sharded else [])]
+
+
+def _packed_slot(unit: Unit, into: Buffer, layout: Layout) -> tuple[Buffer, ...]:
+    """Return the slot in which the codes and scales of a unit are gathered, before they are decoded into its own."""
+    if not layout.packed:
+        return ()
+    if unit.is_tile:
+        return (Buffer(Buf.TILE_PACKED, into.index),)
+    return (Buffer(Buf.PACKED, unit.block_index % 2),) if unit.is_block else ()
 
 
 def _landing_buffer(unit: Unit, layout: Layout) -> Buffer:
     """Return the host buffer in which a unit's gradients land."""
     if not layout.update_in_backward or (layout.tied and unit in (EMBED, HEAD)):
         return _host(Buf.HOST_GRADS, unit, layout)
-    return Buffer(Buf.HOST_LANDING, unit.block_index % 2 if unit.is_block else unit)
+    return Buffer(Buf.HOST_LANDING, unit.owner.block_index % 2 if unit.owner.is_block else unit)
 
 
 def _land_and_update(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
     """Return the landing of a gradient, after the gradients of several ranks are summed, and, with ``update_in_backward``, its
-    update. The table is updated in the next forward pass.
+    update. The table is updated in the next forward pass, and a block's tiles with its core, which is landed last.
     """
     host = _landing_buffer(unit, layout)
     # A landing is added to the gradients in the slab, so it also reads the slab.
     reads = (source, host) if host.kind == Buf.HOST_GRADS else (source,)
     ops = [Op(Kind.REDUCE, unit, Stream.COLLECTIVE, (source,), (source,))] if layout.sharded else []
     ops.append(Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (host,)))
-    if layout.update_in_backward and unit != EMBED and not (layout.tied and unit == HEAD):
+    if layout.update_in_backward and unit != EMBED and not unit.is_tile and not (layout.tied and unit == HEAD):
         ops.append(_update(unit, layout))
     return ops
-
-
-def _backward_of_tile(unit: Unit, slot: int, trained: bool, layout: Layout) -> list[Op]:
-    """Return the backward computation of a tile of experts, and the landing of its gradients. The update of its block follows
-    when all of them have landed.
-    """
-    weights, grads = (Buffer(Buf.TILE, slot),), Buffer(Buf.TILE_GRADS, slot)
-    if not trained:
-        return [_compute(Kind.BACKWARD, unit, weights)]
-    host = _landing_buffer(block(unit.block_index), layout)
-    reads = (grads, host) if host.kind == Buf.HOST_GRADS else (grads,)
-    landing = Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (host,))
-    return [_compute(Kind.BACKWARD, unit, weights, (grads,)), landing]
 
 
 def _update(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
@@ -173,12 +168,15 @@ def _forward(
     if embed:
         ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
 
-    def load(u: int) -> list[Op]:
-        """Return the copies of a block's weights; none if it is resident and up to date."""
-        stays = layout.is_resident(u) and not blocks_changed
-        return [] if stays else _stream_in(block(u), layout.weights(u), layout)
-
     slots = TileSlots(layout.tiles)
+
+    def load(unit: Unit) -> list[Op]:
+        """Return the copies of the weights of a block or tile; none if the block is resident and up to date."""
+        if unit.is_tile:
+            return _stream_in(unit, slots.weights(unit), layout)
+        stays = layout.is_resident(unit.block_index) and not blocks_changed
+        return [] if stays else _stream_in(unit, layout.weights(unit.block_index), layout)
+
     copies = TileCopies(slots, range(layout.num_blocks), load, routed=routed)
     # After the embedding's rows: these are known only when the embedding is called, and copies are issued in order.
     ops.extend(copies.core(0))
@@ -192,7 +190,7 @@ def _forward(
             copies.note_routed(u)
             ops.extend(copies.ahead(u))
         for unit in tiles:
-            ops.append(_compute(Kind.FORWARD, unit, (Buffer(Buf.TILE, slots.slot(unit)),)))
+            ops.append(_compute(Kind.FORWARD, unit, (slots.weights(unit),)))
             copies.note_computed()
             ops.extend(copies.ahead(u))
         if u < layout.num_blocks - 1:
@@ -252,16 +250,20 @@ def _backward(
         if HEAD in trainable:
             ops.extend(_land_and_update(HEAD, grads, layout))
 
-    def load(u: int) -> list[Op]:
-        """Return the copies that a block needs: its weights, and its input if that was offloaded."""
+    slots = TileSlots(layout.tiles)
+
+    def load(unit: Unit) -> list[Op]:
+        """Return the copies that a block or tile needs: its weights, and the block's input if that was offloaded."""
+        if unit.is_tile:
+            return _stream_in(unit, slots.weights(unit), layout)
+        u = unit.block_index
         fetch = Op(
-            Kind.FETCH, block(u), Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
+            Kind.FETCH, unit, Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
         )  # fmt: skip
         # The boundary comes first, so that waiting for the weights implies both.
-        weights = [] if layout.is_resident(u) else _stream_in(block(u), layout.weights(u), layout)
+        weights = [] if layout.is_resident(u) else _stream_in(unit, layout.weights(u), layout)
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
-    slots = TileSlots(layout.tiles)
     copies = TileCopies(slots, order, load, backwards=True)
     ops.extend(copies.core(0))
     for place, u in enumerate(order):
@@ -270,7 +272,9 @@ def _backward(
         if tiles := slots.of(u):
             ops.append(_compute(Kind.RECOMPUTE, block(u), tuple(inputs)))
         for unit in reversed(tiles):
-            ops.extend(_backward_of_tile(unit, slots.slot(unit), block(u) in trainable, layout))
+            is_trained, grads = block(u) in trainable, slots.grads(unit)
+            ops.append(_compute(Kind.BACKWARD, unit, (slots.weights(unit),), (grads,) if is_trained else ()))
+            ops.extend(_land_and_update(unit, grads, layout) if is_trained else [])
             copies.note_computed()
             ops.extend(copies.ahead(place))
         ops.extend(copies.core(place + 1))  # prefetch, as in the forward pass

@@ -95,6 +95,7 @@ class Buf(_Word):
     GRADS = "G"  # two slots for blocks; ACCUMULATOR and STAGING with several micro-batches
     TILE = "T"  # two slots for tiles of experts
     TILE_GRADS = "TG"  # two slots for their gradients
+    TILE_PACKED = "TP"  # two slots for their codes and scales, as PACKED for blocks
     ACCUMULATOR = "A"
     STAGING = "S"
     HEAD = "H"

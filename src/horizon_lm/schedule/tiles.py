@@ -11,7 +11,7 @@ stays in a slot for the whole block. Its experts are copied and computed tile by
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 
-from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Stream
+from horizon_lm.schedule.ops import Buf, Buffer, Op
 from horizon_lm.units import Unit, block, tile
 
 
@@ -33,6 +33,14 @@ class TileSlots:
         """Return the slot of a tile, and of its gradients."""
         return (self._first[unit.block_index] + unit.tile_number) % 2
 
+    def weights(self, unit: Unit) -> Buffer:
+        """Return the device buffer of a tile's weights."""
+        return Buffer(Buf.TILE, self.slot(unit))
+
+    def grads(self, unit: Unit) -> Buffer:
+        """Return the device buffer of a tile's gradients."""
+        return Buffer(Buf.TILE_GRADS, self.slot(unit))
+
 
 class TileCopies:
     """The copies that a pass has still to list: of each tile as soon as a slot is free, with the core of its block before.
@@ -40,16 +48,16 @@ class TileCopies:
     Args:
         slots: the slots of the model's tiles.
         blocks: the blocks in the order of the pass.
-        load: function that returns the copies of a block's core.
+        load: function that returns the copies of a tile, or of a block's core.
         backwards: the tiles of a block are visited in the opposite order.
         routed: blocks whose tiles may be copied only after the block has routed its tokens (`note_routed`).
     """
 
     def __init__(
-        self, slots: TileSlots, blocks: Iterable[int], load: Callable[[int], list[Op]], *, backwards: bool = False,
+        self, slots: TileSlots, blocks: Iterable[int], load: Callable[[Unit], list[Op]], *, backwards: bool = False,
         routed: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self._slots, self._load = slots, load
+        self._load = load
         self._waiting = set(routed)
         self._cores = list(blocks)
         self._place = {index: place for place, index in enumerate(self._cores)}
@@ -65,7 +73,7 @@ class TileCopies:
         if place < self._loaded or place >= len(self._cores):
             return []
         self._loaded = place + 1
-        return self._load(self._cores[place])
+        return self._load(block(self._cores[place]))
 
     def ahead(self, place: int) -> list[Op]:
         """Return the copies of tiles for which there is a slot, up to those of the block after the one at this place."""
@@ -75,7 +83,7 @@ class TileCopies:
             owner = self._place[unit.block_index]
             if owner > place + 1 or unit.block_index in self._waiting:
                 break
-            ops += [*self.core(owner), self._copy(unit)]
+            ops += [*self.core(owner), *self._load(unit)]
             del self._left[0]
             self._listed += 1
         return ops
@@ -87,7 +95,3 @@ class TileCopies:
     def note_computed(self) -> None:
         """Record that the computation of the next tile is listed, after which its slot is free."""
         self._computed += 1
-
-    def _copy(self, unit: Unit) -> Op:
-        host = Buffer(Buf.HOST_WEIGHTS, block(unit.block_index))
-        return Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (host,), (Buffer(Buf.TILE, self._slots.slot(unit)),))
