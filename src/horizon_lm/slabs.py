@@ -121,6 +121,19 @@ class Span:
         return Span(start, self.place + start - self.start, stop - start)
 
 
+def cut_slot(cuts: Sequence[int], spans: Sequence[Span]) -> list[int]:
+    """Return the places at which ranks cut a slot that holds spans of a slab, so that each owns there what it owns of the slab.
+
+    Args:
+        cuts: the places at which they cut the slab.
+        spans: the spans, in the order of both slab and slot.
+    """
+    end = spans[-1].in_slot.stop if spans else 0
+    return [
+        next((each.place + max(0, cut - each.start) for each in spans if cut < each.in_slab.stop), end) for cut in cuts
+    ]
+
+
 def joined(spans: Iterable[tuple[bool, Span]]) -> Iterator[tuple[bool, Span]]:
     """Join spans with equal flags that follow each other in slab and slot."""
     last: tuple[bool, Span] | None = None

@@ -42,6 +42,15 @@ CASES: dict[str, tuple[str, str, Training]] = {
     "fp8, experts": ("qwen3_moe", "fp8", Training(shard=4, settings={"precision": "fp32_master"})),
     "fp8, deepseek": ("deepseek_v3", "fp8", Training(settings={"resident_blocks": 3})),
     "int4, deepseek": ("deepseek_v3", "int4", Training(shard=4)),
+    "4bit, tiles": ("mixtral", "4bit", Training(settings={"expert_tile": 3, "activation_checkpoints": "host"})),
+    "mxfp4, tiles": ("gpt_oss", "mxfp4", Training(shard=4, settings={"expert_tile": 1})),
+    "fp8, tiles": ("qwen3_moe", "fp8", Training(shard=3, settings={"expert_tile": 3, "device_micro_batch_size": 1})),
+    "fp8, deepseek, tiles": (
+        "deepseek_v3",
+        "fp8",
+        Training(settings={"expert_tile": 3, "resident_blocks": 1}),
+    ),
+    "fp8, copies, tiles": ("qwen3_moe", "fp8", Training(replicate=2, shard=1, settings={"expert_tile": 1})),
 }
 
 
@@ -111,10 +120,10 @@ def test_bits_of_one_process(pool: Pool, folders: Any, name: str) -> None:
     compare(pool, folders(family, kind), kind, training)
 
 
-@pytest.mark.parametrize("resident", [0, 2])
-def test_delays_on_each_rank_change_no_bit(pool: Pool, folders: Any, resident: int) -> None:
+@pytest.mark.parametrize("more", [{}, {"resident_blocks": 2}, {"expert_tile": 1}], ids=str)
+def test_delays_on_each_rank_change_no_bit(pool: Pool, folders: Any, more: dict[str, int]) -> None:
     """Codes are gathered and decoded in threads, with pauses that differ from rank to rank."""
-    settings = {"activation_checkpoints": "host", "resident_blocks": resident}
+    settings = {"activation_checkpoints": "host", **more}
     compare(pool, folders("gpt_oss", "mxfp4"), "mxfp4", Training(shard=4, settings=settings), delayed=True)
 
 

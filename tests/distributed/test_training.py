@@ -99,6 +99,51 @@ CASES: dict[str, Training] = {
 }
 
 
+BF16 = {"precision": "bf16", "device_micro_batch_size": 1}
+NO_AUXILIARY_LOSS = {"router_aux_loss_coef": 0.0}  # which is that of each batch, not of the number of targets
+TILED: dict[str, Training] = {
+    "mixtral, 1": Training(family="mixtral", optimizer={"max_grad_norm": 0.1}),
+    "mixtral, 3": Training(family="mixtral", shard=3, together=True, optimizer={"moments": "8bit"}),
+    "qwen3_moe, 1": Training(family="qwen3_moe", shard=3, settings={"precision": "fp32_master", "grad_dtype": torch.float32}),
+    "qwen3_moe, 3": Training(family="qwen3_moe", optimizer={"max_grad_norm": 0.1}),
+    "deepseek_v3, 1": Training(family="deepseek_v3", settings={"activation_checkpoints": "host", "resident_blocks": 1}),
+    "deepseek_v3, 3": Training(family="deepseek_v3", shard=3, settings={"device_micro_batch_size": 1}),
+    # A width that AVX-512 divides: see decision 025.
+    "gpt_oss, 3": Training(
+        family="gpt_oss", shard=4, local=2, overrides={"intermediate_size": 64}, optimizer={"max_grad_norm": 0.1}
+    ),
+    "copies, 3": Training(family="deepseek_v3", replicate=2, equal=True, settings={"device_micro_batch_size": 1}),
+    "copies alone, accumulator, 3": Training(family="deepseek_v3", replicate=2, shard=1, equal=True, settings=BF16),
+    "accumulated, 2": Training(family="deepseek_v3", equal=True, accumulation=2, optimizer={"max_grad_norm": 0.1}),
+    "in backward, 3": Training(
+        family="qwen3_moe", shard=4, equal=True, overrides=NO_AUXILIARY_LOSS, optimizer={"update_in_backward": True}
+    ),
+    "in backward, 1": Training(family="deepseek_v3", equal=True, settings=BF16, optimizer={"update_in_backward": True}),
+    "adapters, 3": Training(family="qwen3_moe", shard=3, adapters="lora", settings={"precision": "fp32_master"}),
+    "frozen experts, 3": Training(family="deepseek_v3", shard=3, trainable="self_attn|norm"),
+    "experts alone, 1": Training(family="deepseek_v3", shard=3, trainable="experts"),
+    "dropout, 3": Training(family="qwen3_moe", overrides={"attention_dropout": 0.2}, together=True),
+}  # fmt: skip
+"""By family or kind, and the number of experts in a tile."""
+
+
+def in_tiles(name: str) -> Training:
+    training = TILED[name]
+    return replace(training, settings=training.settings | {"expert_tile": int(name.rpartition(" ")[2])})
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_bits_of_one_process_in_tiles(pool: Pool, name: str) -> None:
+    """And those of one process that moves whole blocks."""
+    training = in_tiles(name)
+    outcomes = pool.run(training.world, run, training)
+    assert any(".tile1" in unit for unit in outcomes[0].moved)
+    for expected in (alone(training), alone(TILED[name])):
+        assert_same(outcomes, expected, training)
+        losses = [sum(each.losses[step] for each in outcomes) for step in range(training.steps)]
+        assert losses == pytest.approx(expected.losses, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_one_process(pool: Pool, name: str) -> None:
     training = CASES[name]
@@ -227,6 +272,53 @@ def test_traffic_and_memory_of_a_rank(pool: Pool, shard: int) -> None:
     for kind, whole_bytes in one.host.items():
         most = max(each.host[kind] for each in outcomes)
         assert most <= whole_bytes / shard + 2 * units * (PAGE + 1024), kind
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe, 1", "deepseek_v3, 3"])
+def test_traffic_of_tiles(pool: Pool, name: str) -> None:
+    """Together ranks copy and land each tile as often as one process; each receives what it does not own."""
+    training = replace(in_tiles(name), equal=True)
+    outcomes, one = pool.run(training.world, run, training), alone(training)
+    units = {key.partition(":")[2] for key in one.moved if ".tile" in key}
+    assert units
+    for unit in units:
+        moved = {
+            kind: [each.moved.get(f"{kind}:{unit}", 0) for each in outcomes]
+            for kind in ("stream_in", "stream_out", "gather", "reduce")
+        }
+        copied, landed = one.moved[f"stream_in:{unit}"], one.moved[f"stream_out:{unit}"]
+        assert sum(moved["stream_in"]) == copied
+        assert sum(moved["stream_out"]) == landed
+        itemsize = 4 if training.settings.get("precision") is None else 2  # in host memory; 4 on the device
+        for own, gathered in zip(moved["stream_in"], moved["gather"], strict=True):
+            assert (copied - own) * 4 <= gathered * itemsize <= (copied - own) * 4 + 2 * 4 * 4 * 256
+        assert sum(moved["reduce"]) >= (training.shard - 1) * landed
+    assert len({each.moved.get(f"stream_in:{unit}", 0) for unit in units for each in outcomes}) > 1  # uneven
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe, 3", "deepseek_v3, 1"])
+def test_delays_on_each_rank_change_no_bit_of_tiles(pool: Pool, name: str) -> None:
+    """A rank that is late copies into a slot, or lands from one, that others have gathered or summed long ago."""
+    training = replace(in_tiles(name), shard=4, steps=2)
+    assert_same(pool.run(4, delayed, training, 1), alone(training), training)
+
+
+def in_other_tiles(rank: int, training: Training, sizes: Sequence[int]) -> str:
+    """Cut the experts of each rank into other tiles."""
+    mesh = init_device_mesh("cpu", (training.shard,), mesh_dim_names=("shard",))
+    model, _ = build(training, device_mesh=mesh, expert_tile=sizes[rank])
+    with pytest.raises(DisagreementError) as error:
+        model(**tiny_models.batch())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 3)], ids=str)
+def test_ranks_with_other_tiles_are_named(pool: Pool, sizes: Sequence[int]) -> None:
+    """They would gather other tiles, of which there may be as many: of four experts, two tiles of two, or of three and one."""
+    found = pool.run(2, in_other_tiles, Training(family="qwen3_moe"), sizes)
+    assert found[0] == found[1]
+    assert "rank 0 and rank 1 are not at the same place of the program" in found[0]
+    assert all(f"in tiles of {size}" in found[0] for size in sizes)
 
 
 def leaving_out(rank: int, what: str, folder: str) -> str:

@@ -28,6 +28,7 @@ class Training:
         replicate, shard: the mesh.
         local: number of ranks of each machine; None for one machine.
         steps, first: number of steps, and of steps before them.
+        accumulation: number of backward passes of a step, each over other rows.
         equal: all ranks compute the same rows; otherwise each has its own.
         settings: of `horizon_lm.stream`.
         optim: the class of the optimizer in `horizon_lm`.
@@ -45,6 +46,7 @@ class Training:
     local: int | None = None
     steps: int = 3
     first: int = 0
+    accumulation: int = 1
     equal: bool = False
     family: str = "llama"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -137,18 +139,10 @@ def train(model: Any, optimizer: Any, training: Training, ranks: list[int]) -> O
     for step in range(training.first, training.first + training.steps):
         horizon_lm.synchronize(model)
         engine.device.counters.moved.clear()
-        batches = batches_of(training, step)
         torch.manual_seed(step)
-        if training.equal and len(ranks) == 1 and engine.mesh is None:
-            batches[0]["num_items_in_batch"] //= training.world
-
         computed: list[float] = []
-        own = [batches[rank] for rank in ranks]
-        calls = [partial(_loss, model, batch) for batch in ([joined(own)] if training.joined else own)]
-        for group in [calls] if training.together else [[call] for call in calls]:
-            found = torch.stack(horizon_lm.run_together(group))
-            found.sum().backward()
-            computed += found.tolist()
+        for number in range(training.accumulation):
+            computed += _differentiate(model, training, ranks, step + 10 * number)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(sum(computed)))
@@ -159,6 +153,20 @@ def train(model: Any, optimizer: Any, training: Training, ranks: list[int]) -> O
         kinds = {"weights": each.weights} | ({} if each.low is None else {"low": each.low})
         slabs |= {f"{unit} {kind}": (each.own.start, slab[each.own].clone()) for kind, slab in kinds.items()}
     return Outcome(losses, norms, slabs, dict(engine.device.counters.moved), dict(engine.store.num_bytes))
+
+
+def _differentiate(model: Any, training: Training, ranks: list[int], step: int) -> list[float]:
+    """Add the gradients of the batches of some ranks. Return their losses."""
+    batches, computed = batches_of(training, step), list[float]()
+    if training.equal and len(ranks) == 1 and model._horizon.engine.mesh is None:
+        batches[0]["num_items_in_batch"] //= training.world
+    own = [batches[rank] for rank in ranks]
+    calls = [partial(_loss, model, batch) for batch in ([joined(own)] if training.joined else own)]
+    for group in [calls] if training.together else [[call] for call in calls]:
+        found = torch.stack(horizon_lm.run_together(group))
+        found.sum().backward()
+        computed += found.tolist()
+    return computed
 
 
 def _loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -71,13 +71,21 @@ class Codec(ABC):
         """Return the bytes of a packed tensor of this shape."""
         return sum(_aligned(each.num_bytes) for each in self.components(shape).values())
 
-    def views(self, packed: torch.Tensor, shape: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the components of a packed tensor, as views of its bytes."""
+    def starts(self, shape: Sequence[int]) -> dict[str, int]:
+        """Return the byte of a packed tensor at which each component begins."""
         found, start = {}, 0
         for name, each in self.components(shape).items():
-            found[name] = packed[start : start + each.num_bytes].view(each.dtype).view(each.shape)
+            found[name] = start
             start += _aligned(each.num_bytes)
         return found
+
+    def views(self, packed: torch.Tensor, shape: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the components of a packed tensor, as views of its bytes."""
+        starts = self.starts(shape)
+        return {
+            name: packed[starts[name] : starts[name] + each.num_bytes].view(each.dtype).view(each.shape)
+            for name, each in self.components(shape).items()
+        }
 
     def pack(self, components: Mapping[str, torch.Tensor], packed: torch.Tensor, shape: Sequence[int]) -> None:
         """Copy components into a packed tensor.

@@ -34,7 +34,7 @@ class PackedSlab:
     Attributes:
         data: the bytes, 1-D uint8. Those that other ranks own have addresses, but no memory.
         cuts: the places at which the ranks cut it.
-        slot_numel, slot_cuts: bytes of a slot on the device that the ranks fill in equal parts, and the places between these.
+        slot_cuts: the places between the equal parts, in bytes, of a slot on the device that the ranks fill.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], codecs: Mapping[str, Codec], shard: Shard = WHOLE) -> None:
@@ -48,7 +48,6 @@ class PackedSlab:
         self.data = torch.empty(0, dtype=torch.uint8)
         self.cuts = shard.cuts(start, PACKED_ALIGNMENT)
         self.slot_cuts = shard.packed_slot(start)
-        self.slot_numel = self.slot_cuts[-1]
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries

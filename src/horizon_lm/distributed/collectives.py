@@ -71,6 +71,8 @@ class Group:
             buffer: the buffer; its first dimension is cut.
             cuts: the ``size + 1`` places at which it is cut.
         """
+        if not len(buffer):
+            return
         chunk = cuts[1] - cuts[0]
         if len(buffer) == chunk * self.size and list(cuts) == [chunk * rank for rank in range(self.size + 1)]:
             with noticing_lost_ranks():

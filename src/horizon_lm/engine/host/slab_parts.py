@@ -1,4 +1,8 @@
-"""Slabs that have a slot on the device: all tensors of a unit's slab, or some of them, or the same rows of them."""
+"""Slabs that have a slot on the device: all tensors of a unit's slab, or some of them, or the same rows of them.
+
+They lie in the slot in the order of the slab. So what a rank owns of the slab is a range of the slot, too: of whole slabs an equal
+one, so that one collective gathers them, and of some of the tensors any, which may be empty.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,8 +11,9 @@ from functools import cached_property
 import torch
 
 from horizon_lm.codecs.rows import Rows
-from horizon_lm.device.transfers import Copy, Decode, Move
-from horizon_lm.slabs import Span, joined, slab_elements
+from horizon_lm.codecs.slab import PackedSlab, aligned
+from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
+from horizon_lm.slabs import Span, cut_slot, joined, slab_elements
 from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
 
 
@@ -50,6 +55,36 @@ class SlabPart:
         count = self.rows.stop - self.rows.start
         return SlabLayout({name: torch.Size((count, *shape[1:])) for name, shape in shapes.items()})
 
+    @cached_property
+    def cuts(self) -> list[int]:
+        """The places at which the ranks cut the slot of the weights, without what is quantized."""
+        if self.names is None:
+            return self.slabs.slot_cuts
+        return cut_slot(self.slabs.cuts, [span for _, span in self._places(self.slabs.plain, self.layout)])
+
+    @property
+    def grad_cuts(self) -> list[int]:
+        """The places at which the ranks cut the slot of the gradients."""
+        if self.names is None:
+            return self.slabs.grad_cuts
+        places = self._places(self.slabs.grad_layout, self.grad_layout)
+        return cut_slot(self.slabs.grad_cuts, [span for _, span in places])
+
+    @cached_property
+    def packed(self) -> PackedSlab:
+        """The layout of the slot of codes and scales."""
+        if self.names is None:
+            return self.slabs.packed
+        codecs = {name: entry.codec for name, entry in self.slabs.packed.entries.items() if name in self.layout}
+        return PackedSlab({name: self.layout.entries[name].shape for name in codecs}, codecs)
+
+    @cached_property
+    def packed_cuts(self) -> list[int]:
+        """The places at which the ranks cut the slot of codes and scales; 0 for one rank, which decodes them where they are."""
+        if self.names is None or self.slabs.shard.is_whole:
+            return self.slabs.packed.slot_cuts
+        return cut_slot(self.slabs.packed.cuts, list(self._packed_places()))
+
     def copies(
         self, slot: torch.Tensor, left_out: Collection[str] = (), some: Iterable[slice] | None = None
     ) -> list[Move]:
@@ -85,6 +120,47 @@ class SlabPart:
             if name not in left_out
             for move in self._decode(slot, name, dtype, wanted)
         ]
+
+    def copies_of_codes(self, slot: torch.Tensor) -> list[Move]:
+        """Return the copies of this rank's range of codes and scales into their slot."""
+        packed = self.slabs.packed
+        own = [span.within(packed.own) for span in self._packed_places()]
+        return [copy(slot[span.in_slot], packed.data[span.in_slab]) for span in own if span.numel]
+
+    def decoding_there(
+        self, slot: torch.Tensor, packed_slot: torch.Tensor, dtypes: Mapping[str, torch.dtype]
+    ) -> list[Move]:
+        """Return the moves that decode quantized tensors from their slot, in which all ranks have gathered them.
+
+        Args:
+            slot, dtypes: as in `decoding`.
+            packed_slot: the slot of codes and scales.
+        """
+        return [
+            DecodeThere(
+                self.layout.view(slot, name), self.packed.bytes_of(name, packed_slot), entry.codec, dtypes[name]
+            )
+            for name, entry in self.packed.entries.items()
+        ]
+
+    def _packed_places(self) -> Iterator[Span]:
+        """Yield the places of codes and scales, in bytes."""
+        if self.names is None:
+            yield Span(0, 0, self.packed.num_bytes)
+            return
+        for name, entry in self.packed.entries.items():
+            whole = self.slabs.packed.entries[name]
+            if self.rows is None:
+                yield Span(whole.start, entry.start, aligned(entry.num_bytes))
+                continue
+            starts, places = whole.codec.starts(whole.shape), entry.codec.starts(entry.shape)
+            for component, each in entry.codec.components(entry.shape).items():
+                row = each.num_bytes // entry.shape[0]
+                yield Span(
+                    whole.start + starts[component] + self.rows.start * row,
+                    entry.start + places[component],
+                    each.num_bytes,
+                )
 
     def _decode(
         self, slot: torch.Tensor, name: str, dtype: torch.dtype, some: Iterable[slice] | None

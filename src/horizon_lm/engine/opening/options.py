@@ -29,7 +29,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import find_divisible_experts
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.residency import Residency, head_chunk_tokens
-from horizon_lm.planning.tile_sizes import NOT_COMPILED, ONE_PROCESS, no_experts
+from horizon_lm.planning.tile_sizes import NOT_COMPILED, no_experts
 from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.store.store import Store
 from horizon_lm.streaming_options import StreamingOptions
@@ -57,8 +57,6 @@ class StreamArguments(StreamingOptions):
         self.get_precision()
         if self.expert_tile is not None and self.compile is True:
             raise ConfigError(NOT_COMPILED)
-        if self.expert_tile is not None and self.device_mesh is not None:
-            raise ConfigError(ONE_PROCESS)
         if isinstance(self.expert_tile, str):
             raise ConfigError(
                 f"expert_tile is {self.expert_tile!r}; choose a number of experts, or None for whole blocks"

@@ -174,6 +174,7 @@ class DeviceBuffers:
 
     Attributes:
         packed_slots: two slots in which several ranks gather the codes and scales of a quantized block.
+        tile_packed_slots: two slots in which they gather those of a tile.
         gathers_packed: they do, because each has a part of them.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
             gradients needs no accumulator: they are summed in the slot. Those of weights in float32 go the same way as the
@@ -207,9 +208,10 @@ class DeviceBuffers:
         self._tiles, tile_dtype = tiles, torch.float32 if self.accumulates else grad_dtype
         self.tile_slots = Slots(device, "tile_slots", 2, tiles.largest, dtype)
         self.tile_grad_slots = Slots(device, "tile_grad_slots", 2, tiles.largest, tile_dtype)
-        packed = max(store.units[unit].packed.slot_numel for unit in blocks)
-        self.gathers_packed = packed > 0
+        packed, tile_packed = tiles.packed_bytes(blocks), tiles.packed_bytes(tiles.units)
+        self.gathers_packed = packed + tile_packed > 0
         self.packed_slots = Slots(device, "packed_slots", 2, packed, torch.uint8)
+        self.tile_packed_slots = Slots(device, "tile_packed_slots", 2, tile_packed, torch.uint8)
         self.table_rows = GrowingBuffers(device, "table_rows")
         self.table_row_grads = GrowingBuffers(device, "table_row_grads")
         self.ring = GrowingBuffers(device, "boundary_ring", count=2)
@@ -220,8 +222,8 @@ class DeviceBuffers:
     def release(self) -> None:
         """Free all buffers. Nothing may be using them."""
         for each in (
-            self._units, self._in_float32, self.tile_slots, self.tile_grad_slots, self.packed_slots, self.table_rows,
-            self.table_row_grads, self.ring,
+            self._units, self._in_float32, self.tile_slots, self.tile_grad_slots, self.packed_slots,
+            self.tile_packed_slots, self.table_rows, self.table_row_grads, self.ring,
         ):  # fmt: skip
             each.release()
 
@@ -232,7 +234,9 @@ class DeviceBuffers:
         return self._of(unit).weights_of(unit.home)
 
     def packed_of(self, unit: Unit) -> torch.Tensor:
-        """Return the slot in which a block's codes and scales are gathered."""
+        """Return the slot in which the codes and scales of a block or tile are gathered."""
+        if unit.is_tile:
+            return self.tile_packed_slots[self._tiles.slots.slot(unit)]
         return self.packed_slots[unit.block_index % 2]
 
     def is_resident(self, index: int) -> bool:

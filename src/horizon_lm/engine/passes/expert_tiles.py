@@ -4,6 +4,7 @@ In host memory nothing is cut: weights, gradients and moments of a block lie in 
 depend on the size of a tile.
 """
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
@@ -21,7 +22,7 @@ class ExpertTiles:
 
     Args:
         parts: the parts of the model.
-        store: host memory, none of which belongs to other ranks.
+        store: host memory.
         size: number of experts in a tile; None to cut no block.
 
     Attributes:
@@ -57,10 +58,19 @@ class ExpertTiles:
         start = unit.tile_number * self._size
         return slice(start, min(start + self._size, self.experts[unit.block_index].count))
 
+    @property
+    def units(self) -> list[Unit]:
+        """All tiles."""
+        return [unit for unit in self.parts if unit.is_tile]
+
     @cached_property
     def largest(self) -> int:
         """The elements of the largest tile; 0 without tiles."""
-        return max((part.layout.numel for unit, part in self.parts.items() if unit.is_tile), default=0)
+        return max((self.parts[unit].layout.numel for unit in self.units), default=0)
+
+    def packed_bytes(self, units: Iterable[Unit]) -> int:
+        """Return the bytes of a slot in which several ranks gather codes and scales of any of these units; 0 for one rank."""
+        return max((self.parts[unit].packed_cuts[-1] for unit in units), default=0)
 
     def slot_numel(self, unit: Unit) -> int:
         """Return the elements of the slot of a unit's weights; 0 for slabs that the model lacks."""

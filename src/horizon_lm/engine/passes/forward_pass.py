@@ -191,6 +191,8 @@ def _agree(engine: Machinery, schedule: Schedule, num_micro_batches: int) -> tup
     if engine.mesh is None:
         return 0, None
     gradients = "with gradients" if schedule.keeps else "without gradients"
-    engine.mesh.require_same("the start of a pass", f"{schedule.digest} {gradients}")
+    size = engine.options.expert_tile  # tiles of other sizes may be as many
+    tiles = "" if size is None else f", experts in tiles of {size}"
+    engine.mesh.require_same("the start of a pass", f"{schedule.digest} {gradients}{tiles}")
     counts = engine.mesh.exchange("its micro-batches", num_micro_batches)
     return sum(counts[: engine.mesh.rank]), sum(counts)

@@ -5,9 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from horizon_lm.device.transfers import Copy, DecodeThere, Move
+from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
-from horizon_lm.engine.host.slab_parts import copy
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.schedule.ops import Kind, Op
@@ -50,37 +49,27 @@ class UnitMoves:
         Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
         """
         part, memory = self._engine.part_of(unit), self._engine.memory
-        slot, packed = memory.weights_of(unit), part.slabs.packed
+        slot = memory.weights_of(unit)
         copies = part.copies(slot, left_out)
-        if not packed.num_bytes:
-            return copies
-        if not memory.gathers_packed:
-            return [*copies, *part.decoding(slot, self._engine.tiles.decoded(unit), left_out)]
-        return [*copies, copy(memory.packed_of(unit)[packed.own], packed.data[packed.own])]
+        if part.packed_cuts[-1]:
+            return [*copies, *part.copies_of_codes(memory.packed_of(unit))]
+        return [*copies, *part.decoding(slot, self._engine.tiles.decoded(unit), left_out)]
 
     def _gather(self, op: Op) -> list[Move]:
         """Return the moves that gather a unit in its slots."""
-        return [move for part in self._engine.store.parts_of(op.unit) for move in self._gather_part(part)]
+        return [move for part in self._engine.parts_of(op.unit) for move in self._gather_part(part)]
 
     def _gather_part(self, unit: Unit) -> list[Move]:
         """Return the moves that gather slabs in a slot, and decode there what is quantized."""
-        engine, slabs = self._engine, self._engine.slabs(unit)
+        engine, part = self._engine, self._engine.part_of(unit)
         assert engine.mesh is not None
         slot, group = engine.memory.weights_of(unit), engine.mesh.gather
-        moves: list[Move] = [Gather(group, slot[: slabs.slot_cuts[-1]], slabs.slot_cuts)]
-        if not slabs.packed.slot_numel:
+        moves: list[Move] = [Gather(group, slot[: part.cuts[-1]], part.cuts)] if part.cuts[-1] else []
+        if not part.packed_cuts[-1]:
             return moves
-        packed = engine.memory.packed_of(unit)[: slabs.packed.slot_numel]
-        decoding = [
-            DecodeThere(
-                slabs.layout.view(slot, name),
-                slabs.packed.bytes_of(name, packed),
-                entry.codec,
-                self._engine.store.decoded_dtype(name),
-            )
-            for name, entry in slabs.packed.entries.items()
-        ]
-        return [*moves, Gather(group, packed, slabs.packed.slot_cuts), *decoding]
+        packed = engine.memory.packed_of(unit)[: part.packed_cuts[-1]]
+        decoding = part.decoding_there(slot, packed, engine.tiles.decoded(unit))
+        return [*moves, Gather(group, packed, part.packed_cuts), *decoding]
 
     def _fetch(self, op: Op) -> list[Move]:
         """Return the copy of an activation checkpoint from host memory into the ring."""
@@ -96,8 +85,8 @@ class UnitMoves:
         assert engine.mesh is not None
         reduce = engine.mesh.reduce
         return [
-            Reduce(reduce, engine.memory.grads_of(part), engine.slabs(part).grad_cuts)
-            for part in engine.trained_parts(op.unit)
+            Reduce(reduce, engine.memory.grads_of(unit), engine.part_of(unit).grad_cuts)
+            for unit in engine.trained_parts(op.unit)
         ]
 
     def _stream_out(self, op: Op) -> list[Move]:
