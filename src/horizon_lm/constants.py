@@ -12,6 +12,9 @@ SLAB_ALIGNMENT = MOMENT_BLOCK
 """Elements to which each tensor in a slab is padded, so that several ranks can cut it between two blocks of 8-bit moments.
 It is enough for vector loads, too."""
 
+COMPONENT_ALIGNMENT = 16
+"""Bytes to which each component of a quantized tensor is padded, for vector loads."""
+
 PACKED_ALIGNMENT = 256
 """Bytes to which each quantized tensor in a slab is padded: enough for vector loads of a decoding kernel."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from horizon_lm.constants import MOMENT_BLOCK, PACKED_ALIGNMENT, PAGE, SLAB_ALIGNMENT
 from horizon_lm.quantities import page_aligned
@@ -181,6 +182,11 @@ class UnitCuts:
     def weights(self) -> list[int]:
         """The places at which the slab of the weights is cut."""
         return self.shard.cuts(self.numel, self._granule)
+
+    @property
+    def ranges(self) -> list[slice]:
+        """The range of the weights that each rank owns."""
+        return [slice(start, stop) for start, stop in pairwise(self.weights)]
 
     @property
     def own(self) -> slice:

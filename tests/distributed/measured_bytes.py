@@ -11,7 +11,7 @@ from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.step_cost import StepCost
-from horizon_lm.schedule.ops import Kind
+from horizon_lm.schedule.ops import Kind, Op
 from tests.distributed.training import Training
 from tests.support.handmade_outlines import machine
 from tests.support.planned_bytes import HERE, LENGTH
@@ -55,10 +55,14 @@ def measure(model: Any, optimizer: Any, outline: ModelOutline, training: Trainin
     counted = (kept, {kind: n for kind, n in counters.allocated.items() if n}, _collected(counters.moved))
     priced: dict[str, float] = {}
     cost = StepCost(step, machine())
-    for op in (op for each in step.passes() for op in each.ops if op.kind in (Kind.GATHER, Kind.REDUCE)):
+    for op in (op for each in step.passes() for op in each.ops if _is_priced(op)):
         priced[f"{op.kind}:{op.unit}"] = priced.get(f"{op.kind}:{op.unit}", 0) + cost(op)
     return (dict(planned), dict(device_use(step).buffers), priced), counted
 
 
+def _is_priced(op: Op) -> bool:
+    return op.kind in (Kind.GATHER, Kind.REDUCE) or (op.unit.is_tile and op.kind in (Kind.STREAM_IN, Kind.STREAM_OUT))
+
+
 def _collected(moved: dict[str, int]) -> dict[str, float]:
-    return {name: n for name, n in moved.items() if name.startswith(("gather:", "reduce:"))}
+    return {name: n for name, n in moved.items() if name.startswith(("gather:", "reduce:")) or ".tile" in name}

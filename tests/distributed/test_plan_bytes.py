@@ -11,6 +11,7 @@ from tests.distributed.measured_bytes import Bytes, measure
 from tests.distributed.pool import Pool
 from tests.distributed.training import Training, build
 from tests.support import tiny_models
+from tests.support.adapted_models import MIXTURES
 from tests.support.float32_llama import float32_llama
 from tests.support.planned_bytes import outline_of
 
@@ -41,6 +42,16 @@ CASES: dict[str, Training] = {
     "some weights in backward": Training(
         shard=4, trainable="self_attn|norm", optimizer={"moments": "bfloat16", "update_in_backward": True}
     ),
+    "tiles": Training(shard=4, family="qwen3_moe", settings={"expert_tile": 3}, optimizer={"moments": "8bit"}),
+    "tiles of one": Training(shard=3, family="mixtral", settings={"expert_tile": 1, **BFLOAT16}),
+    "tiles, dense blocks": Training(shard=3, family="deepseek_v3", settings={"expert_tile": 3, "precision": "fp32_master", **FLOAT32}),
+    "tiles, micro-batches": Training(
+        family="deepseek_v3", settings={"expert_tile": 2, "device_micro_batch_size": 1, "resident_blocks": 1, **BFLOAT16}
+    ),
+    "tiles, copies": Training(replicate=2, shard=1, family="qwen3_moe", settings={"expert_tile": 3, "device_micro_batch_size": 1, **BFLOAT16}),
+    "tiles in backward": Training(shard=4, family="qwen3_moe", settings={"expert_tile": 3}, optimizer={"update_in_backward": True}),
+    "tiles, adapters": Training(shard=4, family="qwen3_moe", settings={"expert_tile": 3}, adapters="lora"),
+    "tiles, offloaded": Training(family="mixtral", settings={"expert_tile": 3, "activation_checkpoints": "host"}),
     "odd sizes": Training(shard=4, overrides={"intermediate_size": 93, "vocab_size": 251}, optimizer={"moments": "8bit"}),
 }  # fmt: skip
 
@@ -49,7 +60,8 @@ def compare(rank: int, training: Training) -> tuple[Bytes, Bytes]:
     """Return the bytes of host and device by kind, and those moved by operation: planned, and counted."""
     mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(training, device_mesh=mesh)
-    adapters = Adapters(r=4, lora_alpha=8, target_modules="all-linear") if training.adapters else None
+    targets = ("q_proj", "v_proj", "o_proj") if training.family in MIXTURES else "all-linear"
+    adapters = Adapters(r=4, lora_alpha=8, target_modules=targets) if training.adapters else None
     made = tiny_models.build(training.family, **training.overrides)
     with float32_llama() if training.in_float32 else nullcontext():
         outline = outline_of(made, training.trainable, adapters)
@@ -87,3 +99,21 @@ def test_priced_bytes_of_collectives(pool: Pool, training: Training) -> None:
         assert priced.keys() == moved.keys()
         for name, num_bytes in moved.items():
             assert name.endswith((":outer", ":embed")) or priced[name] == pytest.approx(num_bytes, rel=0.05), name
+
+
+@pytest.mark.parametrize(("family", "tile"), [("qwen3_moe", 1), ("qwen3_moe", 3), ("deepseek_v3", 2)])
+def test_priced_bytes_of_tiles(pool: Pool, family: str, tile: int) -> None:
+    """A tile is priced for the rank that owns most of it: its link copies that part, and it sends it to each of the others."""
+    training = Training(shard=4, family=family, settings={"expert_tile": tile})
+    found = pool.run(4, compare, training)
+    priced, moved = found[0][0][2], [counted[2] for _, counted in found]
+    names = [name for name in priced if name.startswith("stream_in:") and ".tile" in name]
+    assert names
+    for name in names:
+        unit = name.partition(":")[2]
+        copied, landed = ([each.get(f"{kind}:{unit}", 0) for each in moved] for kind in ("stream_in", "stream_out"))
+        assert priced[name] == max(copied)
+        assert priced[f"stream_out:{unit}"] == max(landed)
+        assert priced[f"gather:{unit}"] == 3 * max(copied)
+        assert priced[f"reduce:{unit}"] == max(each[f"reduce:{unit}"] for each in moved) == 3 * max(landed)
+    assert any(max(copied) > sum(copied) / 4 for copied in [[each.get(name, 0) for each in moved] for name in names])

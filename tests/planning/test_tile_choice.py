@@ -12,9 +12,11 @@ from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_memory import device_use
+from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.request import Limit, Machine, Request
+from horizon_lm.slabs import Shard
 from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
 
@@ -33,14 +35,18 @@ GPU = Machine("by hand", False, machine(), device_limits=[Limit("memory", 10**9)
 REQUEST = Request(per_device_train_batch_size=4, expert_tile="auto", compiled=True)
 
 
+FOUR = {"num_ranks": 4, "shard": Shard(0, 4)}
+
+
 def plan(outline: ModelOutline, room: int | None = None, **changes: Any) -> Plan:
     on = GPU if room is None else with_device_room(GPU, room)
-    return make_plan(outline, replace(REQUEST, **changes), on)
+    links = Interconnect(changes["num_ranks"], peer=3e11) if "num_ranks" in changes else None
+    return make_plan(outline, replace(REQUEST, **changes), replace(on, interconnect=links))
 
 
-def smallest(outline: ModelOutline, tile: int | None) -> int:
+def smallest(outline: ModelOutline, tile: int | None, **changes: Any) -> int:
     """Return the bytes of the smallest step with tiles of this size."""
-    made = plan(outline, 1, expert_tile=tile)
+    made = plan(outline, 1, expert_tile=tile, **changes)
     return device_use(made.step).total
 
 
@@ -50,17 +56,19 @@ def test_whole_blocks_that_fit_stay_whole(outline: ModelOutline) -> None:
     assert made.step.settings.compiled
 
 
-def test_blocks_that_do_not_fit_twice_are_cut(outline: ModelOutline) -> None:
+@pytest.mark.parametrize("ranks", [{}, FOUR], ids=["one rank", "four ranks"])
+def test_blocks_that_do_not_fit_twice_are_cut(outline: ModelOutline, ranks: dict[str, Any]) -> None:
     """Into the largest tiles that fit, or smaller ones if a step is shorter with them; these are not compiled."""
-    room = smallest(outline, 4)
-    assert room < smallest(outline, 8) < smallest(outline, None)
-    made = plan(outline, room)
+    room = smallest(outline, 4, **ranks)
+    assert room < smallest(outline, 8, **ranks) < smallest(outline, None, **ranks)
+    made = plan(outline, room, **ranks)
     assert made.fits
+    assert made.time is not None
     assert made.step.settings.expert_tile in (4, 2, 1)
     assert not made.step.settings.compiled
     assert any(each.startswith("expert_tile: ") and "do not fit" in each for each in made.reasons)
     assert made.request.expert_tile == "auto"
-    assert not plan(outline, room, expert_tile=None).fits
+    assert not plan(outline, room, expert_tile=None, **ranks).fits
 
 
 def test_a_device_that_is_too_small_for_any_tile(outline: ModelOutline) -> None:
@@ -72,7 +80,6 @@ def test_a_device_that_is_too_small_for_any_tile(outline: ModelOutline) -> None:
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({"num_ranks": 2}, "for one process; leave it unset"),
         ({"compile": True}, "compile=True compiles whole blocks, .* leave one of them unset"),
         ({"optimizer": horizon_lm.Muon.planned()}, "use AdamW, or leave it unset"),
     ],

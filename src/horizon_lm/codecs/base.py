@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from horizon_lm.constants import COMPONENT_ALIGNMENT
 from horizon_lm.errors import ConfigError
 
 _AT_ONCE = 1 << 20  # packed bytes that are decoded at once, which bounds the memory for it
-_ALIGNMENT = 16  # bytes to which each component is padded, for vector loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def spans(count: int, bytes_each: int, max_bytes: int) -> Iterator[tuple[int, in
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // COMPONENT_ALIGNMENT) * COMPONENT_ALIGNMENT
 
 
 def _name(dtype: torch.dtype) -> str:

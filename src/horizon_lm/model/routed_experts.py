@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from horizon_lm.codecs.mxfp4 import Mxfp4
-from horizon_lm.codecs.slab import PackedSlab
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.experts import ExpertSizes
@@ -91,11 +90,12 @@ def _sizes_of(parts: ModelParts, index: int, experts: RoutedExperts | None) -> E
     names = {f"{parts.block_prefix}.{index}.{name}" for name in experts.names}
     refs = [ref for ref in parts.units[block(index)] if ref.name not in parts.in_float32]
     packed = {ref.name: ref.param.shape for ref in refs if ref.name in names & parts.codecs.keys()}
+    of_one = [parts.codecs[name].components((1, *shape[1:])).values() for name, shape in packed.items()]
     return ExpertSizes(
         count=experts.count,
         per_token=experts.per_token,
         places=frozenset(place for place, ref in enumerate(refs) if ref.name in names),
-        packed_bytes=sum(entry.num_bytes for entry in PackedSlab(packed, parts.codecs).entries.values()),
+        packed=[[component.num_bytes for component in components] for components in of_one],
         packed_numel=sum(shape.numel() for shape in packed.values()),
     )
 

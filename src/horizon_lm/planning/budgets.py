@@ -17,6 +17,7 @@ _DEVICE_NAMES = {
     "grad_slots": ("gradient slots", "sized for the largest block"),
     "grad_accumulator": ("gradient accumulator", "fp32, sized for the largest block"),
     "tile_slots": ("expert slots", "double-buffered, sized for the largest tile of experts"),
+    "tile_packed_slots": ("expert codes and scales", "of a tile, gathered from all ranks before they are decoded"),
     "tile_grad_slots": ("expert gradient slots", "sized for the largest tile of experts"),
     "head_weights": ("head weights", ""),
     "head_grads": ("head gradients", ""),

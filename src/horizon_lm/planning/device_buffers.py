@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.planning.model_sizes import ModelSizes
-from horizon_lm.slabs import WHOLE, Shard
+from horizon_lm.slabs import WHOLE, Shard, slab_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,34 @@ class BufferSettings:
 
 def block_bytes(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     """Return the bytes of each block's weights in its slot on the device."""
-    moved = sizes if settings.expert_tile is None else sizes.without_experts()
-    _, *blocks, _, _, _ = moved.cuts(settings.shard)
-    slots = [cuts.slot_numel * settings.compute_bytes for cuts in blocks]
+    slots = [numel * settings.compute_bytes for numel in _block_slots(sizes, settings)]
     if sizes.in_float32 is None:
         return slots
     others = block_bytes(sizes.in_float32, replace(settings, compute_bytes=4, expert_tile=None))
     return [sum(both) for both in zip(slots, others, strict=True)]
+
+
+def _block_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
+    """Return the number of elements of the slot of each block, or of what is left of it beside its tiles."""
+    _, *blocks, _, _, _ = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
+    if settings.expert_tile is None:
+        return blocks
+    found = zip(blocks, sizes.cores(), sizes.experts, strict=True)
+    return [numel if experts is None else slab_elements(core) for numel, core, experts in found]
+
+
+def _packed_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
+    """Return the bytes of the slot in which ranks gather codes and scales of each block, or of what is left of it beside its
+    tiles.
+    """
+    whole = [settings.shard.packed_slot(each.slab_bytes)[-1] for each in sizes.packed]
+    if settings.expert_tile is None or settings.shard.is_whole:
+        return whole
+    found = zip(whole, sizes.packed, map(sizes.experts_of, range(len(whole))), strict=True)
+    return [
+        num_bytes if experts is None else each.slab_bytes - experts.packed_slot(experts.count)
+        for num_bytes, each, experts in found
+    ]
 
 
 def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSizes | None = None) -> Mapping[str, int]:
@@ -64,20 +85,17 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     """
     trained = trained or sizes
     accumulates, slot_grad = settings.shard.grad_slots(settings.micro_batches, settings.grad_bytes)
-    moved, moved_grads = sizes, trained
-    if settings.expert_tile is not None:
-        moved, moved_grads = sizes.without_experts(), trained.without_experts()
-    buffers = _unit_buffers(moved, moved_grads, settings, slot_grad, accumulates)
+    buffers = _unit_buffers(sizes, trained, settings, slot_grad, accumulates)
     if sizes.in_float32 is not None:
         assert trained.in_float32 is not None
-        own = replace(settings, compute_bytes=4)
+        own = replace(settings, compute_bytes=4, expert_tile=None)
         for kind, num_bytes in _unit_buffers(sizes.in_float32, trained.in_float32, own, 4, accumulates).items():
             buffers[kind] += num_bytes
     num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
     rows, forward_rows = num_rows * sizes.hidden, settings.forward_table_rows * sizes.hidden
     compute = settings.compute_bytes
     buffers |= {
-        "packed_slots": 2 * max((settings.shard.packed_slot(each.slab_bytes)[-1] for each in sizes.packed), default=0),
+        "packed_slots": 2 * max(_packed_slots(sizes, settings), default=0),
         "table_rows": max(rows, forward_rows) * compute,
         "table_row_grads": rows * settings.grad_bytes if trained.table else 0,
         "boundary_ring": 2 * settings.kept_each * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
@@ -97,7 +115,9 @@ def _tile_buffers(sizes: ModelSizes, trained: ModelSizes, settings: BufferSettin
         return {}
     slot = sizes.tile_numel(settings.expert_tile)
     is_trained = trained.tile_numel(settings.expert_tile) > 0
+    packed = max((each.packed_slot(settings.expert_tile) for each in sizes.experts if each), default=0)
     return {
+        "tile_packed_slots": 0 if settings.shard.is_whole else 2 * packed,
         "tile_slots": 2 * slot * settings.compute_bytes,
         "tile_grad_slots": 2 * slot * tile_grad if is_trained else 0,
     }
@@ -114,9 +134,11 @@ def _unit_buffers(
         accumulates: gradients are summed in an accumulator.
     """
     compute = settings.compute_bytes
-    table, *slots, own_head, outer, _ = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
+    table, *_, own_head, outer, _ = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
+    slots = _block_slots(sizes, settings)
     head, trained_head = (table, trained.table) if sizes.tied else (own_head, trained.own_head)
-    grad_slots = max(slots) if any(map(sum, trained.blocks)) else 0
+    landed = trained.blocks if settings.expert_tile is None else trained.cores()
+    grad_slots = max(slots) if any(map(sum, landed)) else 0
     first_resident = len(sizes.blocks) - settings.resident
     return {
         "weight_slots": 2 * max(slots) * compute if first_resident else 0,

@@ -110,13 +110,12 @@ class ModelSizes:
         """Return the routed experts of a block; None if it has none that can be cut into tiles."""
         return self.experts[index] if self.experts else None
 
-    def without_experts(self) -> "ModelSizes":
-        """Return the sizes of what one rank streams of the model beside tiles: blocks with 0 for their experts."""
-        blocks = [
+    def cores(self) -> list[Sequence[int]]:
+        """Return the tensors of each block, with 0 for experts that can be cut into tiles."""
+        return [
             tensors if experts is None else experts.others(tensors)
             for tensors, experts in zip(self.blocks, self.experts, strict=True)
         ]
-        return replace(self, blocks=blocks, packed=(), matrices=())
 
     def tile_numel(self, size: int) -> int:
         """Return the elements of a slot for tiles of at most this many experts."""

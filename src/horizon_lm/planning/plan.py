@@ -188,7 +188,9 @@ def _with_chosen_tile(
 
     def seconds(tried: Plan) -> float:
         typical = tried.step if usual is None else replace(tried.step, outline=usual)
-        return estimated_seconds(typical, hardware, machine.computing_threads) if priced and hardware else 0.0
+        if not (priced and hardware):
+            return 0.0
+        return estimated_seconds(typical, hardware, machine.computing_threads, machine.interconnect)
 
     best = min(fitting, key=seconds)
     saved = 0.0 if must_be_cut else 1 - seconds(best) / seconds(whole)

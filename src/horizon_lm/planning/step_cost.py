@@ -70,21 +70,21 @@ class StepCost:
     # Transfers
 
     def _transfer(self, op: Op) -> float:
-        """Return the bytes that a transfer moves: those of this rank's share, or those that it receives from other ranks.
+        """Return the bytes that a transfer moves: those of a rank's share, or those that it receives from other ranks. Of a tile, or of a
+        block without its tiles, those of the rank with the largest share, which sends more than it receives.
 
         An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
         """
         if op.kind in (Kind.OFFLOAD, Kind.FETCH):
             return self._step.boundary
-        ranks = self._settings.shard.count
+        ranks, part = self._settings.shard.count, self._tiles.largest_part(op)
         sizes = self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes
         elements, in_float32 = self._elements(op, sizes), _in_float32(op.unit, sizes)
         packed, decoded = self._quantized(op) if op.kind in (Kind.STREAM_IN, Kind.GATHER) else (0, 0)
         if op.kind == Kind.GATHER:
             itemsize = self._outline.compute_bytes
             held = (elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed
-            received = held * (ranks - 1) / ranks
-            return received + self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
+            return held * (ranks - 1) * part + self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
         if op.kind == Kind.GATHER_MATRICES:
             itemsize = self._summed_bytes(op.unit)
             return (elements * itemsize + in_float32 * (4 - itemsize)) * (ranks - 1) / ranks
@@ -92,9 +92,9 @@ class StepCost:
             copies = self._settings.num_replicas
             parts = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
             itemsize = self._summed_bytes(op.unit)
-            return (elements * itemsize + in_float32 * (4 - itemsize)) * parts / ranks
+            return (elements * itemsize + in_float32 * (4 - itemsize)) * parts * part
         itemsize = self._settings.grad_bytes if op.kind in _OF_GRADS else WEIGHT_BYTES[self._settings.precision]
-        moved = ((elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed) / ranks
+        moved = ((elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed) * part
         if self._step.gathers_packed:  # decoded once it is gathered
             return moved
         hardware = self._hardware

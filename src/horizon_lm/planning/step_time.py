@@ -101,10 +101,12 @@ def step_time(
     )
 
 
-def estimated_seconds(step: Step, hardware: Hardware, computing_threads: int | None = None) -> float:
-    """Return about the seconds of a step of one rank, sooner than `step_time`, to compare settings."""
-    passes, speed = step.passes(), rates(hardware, computing_threads, None, step.settings)
-    return step_seconds(passes, StepCost(step, hardware), speed, num_steps=2)
+def estimated_seconds(
+    step: Step, hardware: Hardware, computing_threads: int | None = None, interconnect: Interconnect | None = None
+) -> float:
+    """Return about the seconds of a step, sooner than `step_time`, to compare settings. The arguments are those of `step_time`."""
+    passes, speed = step.passes(), rates(hardware, computing_threads, interconnect, step.settings)
+    return step_seconds(passes, StepCost(step, hardware, interconnect), speed, num_steps=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.planning.outline import BlockKind, CoreCosts, Linear, Work
 from horizon_lm.planning.step import Step
 from horizon_lm.schedule.ops import Kind, Op
+from horizon_lm.slabs import UnitCuts
 
 
 class TileCost:
@@ -34,6 +35,23 @@ class TileCost:
     def elements(self, op: Op, experts: ExpertSizes, tensors: Sequence[int]) -> float:
         """Return the elements that an operation moves, of the tensors of a block."""
         return self.share(op, experts) * sum(experts.of(tensors)) if op.unit.is_tile else sum(experts.others(tensors))
+
+    def largest_part(self, op: Op) -> float:
+        """Return the largest share that a rank owns of what an operation moves, for whose link or device the others wait.
+
+        Codes and scales are taken to be cut as the weights that they stand for.
+        """
+        shard, experts = self._step.settings.shard, self.experts(op)
+        if experts is None or shard.is_whole:
+            return 1 / shard.count
+        tensors, size = self._step.outline.sizes.blocks[op.unit.block_index], self._step.settings.expert_tile
+        assert size is not None
+        moved = experts.ranges(tensors, size, op.unit.tile_number if op.unit.is_tile else None)
+        owned = [
+            sum(max(0, min(each.stop, own.stop) - max(each.start, own.start)) for each in moved)
+            for own in UnitCuts(tensors, shard=shard).ranges
+        ]
+        return max(owned) / sum(owned)
 
     def work(self, op: Op, kind: BlockKind, experts: ExpertSizes) -> Work:
         """Return the work of the block's own code, summed over micro-batches."""

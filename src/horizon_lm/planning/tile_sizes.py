@@ -4,7 +4,6 @@ from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 
-ONE_PROCESS = "expert_tile is for one process; leave it unset with several"
 NOT_COMPILED = "compile=True compiles whole blocks, which expert_tile cuts; leave one of them unset"
 NO_MATRICES_OF_TILES = (
     "horizon_lm.Muon orthogonalizes matrices of whole blocks, which expert_tile cuts; use AdamW, or leave it unset"
@@ -31,8 +30,6 @@ def require_tiles(outline: ModelOutline, request: Request) -> None:
 
 def _problem(request: Request) -> str:
     """Return why a run cannot have tiles; empty if it can."""
-    if request.num_ranks > 1:
-        return ONE_PROCESS
     if request.compile is True:
         return NOT_COMPILED
     return NO_MATRICES_OF_TILES if request.optimizer.orthogonalizes else ""

@@ -83,7 +83,8 @@ class SlabPart:
         """The places at which the ranks cut the slot of codes and scales; 0 for one rank, which decodes them where they are."""
         if self.names is None or self.slabs.shard.is_whole:
             return self.slabs.packed.slot_cuts
-        return cut_slot(self.slabs.packed.cuts, list(self._packed_places()))
+        *cuts, _ = cut_slot(self.slabs.packed.cuts, list(self._packed_places()))
+        return [*cuts, self.packed.num_bytes]  # with the padding at the end
 
     def copies(
         self, slot: torch.Tensor, left_out: Collection[str] = (), some: Iterable[slice] | None = None
