@@ -80,6 +80,29 @@ def test_other_numbers_of_ranks_go_on_exactly(pool: Pool, tmp_path: Path, kind: 
     assert all(torch.equal(one.slabs[name][1], slab) for name, (_, slab) in uninterrupted.slabs.items())
 
 
+def test_other_numbers_of_ranks_go_on_with_other_tiles(pool: Pool, tmp_path: Path) -> None:
+    """A checkpoint knows nothing of tiles: others are read, or whole blocks, with the bits of a run of whole blocks."""
+    whole_blocks = Training(shard=4, steps=2, equal=True, family="deepseek_v3", optimizer={"moments": "8bit"})
+
+    def tiled(training: Training, size: int | None) -> Training:
+        return replace(training, settings={"expert_tile": size})
+
+    folder = str(tmp_path / "checkpoint")
+    pool.run(4, begin, tiled(whole_blocks, 3), folder)
+    uninterrupted = alone(replace(whole_blocks, steps=4))
+    for shard, size in ((2, 2), (2, None), (4, 1)):
+        later = replace(tiled(whole_blocks, size), shard=shard, first=2)
+        found = whole(pool.run(shard, go_on, later, folder), shard)
+        assert all(
+            torch.equal(found[name], slab[: len(found[name])]) for name, (_, slab) in uninterrupted.slabs.items()
+        )
+    later = replace(tiled(whole_blocks, 2), first=2)
+    model, optimizer = build(later)
+    horizon_lm.load_checkpoint(folder, model, optimizer)
+    one = train(model, optimizer, later, [0])
+    assert all(torch.equal(one.slabs[name][1], slab) for name, (_, slab) in uninterrupted.slabs.items())
+
+
 def test_three_ranks_read_what_one_has_written(pool: Pool, tmp_path: Path) -> None:
     training = Training(shard=3, steps=2)
     model, optimizer = build(training)

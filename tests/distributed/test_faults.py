@@ -15,6 +15,7 @@ import horizon_lm
 from tests.distributed.runs import assert_same, environment_of, free_port, lines_of, outputs_of
 from tests.e2e import resuming, tiny
 from tests.e2e.processes import RunProcess
+from tests.support import tiny_models
 
 SECONDS = 30.0  # until the other ranks have ended
 SETUP = """
@@ -22,12 +23,15 @@ import os, signal, time
 from horizon_lm.checkpoints.saving import CheckpointWriter
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.blocks import Blocks
+from horizon_lm.engine.units.expert_call import ExpertCall
+from horizon_lm.engine.units.tiled_backward import TiledBackward
 from horizon_lm.optim.update_tasks import Pieces
 from horizon_lm.training.loop import Loop
 
 PLACES = {
     "forward": (Blocks, "forward"), "backward": (BlockAutograd, "backward"), "update": (Pieces, "run"),
-    "save": (CheckpointWriter, "_write_file"),
+    "save": (CheckpointWriter, "_write_file"), "tile": (ExpertCall, "compute"),
+    "tile's gradients": (TiledBackward, "_differentiate"),
 }
 dying, _, place = os.environ.get("DIE", "").partition(":")
 once = os.environ.get("ONCE")
@@ -102,6 +106,14 @@ def write(settings: dict[str, Any], path: Path) -> Path:
     return path
 
 
+def mixture(folder: Path) -> Path:
+    """Write a model with experts, and its tokenizer."""
+    tokenizer = tiny.build_tokenizer()
+    tiny_models.build("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path, killed: int) -> None:
     run_file, folder = write(settings, tmp_path / "run.yaml"), Path(settings["output_dir"])
@@ -119,9 +131,11 @@ def test_a_killed_rank_ends_the_others(settings: dict[str, Any], tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", "backward", "update", "save"])
+@pytest.mark.parametrize("place", ["forward", "backward", "update", "save", "tile", "tile's gradients"])
 def test_a_rank_that_is_killed_anywhere(settings: dict[str, Any], tmp_path: Path, place: str) -> None:
     """The run goes on from its last checkpoint, with the bits of one that was not interrupted."""
+    if "tile" in place:
+        settings |= {"model_name_or_path": str(mixture(tmp_path / "mixture")), "expert_tile": 1}
     run_file, folder = write(settings, tmp_path / "run.yaml"), Path(settings["output_dir"])
     died = tmp_path / "died"
     code, errors = Ranks(run_file, 2, DIE=f"1:{place}", ONCE=str(died)).end(120)[0]

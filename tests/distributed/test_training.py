@@ -1,9 +1,11 @@
 """A step of several ranks has the bits of a step of one process."""
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import horizon_lm
 from horizon_lm.constants import PAGE
 from horizon_lm.distributed.collectives import Group
+from horizon_lm.engine.units.expert_call import ExpertCall
+from horizon_lm.engine.units.tiled_backward import TiledBackward
 from horizon_lm.errors import (
     DisagreementError,
     ModelNotSupportedError,
@@ -458,6 +462,39 @@ def ending(rank: int) -> str:
 
 def test_a_rank_that_has_ended_is_reported(pool: Pool) -> None:
     assert "another rank has failed or ended its program" in pool.run(2, ending)[0]
+
+
+class FailedError(Exception):
+    """A failure of one rank."""
+
+
+def ending_in_a_tile(rank: int, owner: type, method: str) -> str:
+    """One rank fails in a tile, and ends its program."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, _ = build(Training(family="qwen3_moe"), device_mesh=mesh, expert_tile=1)
+    calls = count()
+
+    def fail(*args: Any) -> None:
+        if next(calls) == 2:
+            raise FailedError
+        original(*args)
+
+    original = getattr(owner, method)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(owner, method, fail)
+        with pytest.raises(FailedError if rank else RankLostError) as error:
+            model(**tiny_models.batch()).loss.backward()
+    message = str(error.value)
+    del error, model
+    gc.collect()  # the error's frames keep the connections to the other rank open
+    return message
+
+
+@pytest.mark.parametrize(("owner", "method"), [(ExpertCall, "compute"), (TiledBackward, "_differentiate")])
+def test_a_rank_that_has_ended_in_a_tile_is_reported(pool: Pool, owner: type, method: str) -> None:
+    """The other waits for its part of the next tile, or of the sum of gradients."""
+    assert "another rank has failed or ended its program" in pool.run(2, ending_in_a_tile, owner, method)[0]
 
 
 def without_number_of_targets(rank: int) -> list[str]:
