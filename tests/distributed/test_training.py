@@ -307,6 +307,26 @@ def test_delays_on_each_rank_change_no_bit_of_tiles(pool: Pool, name: str) -> No
     assert_same(pool.run(4, delayed, training, 1), alone(training), training)
 
 
+def answering(rank: int, training: Training) -> torch.Tensor:
+    """Return the logits of a few tokens, other ones on each rank."""
+    mesh = init_device_mesh("cpu", (training.shard,), mesh_dim_names=("shard",))
+    return logits_of(build(training, device_mesh=mesh)[0], rank)
+
+
+@torch.no_grad()
+def logits_of(model: Any, rank: int) -> torch.Tensor:
+    logits: torch.Tensor = model.eval()(torch.tensor([[5 + rank, 9]])).logits
+    return logits
+
+
+def test_few_tokens_of_each_rank_find_their_experts(pool: Pool) -> None:
+    """Ranks are routed to other experts, so all of them are streamed."""
+    training = Training(family="qwen3_moe", shard=3, overrides={"num_experts": 16}, settings={"expert_tile": 3})
+    expected = build(training)[0]
+    for rank, found in enumerate(pool.run(3, answering, training)):
+        assert torch.equal(found, logits_of(expected, rank))
+
+
 def in_other_tiles(rank: int, training: Training, sizes: Sequence[int]) -> str:
     """Cut the experts of each rank into other tiles."""
     mesh = init_device_mesh("cpu", (training.shard,), mesh_dim_names=("shard",))
