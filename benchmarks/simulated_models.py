@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.cli.plan import MODES
+from horizon_lm.cli.largest_models import MODES
 from horizon_lm.config import plan_config
 from horizon_lm.config.load import parse_overrides
 from horizon_lm.model.known_models import find_known, known_config

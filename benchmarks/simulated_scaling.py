@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from horizon_lm.cli.plan import MODES
+from horizon_lm.cli.largest_models import MODES
 from horizon_lm.config import plan_config
 from horizon_lm.config.load import parse_overrides
 from horizon_lm.model.known_models import find_known, known_config

@@ -39,7 +39,7 @@ def run_file(tmp_path: Path, model: Path) -> Path:
 def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search only small models and a mixture of experts, because a model's outline takes seconds."""
     small = [each for each in known_models() if each.parameters < 2e9 or each.name == "openai/gpt-oss-20b"]
-    monkeypatch.setattr("horizon_lm.cli.plan.known_models", lambda: small)
+    monkeypatch.setattr("horizon_lm.cli.largest_models.known_models", lambda: small)
 
 
 def plan(*arguments: Any) -> dict[str, Any]:

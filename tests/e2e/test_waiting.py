@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from horizon_lm import cli
 from horizon_lm.cli import plan, waiting
+from horizon_lm.cli.largest_models import MODES, plan_largest
+from horizon_lm.cli.plan_arguments import Size
 from horizon_lm.cli.waiting import announced
 from tests.e2e.command import run
 
@@ -60,14 +61,13 @@ def test_imports_and_arithmetic_of_a_plan_are_announced(monkeypatch: pytest.Monk
         said.append(text)
         return nullcontext()
 
-    for module in (cli, plan):
-        monkeypatch.setattr(module, "announced", record)
+    monkeypatch.setattr(plan, "announced", record)
     assert run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200").exit_code == 0
-    assert said == ["planning...", "planning..."]
+    assert said == ["planning..."]
 
 
 def test_each_search_for_the_largest_models_is_announced() -> None:
     said: list[str] = []
-    plan.plan_largest([], "rtx-3090", "1GB,2GB", progress=said.append)
-    assert len(said) == 2 * len(plan.MODES)
+    plan_largest([], "rtx-3090", "1GB,2GB", Size(), said.append)
+    assert len(said) == 2 * len(MODES)
     assert (said[0], said[-1]) == ("planning... 1 of 8: fp32_master", "planning... 8 of 8: adapters, 4-bit base")

@@ -5,7 +5,6 @@ seconds.
 import logging
 import os
 import warnings
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ from horizon_lm.cli.common import (
     without_garbage_collection,
 )
 from horizon_lm.cli.leaving import code_of_stdout, leave
-from horizon_lm.cli.waiting import announced
 from horizon_lm.errors import EXIT_CODES
 from horizon_lm.signals import interrupt_on_stop_signals
 from horizon_lm.visible import visible
@@ -61,7 +59,7 @@ class _LazyCommand(TyperCommand):
         require_texts(args)
         if self.name in _STARTS_THREADS:
             require_threads()
-        with announced("planning...") if self.name == "plan" else nullcontext(), without_garbage_collection():
+        with without_garbage_collection():
             function = getattr(import_module(f"horizon_lm.cli.{self.name}"), str(self.name))
         takes_settings = self.name in ("plan", "train", "inspect")
         settings: dict[str, Any] = _ACCEPT_SETTINGS if takes_settings else _ACCEPT_UNDERSCORES

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from horizon_lm.cli import common
-from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.quantities import parse_bytes
 from horizon_lm.visible import visible
 
 
@@ -86,6 +86,8 @@ def evaluate_model(
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
+    from horizon_lm.engine.streamed import engine_of
+
     with _quiet():
         harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         # lm-eval would use the device of the weights, which is the host; logits are computed on the engine's device.
@@ -154,10 +156,9 @@ def eval(
         raise ConfigError(f"--output: {output} is a folder; name a file in it")
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent}: no such folder; create it")
-    from horizon_lm.engine.opening.model_opening import open_model
-    from horizon_lm.quantities import parse_bytes
-
     memory = None if device_memory is None else parse_bytes(device_memory)
+    from horizon_lm.engine.opening.model_opening import open_model  # imports torch, which takes seconds
+
     loaded = load_tasks(tasks)
     request, tokenizer = common.find_model(
         model, base, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model

@@ -1,11 +1,13 @@
 """``horizon-lm generate``: answer a prompt with a streamed model."""
 
+import sys
 from typing import Annotated, Any
 
 import typer
 
 from horizon_lm.cli import common
 from horizon_lm.errors import ConfigError
+from horizon_lm.quantities import parse_bytes
 
 
 @common.exits
@@ -24,12 +26,6 @@ def generate(
     trust_remote_code: common.RemoteCode = False,
     allow_unproven_model: common.Unproven = False,
 ) -> None:
-    import sys
-
-    from horizon_lm.engine.opening.model_opening import open_model
-    from horizon_lm.quantities import parse_bytes
-    from horizon_lm.training.samples import prompt_inputs
-
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens: {max_new_tokens}: must be at least 1")
     if not 0 <= temperature < float("inf"):
@@ -38,6 +34,9 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise ConfigError("PROMPT is empty")
+    from horizon_lm.engine.opening.model_opening import open_model  # imports torch, which takes seconds
+    from horizon_lm.training.samples import prompt_inputs
+
     request, tokenizer = common.find_model(
         model, base, device, memory, precision, gguf_file, trust_remote_code, allow_unproven_model
     )

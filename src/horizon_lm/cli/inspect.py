@@ -1,171 +1,12 @@
 """``horizon-lm inspect``: show how the rows are tokenized and which tokens are trained on."""
 
 import json
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from horizon_lm.cli.common import Model, exits, run_arguments
-from horizon_lm.config import RunConfig
-from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.data.batch import Batch
-from horizon_lm.data.checks import Finding, reject_errors
-from horizon_lm.data.tokenize import RowFlag
-from horizon_lm.model.positions import positions_of
-from horizon_lm.preflight.inputs import fetch_source
-from horizon_lm.quantities import counted
-from horizon_lm.training.rows import RunData, load_data
-from horizon_lm.training.setup import load_tokenizer
-from horizon_lm.visible import visible
-
-_TRAINED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "", "magenta", "dim"
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """The rows of a run, prepared as for training.
-
-    Attributes:
-        config: settings of the run.
-        tokenizer: its tokenizer.
-        data: its rows.
-    """
-
-    config: RunConfig
-    tokenizer: Any
-    data: RunData
-
-    def numbers(self) -> dict[str, Any]:
-        """Return statistics of the training rows."""
-        training = self.data.training
-        rows, packed, report = training.rows, training.packed, training.report
-        tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
-        numbers: dict[str, Any] = {
-            "rows_read": report.read,
-            "cut": report.flagged[RowFlag.TRUNCATED].count,
-            "left_out": report.without_targets.count,
-            "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
-            "rows": len(rows),
-            "tokens": tokens,
-            "trained": targets,
-            "share_trained": round(targets / tokens, 4),
-            "length": {
-                name: int(np.quantile(rows.lengths, share))
-                for name, share in (("shortest", 0), ("median", 0.5), ("90%", 0.9), ("99%", 0.99), ("longest", 1))
-            },
-            "steps_per_epoch": self.data.loader.sampler.steps_per_epoch,
-            "rows_per_step": self.config.rows_per_step,
-        }
-        if packed is not rows:
-            numbers["packed_rows"] = len(packed)
-            numbers["packed_fill"] = round(tokens / (len(packed) * (self.config.max_length or 1)), 4)
-        return {name: value for name, value in numbers.items() if value != {}}
-
-    def findings(self) -> list[tuple[str, Finding]]:
-        """Return likely mistakes, each with the name of the dataset it was found in."""
-        return [(prepared.name, finding) for prepared in self.data.parts for finding in prepared.findings]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return statistics and findings as JSON values."""
-        findings = [
-            {
-                "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.problem,
-                "remedy": finding.remedy, "places": finding.rows.places,
-            }
-            for name, finding in self.findings()
-        ]  # fmt: skip
-        return {"numbers": self.numbers(), "findings": findings}
-
-    def reject_errors(self) -> None:
-        """Raise DataError if training would reject the rows."""
-        reject_errors([finding for _, finding in self.findings()])
-
-
-def inspect_run(config: RunConfig) -> Inspection:
-    """Prepare the rows of a run as training does, without loading its model."""
-    model = fetch_source(config).model
-    tokenizer = load_tokenizer(config, model)
-    return Inspection(config, tokenizer, load_data(config, tokenizer, positions_of(model.skeleton())))
-
-
-def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
-    """Print batches, statistics and findings, in colour on a terminal."""
-    console = Console(soft_wrap=True)
-    for step in range(num_batches):
-        _show_batch(console, inspection, inspection.data.loader.batch(step), step, num_rows)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in inspection.numbers().items():
-        shown = ", ".join(f"{key} {each:,}" for key, each in value.items()) if isinstance(value, dict) else f"{value:,}"
-        table.add_row(name.replace("_", " "), Text(visible(shown)))
-    console.print(table)
-    for name, finding in inspection.findings():
-        style = "bold red" if finding.is_error else "yellow"
-        console.print(Text(visible(f"{'error' if finding.is_error else 'warning'}: {name}: {finding}"), style=style))
-    if not inspection.findings():
-        console.print("no likely mistakes found")
-
-
-def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
-    num_sequences, length = batch.input_ids.shape
-    per_row = num_sequences // len(batch.places)
-    count = counted(len(batch.places), "row") + ("" if per_row == 1 else f", {num_sequences} answers")
-    console.print(f"batch {step + 1}: {count} of {length} tokens; {batch.num_trained:,} tokens are trained on")
-    console.print("trained tokens are green, or between [[ and ]] without colour; special tokens are shown verbatim\n")
-    for index in range(min(num_rows, len(batch.places))):
-        for answer in range(per_row):
-            name = "" if per_row == 1 else (", chosen", ", rejected")[answer]
-            console.print(Text(visible(f"{batch.places[index]}{name}"), style="underline"))
-            length = len(inspection.data.training.packed[batch.rows[index]].sequences[answer].ids)
-            place = index + answer * len(batch.places)
-            console.print(_tokens(console, inspection.tokenizer, batch, place, length), "\n")
-
-
-def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:
-    """Render one sequence of a batch, whose first ``num_tokens`` tokens are not padding."""
-    ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
-    positions = None if batch.position_ids is None else batch.position_ids[index].tolist()
-    special, text, was_trained = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
-    for run in _runs(ids[:num_tokens], labels[:num_tokens], positions, special):
-        if run.begins_row and text:
-            text.append("\n-- next example in this packed row --\n", style="cyan")
-        if console.color_system is None and run.trained != was_trained:
-            text.append("[[" if run.trained else "]]")
-        was_trained = run.trained
-        style = f"{_TRAINED if run.trained else _CONTEXT} {_SPECIAL if run.special else ''}".strip()
-        text.append(visible(tokenizer.decode(run.ids)), style=style)
-    if console.color_system is None and was_trained:
-        text.append("]]")
-    if num_tokens < len(ids):
-        text.append(f" + {len(ids) - num_tokens} padding tokens", style=_PADDING)
-    return text
-
-
-@dataclass
-class _Run:
-    """A run of consecutive tokens shown in one style."""
-
-    ids: list[int]
-    trained: bool
-    special: bool
-    begins_row: bool
-
-
-def _runs(ids: list[int], labels: list[int], positions: list[int] | None, special: set[int]) -> list[_Run]:
-    runs: list[_Run] = []
-    for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        trained, is_special = label != IGNORE_INDEX, token in special
-        begins = positions is not None and positions[index] == 0
-        last = runs[-1] if runs else None
-        if last is not None and not begins and (last.trained, last.special) == (trained, is_special):
-            last.ids.append(token)
-        else:
-            runs.append(_Run([token], trained, is_special, begins))
-    return runs
+from horizon_lm.config.load import read_run_config
 
 
 @exits
@@ -183,9 +24,9 @@ def inspect(
     rows: Annotated[int, typer.Option(min=1, help="Rows to show of each batch.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics and findings as JSON.")] = False,
 ) -> None:
-    from horizon_lm.config.load import read_run_config
-
     config = read_run_config(*run_arguments(run, model_name_or_path=model))
+    from horizon_lm.cli.inspection import inspect_run, show  # imports torch, which takes seconds
+
     inspection = inspect_run(config)
     if as_json:
         print(json.dumps(inspection.as_json(), indent=2))

@@ -1,0 +1,164 @@
+"""Find the largest known models that a machine can train."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from horizon_lm.cli.common import run_arguments
+from horizon_lm.cli.plan_arguments import Size, other_hardware, read_amounts
+from horizon_lm.cli.planned_run import own_shard, place_run
+from horizon_lm.config import RunConfig
+from horizon_lm.config.load import parse_overrides, read_run_config
+from horizon_lm.errors import ConfigError
+from horizon_lm.model.known_models import KnownModel, known_models
+from horizon_lm.model.routed_experts import num_experts
+from horizon_lm.optim.choosing import optimizer_class
+from horizon_lm.planning.host_memory import SAVED_BYTES
+from horizon_lm.planning.request import Machine
+from horizon_lm.preflight.admission import plan_run
+from horizon_lm.preflight.inputs import Source, open_source
+from horizon_lm.quantities import counted
+
+MODES: dict[str, dict[str, str]] = {
+    "fp32_master": {"precision": "fp32_master", "moments": "float32", "update_in_backward": "false"},
+    "bf16": {"precision": "bf16", "moments": "float32", "update_in_backward": "false"},
+    "bf16, 8-bit moments, in backward": {
+        "precision": "bf16", "moments": "8bit", "update_in_backward": "true", "max_grad_norm": "0",
+    },
+    "adapters, 4-bit base": {
+        "use_peft": "true", "lora_target_modules": r".*attn\.\w*proj\w*", "load_in_4bit": "true",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LargestTable:
+    """The largest known dense model and mixture of experts that fit, by host memory and mode.
+
+    Attributes:
+        machine: name of the machine.
+        shape: rows and tokens of a step, as text.
+        modes: names of the modes.
+        rows: for each amount of host memory its name, and for each mode the names and parameters of models.
+    """
+
+    machine: str
+    shape: str
+    modes: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Sequence[tuple[str, int]]]]]
+
+    def as_json(self) -> dict[str, object]:
+        """Return the table as JSON values."""
+        content = [
+            {
+                "host_memory": amount,
+                "largest": {
+                    mode: [{"name": name, "parameters": n} for name, n in cell]
+                    for mode, cell in zip(self.modes, cells, strict=True)
+                },
+            }
+            for amount, cells in self.rows
+        ]
+        return {"machine": self.machine, "step": self.shape, "rows": content}
+
+    def lines(self) -> list[str]:
+        """Return the table as lines of Markdown."""
+        table = [
+            f"Largest known models by host memory, on {self.machine}, steps of {self.shape}:",
+            "",
+            f"| host memory | {' | '.join(f'`{mode}`' if ',' not in mode else mode for mode in self.modes)} |",
+            "|---" * (len(self.modes) + 1) + "|",
+        ]
+        for amount, cells in self.rows:
+            texts = [", ".join(f"{name.rpartition('/')[2]}" for name, _ in cell) or "none" for cell in cells]
+            table.append(f"| {amount} | {' | '.join(texts)} |")
+        return table
+
+
+def plan_largest(
+    arguments: Sequence[str],
+    device: str | None,
+    host_memory: str | None,
+    size: Size,
+    progress: Callable[[str], None] = lambda text: None,
+) -> LargestTable:
+    """Find the largest known models that this machine or another machine can train.
+
+    Args:
+        arguments: settings of the run except its model.
+        device: ``--device`` of the command.
+        host_memory: one or more amounts, separated by commas; None for this machine's.
+        size: number of processes.
+        progress: called with a line about each search.
+    """
+    path, overrides = run_arguments(arguments)
+    fixed = parse_overrides(overrides).keys() & {
+        "model_name_or_path",
+        *(key for mode in MODES.values() for key in mode),
+    }
+    if fixed:
+        raise ConfigError(f"--largest tries all models and modes; remove --{sorted(fixed)[0]}")
+    hardware = other_hardware(device)
+    if device is not None and hardware is None:
+        overrides = [*overrides, "--device", device]
+    amounts: Sequence[tuple[str | None, int | None]] = read_amounts(host_memory) or [(None, None)]
+    runs = {}
+    for mode, settings in MODES.items():
+        chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
+        runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)
+    search = _Search()
+    rows: list[tuple[str, list[list[tuple[str, int]]]]] = []
+    for amount, num_bytes in amounts:
+        cells: list[list[tuple[str, int]]] = []
+        for mode, run in runs.items():
+            progress(f"planning... {len(rows) * len(MODES) + len(cells) + 1} of {len(amounts) * len(MODES)}: {mode}")
+            limited = run if num_bytes is None else run.model_copy(update={"host_memory": num_bytes})
+            placed, machine = place_run(limited, hardware, size)
+            cells.append(search.largest(placed, machine, size))
+        rows.append((amount or f"{machine.host_limits[0].name}", cells))
+    shape = f"{counted(run.rows_per_step * size.num_ranks, 'row')} of {run.max_length:,} tokens"
+    return LargestTable(machine.name, shape, list(MODES), rows)
+
+
+class _Search:
+    """A search for the largest models that fit. Each model is outlined only once."""
+
+    def __init__(self) -> None:
+        self._known = list(reversed(known_models()))
+        self._sources: dict[tuple[str, bool], Source] = {}
+
+    def largest(self, run: RunConfig, machine: Machine, size: Size) -> list[tuple[str, int]]:
+        """Return the largest dense model that fits, and the largest mixture of experts if it is larger."""
+        found: list[tuple[str, int]] = []
+        shard = own_shard(run, size)
+        for known in self._known:
+            if _least_bytes(run, known.parameters) // shard.count > machine.host_limits[0].num_bytes:
+                continue
+            run = self._settings_for(run, known)
+            source = self._open(run)
+            sparse = bool(num_experts(source.config.get_text_config()))
+            if sparse and found:
+                continue
+            if plan_run(run, source, machine, priced=False, shard=shard, num_ranks=size.num_ranks).fits:
+                found.append((known.name, known.parameters))
+                if not sparse:
+                    return found
+        return found
+
+    def _settings_for(self, run: RunConfig, known: KnownModel) -> RunConfig:
+        """Return the run with a model. Adapters are trained on its weights as they were published, all weights once they are decoded."""
+        decoded = known.quantization is not None and not run.use_peft
+        return run.model_copy(update={"model_name_or_path": known.name, "dequantize": decoded})
+
+    def _open(self, run: RunConfig) -> Source:
+        key = (run.model_name_or_path, run.use_peft)
+        if key not in self._sources:
+            self._sources[key] = open_source(run)
+        return self._sources[key]
+
+
+def _least_bytes(run: RunConfig, parameters: int) -> int:
+    """Return a lower bound of the host memory that a run needs, to rule out most models without planning them."""
+    if run.use_peft:
+        return parameters // 2  # codes of 4 bits
+    moments = optimizer_class(run.optim).planned().moment_bytes(run.moments)
+    return parameters * (SAVED_BYTES[run.precision] + moments + (0 if run.update_in_backward else 2))

@@ -1,0 +1,69 @@
+"""The arguments of ``horizon-lm plan``, checked before torch is imported."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from horizon_lm.cli.common import run_arguments
+from horizon_lm.config import RunConfig
+from horizon_lm.config.load import parse_overrides, read_run_config
+from horizon_lm.errors import ConfigError
+from horizon_lm.planning.catalog import Hardware, find_profile
+from horizon_lm.quantities import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Number of processes of a run: one for each GPU of each machine."""
+
+    gpus: int = 1
+    machines: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.gpus * self.machines
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run to plan.
+
+    Attributes:
+        run: its settings.
+        hardware: the machine to plan for; None for this one.
+        size: number of processes.
+    """
+
+    run: RunConfig
+    hardware: Hardware | None
+    size: Size = Size()
+
+
+def read_arguments(
+    arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None, size: Size = Size()
+) -> Planned:
+    """Return the run that the arguments of the command name.
+
+    Raises:
+        ConfigError: no model is named, or a setting or the machine is not valid.
+    """
+    path, overrides = run_arguments(arguments, model_name_or_path=model, host_memory=host_memory)
+    if path is None and "model_name_or_path" not in parse_overrides(overrides):
+        raise ConfigError("name a run file, or a model: horizon-lm plan --model Qwen/Qwen2.5-7B --device h200")
+    hardware = other_hardware(device)
+    if device is not None and hardware is None:
+        overrides += ["--device", device]
+    return Planned(read_run_config(path, overrides, without_rows=True), hardware, size)
+
+
+def read_amounts(host_memory: str | None) -> list[tuple[str, int]]:
+    """Return the amounts of host memory in a list with commas, as text and in bytes; raise ConfigError if one is no size."""
+    texts = [part.strip() for part in host_memory.split(",")] if host_memory else []
+    return [(text, parse_bytes(text)) for text in texts]
+
+
+def other_hardware(device: str | None) -> Hardware | None:
+    """Return the hardware profile that ``--device`` names, or None for a device of this machine."""
+    if device is None or re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        return None
+    return find_profile(device)

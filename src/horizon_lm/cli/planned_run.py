@@ -1,0 +1,118 @@
+"""Plan a run as training does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from horizon_lm.cli.plan_arguments import Planned, Size
+from horizon_lm.config import RunConfig
+from horizon_lm.errors import HorizonError
+from horizon_lm.model.known_models import PART, find_known
+from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.remedies import Remedy
+from horizon_lm.planning.request import Machine, Saves
+from horizon_lm.preflight.admission import plan_run
+from horizon_lm.preflight.inputs import Source, open_source
+from horizon_lm.preflight.remedies import remedies_of
+from horizon_lm.preflight.this_machine import other_machine, this_machine
+from horizon_lm.slabs import WHOLE, Shard
+from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.training.intervals import Intervals
+from horizon_lm.training.ranks import mesh_shape, reject_unsupported
+from horizon_lm.training.rows import estimate_sampler
+from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Result:
+    """A plan, its device, and the changes that would make it fit if it does not."""
+
+    plan: Plan
+    device: str
+    remedies: Sequence[Remedy]
+
+
+def plan_one(planned: Planned) -> Result:
+    """Plan a run. A plan that does not fit is returned, not raised."""
+    run, hardware, size = planned.run, planned.hardware, planned.size
+    source = open_source(run)
+    notes = _notes_on_weights(run, source)
+    loaded = _load_as_training_does(run, source) if hardware is None else ()
+    run, machine = place_run(run, hardware, size)
+    machine = replace(machine, notes=[*machine.notes, *notes])
+    del loaded  # only needed while the memory of this process was measured
+    num_steps, saves = _steps_and_saves(run, size.num_ranks)
+
+    def with_shard(shard: Shard) -> Plan:
+        return plan_run(run, source, machine, num_steps=num_steps, saves=saves, shard=shard, num_ranks=size.num_ranks)
+
+    shard = own_shard(run, size)
+    plan = with_shard(shard)
+    remedies = remedies_of(plan, run, source)
+    if plan.host.deficit and shard.count < size.num_ranks and (wider := with_shard(Shard(0, size.num_ranks))).fits:
+        cost = "the machines share one copy of the model, so its weights cross the network twice a step"
+        remedies = [Remedy({"dp_shard_size": size.num_ranks}, cost, wider), *remedies]
+    return Result(plan, run.device, remedies)
+
+
+def own_shard(run: RunConfig, size: Size) -> Shard:
+    """Return the range of the first process.
+
+    Raises:
+        ConfigError: several processes do not support a setting.
+    """
+    if size.num_ranks == 1:
+        return WHOLE
+    reject_unsupported(run, size.num_ranks)
+    _, ranges = mesh_shape(run, size.num_ranks, size.gpus)
+    return Shard(0, ranges)
+
+
+def _notes_on_weights(run: RunConfig, source: Source) -> list[str]:
+    """Return warnings about the headers of the weight files, or about a config that is known for a part of the model."""
+    folder = source.model.folder
+    known = find_known(run.model_name_or_path)
+    if folder is None and known is not None and known.name.endswith(PART):
+        return [
+            f"model: only the language model of {run.model_name_or_path.removesuffix(PART)} is planned, not its vision tower"
+        ]
+    return check_weights(run, source.model) if folder is not None and Checkpoint.is_in(folder) else []
+
+
+def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]:
+    """Return the number of optimizer steps in a run (None if unknown) and its checkpoints."""
+    by_epoch = run.save_strategy == "epoch"
+    sampler = estimate_sampler(run, num_ranks) if by_epoch or run.max_steps <= 0 else None
+    if run.max_steps > 0:
+        num_steps = run.max_steps
+    elif sampler is not None:
+        num_steps = sampler.num_steps(run.num_train_epochs)
+    else:
+        return None, Saves()
+    return num_steps, Intervals(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).planned_saves()
+
+
+def _load_as_training_does(run: RunConfig, source: Source) -> Sequence[object]:
+    """Load the objects that a run holds before its first step, so that this process uses as much memory as a
+    run would.
+    """
+    import datasets
+
+    from horizon_lm.data.trl_compat import training_template
+
+    if source.model.folder is None:  # a plan downloads nothing
+        return (datasets,)
+    try:
+        tokenizer = load_tokenizer(run.model_copy(update={"chat_template_path": None}), source.model)
+        return datasets, tokenizer, training_template(tokenizer)
+    except HorizonError:  # a plan needs no tokenizer
+        return (datasets,)
+
+
+def place_run(run: RunConfig, hardware: Hardware | None, size: Size) -> tuple[RunConfig, Machine]:
+    """Return the run with its device resolved, and the machine to plan for, or the share of one process."""
+    if hardware is None:
+        run = run.model_copy(update={"device": choose_device(run.device)})
+        return run, this_machine(run, num_processes=size.gpus)
+    run = run.model_copy(update={"device": "cpu" if hardware.on_host else "cuda"})
+    return run, other_machine(hardware, run.host_memory, size.gpus, size.machines)

@@ -1,0 +1,50 @@
+"""Mistakes in names, sizes and settings are reported before torch is imported, which takes seconds."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+from horizon_lm import cli
+try:
+    cli.app()
+finally:
+    print(*sorted({"torch", "transformers", "datasets"} & set(sys.modules)))
+"""
+
+
+def run_alone(arguments: str) -> tuple[str, str]:
+    """Return the heavy packages that a command has imported, and its errors."""
+    command = [sys.executable, "-c", PROGRAM, *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan --model Qwen3-8B --device 4090", "did you mean rtx-4090?"),
+        ("plan --model Qwen3-8B --host-memory 64", "is 64 bytes; write a unit"),
+        ("plan --model Qwen3-8B --lerning_rate 1", "did you mean learning_rate?"),
+        ("plan --device h200", "name a run file, or a model"),
+        ("plan --largest --device 4090", "did you mean rtx-4090?"),
+        ("plan --largest --device h200 --host-memory 64GB,banana", "'banana' is not a size"),
+        ("train nowhere.yaml", "nowhere.yaml: No such file"),
+        ("inspect --device_memory banana", "'banana' is not a size"),
+        ("generate model hi --device-memory banana", "'banana' is not a size"),
+        ("eval model --tasks a --device-memory banana", "'banana' is not a size"),
+        ("export model out --dtype int8", "choose one of bfloat16"),
+        ("merge model out --dtype int8", "choose one of bfloat16"),
+    ],
+)
+def test_nothing_heavy_is_imported(arguments: str, message: str) -> None:
+    packages, errors = run_alone(arguments)
+    assert (packages, message in errors) == ("", True), errors
+
+
+def test_a_mistake_that_is_found_later() -> None:
+    """The control: packages that are imported are seen."""
+    assert "torch" in run_alone("plan --model ./nowhere --device h200")[0]
