@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import horizon_lm
 from horizon_lm.config.load import as_config
+from horizon_lm.config.run import TRACKERS
 from horizon_lm.data.batch import Batch
 from horizon_lm.errors import ConfigError, NonFiniteError
 from horizon_lm.objective import sft
@@ -22,7 +23,7 @@ from horizon_lm.objective.base import Loss
 from horizon_lm.preflight.admission import make_request
 from horizon_lm.preflight.inputs import RowShape, fetch_source, open_source
 from horizon_lm.training import callbacks as run_callbacks
-from horizon_lm.training import metrics
+from horizon_lm.training import metrics, trackers
 from horizon_lm.training.evaluation import Evaluation
 from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.rows import load_data
@@ -315,10 +316,12 @@ def test_empty_sample_prompt_is_rejected(base: dict[str, Any], tmp_path: Path) -
 @pytest.mark.filterwarnings("ignore")
 def test_reports_to_tensorboard(base: dict[str, Any]) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    horizon_lm.train({**base, "report_to": "tensorboard", "run_name": "a night", "max_steps": 4}, **QUIET)
+    said: list[str] = []
+    horizon_lm.train({**base, "report_to": "tensorboard", "run_name": "a night", "max_steps": 4}, print_fn=said.append)
     (file,) = Path(base["output_dir"]).rglob("events.out.tfevents.*")
     board = events.EventAccumulator(str(file)).Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 4]
+    assert said.count(f"TensorBoard's events: {file.parent} (tensorboard --logdir {file.parent})") == 1
 
 
 def test_wandb_project(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +332,7 @@ def test_wandb_project(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             seen.append(os.environ["WANDB_PROJECT"])
 
-    monkeypatch.setattr(run_callbacks, "_report_to_callbacks", lambda report_to: [Tracker()])
+    monkeypatch.setattr(run_callbacks, "open_trackers", lambda report_to: [Tracker()])
     monkeypatch.setenv("WANDB_PROJECT", "before")
     horizon_lm.train({**base, "report_to": "wandb", "wandb_project": "nights", "max_steps": 1}, **QUIET)
     assert (seen, os.environ["WANDB_PROJECT"]) == (["nights"], "before")
@@ -342,7 +345,14 @@ def test_report_to_without_its_package(base: dict[str, Any]) -> None:
         "train", *(text for key, value in base.items() for text in (f"--{key}", value)), "--report_to", "comet_ml"
     )
     assert result.exit_code == 2
-    assert "report_to: " in result.stderr
+    assert "report_to: comet_ml: its package is not installed; pip install comet_ml" in result.stderr
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_trackers_name_their_packages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=f"^report_to: {name}: its package is not installed; pip install [a-z_-]+"):
+        trackers.open_trackers([name])
 
 
 def test_missing_tracker_is_found_before_the_rows_are_read(
@@ -352,7 +362,7 @@ def test_missing_tracker_is_found_before_the_rows_are_read(
         monkeypatch.setattr(
             f"horizon_lm.training.{name}", lambda *args: pytest.fail("work began before the tracker was checked")
         )
-    with pytest.raises(ConfigError, match="report_to: CometCallback requires"):
+    with pytest.raises(ConfigError, match="report_to: comet_ml: its package is not installed"):
         horizon_lm.train({**base, "report_to": "comet_ml"}, **QUIET)
 
 

@@ -501,7 +501,7 @@ def test_a_tracker_that_fails_gets_no_more_calls(
     base: dict[str, Any], monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
     tracker = Faulty(event, RuntimeError("no network"))
-    monkeypatch.setattr(run_callbacks, "_report_to_callbacks", lambda report_to: [tracker])
+    monkeypatch.setattr(run_callbacks, "open_trackers", lambda report_to: [tracker])
     said: list[str] = []
     assert horizon_lm.train(base, print_fn=said.append).num_steps == 2
     assert tracker.calls == 1

@@ -13,7 +13,7 @@ from horizon_lm.config.rules import Needs, OnResume, PerMachine
 from horizon_lm.config.training import TrainingSettings
 from horizon_lm.config.types import Count, CountOrZero, Interval, Names, Settings, as_list
 
-_TRACKERS = (
+TRACKERS = (
     "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab", "tensorboard",
     "trackio", "wandb",
 )  # fmt: skip
@@ -106,8 +106,8 @@ class OutputSettings(Settings):
     @classmethod
     def _reject_unknown_trackers(cls, value: str | list[str]) -> str | list[str]:
         names = [value] if isinstance(value, str) else value
-        if names not in (["none"], ["all"]) and (not names or set(names) - set(_TRACKERS)):
-            raise ValueError(f"must be none, all, or some of {', '.join(_TRACKERS)}")
+        if names not in (["none"], ["all"]) and (not names or set(names) - set(TRACKERS)):
+            raise ValueError(f"must be none, all, or some of {', '.join(TRACKERS)}")
         return value
 
 

@@ -19,7 +19,7 @@ def callback_state(trainer_state: Any, control: Any, callbacks: Sequence[Any]) -
         "stops": control.should_training_stop,
         "callbacks": stateful,
         "trackers": _run_ids(),
-        "tensorboard": next((each.logging_dir for each in callbacks if _is_tensorboard(each)), None),
+        "tensorboard": next((each.logging_dir for each in callbacks if is_tensorboard(each)), None),
     }
     result: dict[str, Any] = json.loads(json.dumps(content, default=str))
     return result
@@ -43,7 +43,7 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
     without = []
     for callback in callbacks:
         name = type(callback).__name__
-        if _is_tensorboard(callback) and saved["tensorboard"] is not None:
+        if is_tensorboard(callback) and saved["tensorboard"] is not None:
             callback.logging_dir = saved["tensorboard"]
             from torch.utils.tensorboard import SummaryWriter
 
@@ -76,7 +76,8 @@ def tracker_environment(saved: Mapping[str, Any] | None, wandb_project: str | No
                 os.environ[name] = value
 
 
-def _is_tensorboard(callback: Any) -> bool:
+def is_tensorboard(callback: Any) -> bool:
+    """Return whether a callback is transformers' tracker for TensorBoard."""
     return type(callback).__name__ == "TensorBoardCallback"
 
 

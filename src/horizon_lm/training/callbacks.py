@@ -17,6 +17,7 @@ from horizon_lm.training.callback_state import (
 )
 from horizon_lm.training.intervals import Control, Intervals
 from horizon_lm.training.part import Part
+from horizon_lm.training.trackers import open_trackers, place_lines
 
 
 class Callbacks(Part):
@@ -35,7 +36,7 @@ class Callbacks(Part):
 
     def __init__(self, config: RunConfig, callbacks: Sequence[Any]) -> None:
         self._steps_per_epoch, self._wandb_project = 1, config.wandb_project
-        self._trackers, self._callbacks = _report_to_callbacks(config.report_to), list(callbacks)
+        self._trackers, self._callbacks = open_trackers(config.report_to), list(callbacks)
         self._handler: Any = None
         self._resumed: Mapping[str, Any] = {}
         if not (self._trackers or self._callbacks):
@@ -76,6 +77,8 @@ class Callbacks(Part):
                 report(f"resume: the callback {name} has no state(), so it begins anew")
         with tracker_environment(resumed, self._wandb_project):
             self._call("on_train_begin")
+        for line in place_lines(self._handler.callbacks):
+            report(line)
         if resumed:
             self._control.should_training_stop |= resumed["stops"]
         if isinstance(self.error, AssertionError):  # how transformers' own callbacks reject a run
@@ -159,22 +162,6 @@ class Callbacks(Part):
     def _call(self, event: str, **details: Any) -> None:
         if self._handler is not None:
             self._control = getattr(self._handler, event)(self._args, self._state, self._control, **details)
-
-
-def _report_to_callbacks(report_to: str | Sequence[str]) -> list[Any]:
-    """Return the trackers of transformers that ``report_to`` names; raise ConfigError if one is not installed."""
-    if report_to in ("none", ["none"]):
-        return []
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    names = [report_to] if isinstance(report_to, str) else list(report_to)
-    callbacks = []
-    for callback in get_reporting_integration_callbacks("all" if names == ["all"] else names):
-        try:
-            callbacks.append(callback())
-        except (RuntimeError, ImportError) as error:
-            raise ConfigError(f"report_to: {first_line(error)}") from error
-    return callbacks
 
 
 def _training_arguments(config: RunConfig) -> dict[str, Any]:
