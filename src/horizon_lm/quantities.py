@@ -26,6 +26,14 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 
+def parse_size(text: str | int) -> int:
+    """Convert a size as `parse_bytes` does; raise ConfigError, too, for a bare number, which is almost always a forgotten unit."""
+    num_bytes = parse_bytes(text)
+    if num_bytes < PAGE:
+        raise ConfigError(f"must be at least {PAGE} bytes; write a unit, such as {max(1, num_bytes)}GiB")
+    return num_bytes
+
+
 def format_bytes(num_bytes: float) -> str:
     """Format a size in the largest binary unit in which it is at least one, for example ``"1.25 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

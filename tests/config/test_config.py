@@ -85,7 +85,7 @@ def test_unknown_setting_error_has_place_and_remedy(write) -> None:
     assert error_of(write("held_blocks: 2\n")).endswith(
         "held_blocks is not a setting; it is now called resident_blocks"
     )
-    assert error_of(write(""), ["--lerning-rate", "1"]).startswith("--lerning_rate is not a setting")
+    assert error_of(write(""), ["--lerning-rate", "1"]).startswith("--lerning-rate is not a setting")
 
 
 def test_all_errors_of_a_file_are_reported_together(write) -> None:

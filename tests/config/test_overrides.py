@@ -45,5 +45,5 @@ def test_other_settings_need_a_value(tokens: list[str]) -> None:
 
 
 def test_flag_is_given_once() -> None:
-    with pytest.raises(ConfigError, match="--packing is given twice"):
+    with pytest.raises(ConfigError, match="--packing and --no_packing are both given; keep one"):
         parse_overrides(["--packing", "--no_packing"])

@@ -412,7 +412,7 @@ def test_the_model_is_an_option_as_in_plan(
     result = run(command, run_file, "--model", model)
     assert (result.exit_code, str(model) in result.stdout or command == "inspect") == (0, True), result.stderr
     twice = run(command, run_file, "--model", model, "--model_name_or_path", model)
-    assert (twice.exit_code, "given twice" in twice.stderr) == (2, True)
+    assert (twice.exit_code, "--model_name_or_path and --model are both given; keep one" in twice.stderr) == (2, True)
 
 
 def test_help_needs_no_torch() -> None:

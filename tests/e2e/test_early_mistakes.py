@@ -27,15 +27,31 @@ def run_alone(arguments: str) -> tuple[str, str]:
     ("arguments", "message"),
     [
         ("plan --model Qwen3-8B --device 4090", "did you mean rtx-4090?"),
-        ("plan --model Qwen3-8B --host-memory 64", "is 64 bytes; write a unit"),
+        (
+            "plan --model Qwen3-8B --host-memory 64",
+            "error: --host-memory: 64: must be at least 4096 bytes; write a unit, such as 64GiB\n",
+        ),
         ("plan --model Qwen3-8B --lerning_rate 1", "did you mean learning_rate?"),
         ("plan --device h200", "name a run file, or a model"),
         ("plan --largest --device 4090", "did you mean rtx-4090?"),
-        ("plan --largest --device h200 --host-memory 64GB,banana", "'banana' is not a size"),
+        (
+            "plan --largest --device h200 --host-memory 64GB,banana",
+            "error: --host-memory: 'banana': is not a size; write for example 64MiB",
+        ),
         ("train nowhere.yaml", "nowhere.yaml: No such file"),
-        ("inspect --device_memory banana", "'banana' is not a size"),
-        ("generate model hi --device-memory banana", "'banana' is not a size"),
-        ("eval model --tasks a --device-memory banana", "'banana' is not a size"),
+        ("inspect --device_memory banana", "\n--device_memory: 'banana': is not a size; write for example 64MiB"),
+        (
+            "generate model hi --device-memory banana",
+            "error: --device-memory: 'banana': is not a size; write for example 64MiB",
+        ),
+        (
+            "eval model --tasks a --device-memory banana",
+            "error: --device-memory: 'banana': is not a size; write for example 64MiB",
+        ),
+        (
+            "export model out --max-shard-size 5",
+            "error: --max-shard-size: '5': must be at least 4096 bytes; write a unit",
+        ),
         ("export model out --dtype int8", "choose one of bfloat16"),
         ("merge model out --dtype int8", "choose one of bfloat16"),
     ],

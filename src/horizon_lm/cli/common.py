@@ -19,6 +19,7 @@ import horizon_lm
 from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError
 from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import exists
+from horizon_lm.quantities import parse_size
 from horizon_lm.resources import threads_left, usable_cores
 from horizon_lm.visible import visible
 
@@ -102,7 +103,7 @@ def require_threads() -> None:
 
 
 def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[str | None, list[str]]:
-    """Return the run file, if any, and the overrides among them the options that are set, by the names of their settings.
+    """Return the run file, if any, and the overrides, among them the options of the command that are set.
 
     Raises:
         ConfigError: what stands in the place of the run file is no file, and not named like one.
@@ -113,15 +114,21 @@ def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[
     if path is not None and not path.endswith((".yaml", ".yml")) and (Path(path).is_dir() or not exists(path)):
         raise ConfigError(f"{path} is no run file; if it is a model, write --model {path}")
     return path, overrides + [
-        part for key, value in options.items() if value is not None for part in (f"--{key}", value)
+        part for key, value in options.items() if value is not None for part in (f"--{key.replace('_', '-')}", value)
     ]
+
+
+def read_size(option: str, text: str) -> int:
+    """Return the bytes of a size that an option has; raise ConfigError, naming the option, if it is none or lacks a unit."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {text!r}: {str(error).removeprefix(f'{text!r} ')}") from error
 
 
 def require_written(dtype: str | None, max_shard_size: str) -> None:
     """Raise ConfigError if models are not written in a dtype, or a size of their files is none."""
-    from horizon_lm.quantities import parse_bytes
-
-    parse_bytes(max_shard_size)
+    read_size("--max-shard-size", max_shard_size)
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
 

@@ -12,7 +12,6 @@ import typer
 
 from horizon_lm.cli import common
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.quantities import parse_bytes
 from horizon_lm.visible import visible
 
 
@@ -156,7 +155,7 @@ def eval(
         raise ConfigError(f"--output: {output} is a folder; name a file in it")
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent}: no such folder; create it")
-    memory = None if device_memory is None else parse_bytes(device_memory)
+    memory = None if device_memory is None else common.read_size("--device-memory", device_memory)
     from horizon_lm.engine.opening.model_opening import open_model  # imports torch, which takes seconds
 
     loaded = load_tasks(tasks)

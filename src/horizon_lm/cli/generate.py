@@ -7,7 +7,6 @@ import typer
 
 from horizon_lm.cli import common
 from horizon_lm.errors import ConfigError
-from horizon_lm.quantities import parse_bytes
 
 
 @common.exits
@@ -30,7 +29,7 @@ def generate(
         raise ConfigError(f"--max-new-tokens: {max_new_tokens}: must be at least 1")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"--temperature: {temperature}: must be 0 or more")
-    memory = None if device_memory is None else parse_bytes(device_memory)
+    memory = None if device_memory is None else common.read_size("--device-memory", device_memory)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise ConfigError("PROMPT is empty")

@@ -4,12 +4,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horizon_lm.cli.common import run_arguments
+from horizon_lm.cli.common import read_size, run_arguments
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.catalog import Hardware, find_profile
-from horizon_lm.quantities import parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def read_arguments(
     Raises:
         ConfigError: no model is named, or a setting or the machine is not valid.
     """
-    path, overrides = run_arguments(arguments, model_name_or_path=model, host_memory=host_memory)
+    path, overrides = run_arguments(arguments, model=model, host_memory=host_memory)
     if path is None and "model_name_or_path" not in parse_overrides(overrides):
         raise ConfigError("name a run file, or a model: horizon-lm plan --model Qwen/Qwen2.5-7B --device h200")
     hardware = other_hardware(device)
@@ -59,7 +58,7 @@ def read_arguments(
 def read_amounts(host_memory: str | None) -> list[tuple[str, int]]:
     """Return the amounts of host memory in a list with commas, as text and in bytes; raise ConfigError if one is no size."""
     texts = [part.strip() for part in host_memory.split(",")] if host_memory else []
-    return [(text, parse_bytes(text)) for text in texts]
+    return [(text, read_size("--host-memory", text)) for text in texts]
 
 
 def other_hardware(device: str | None) -> Hardware | None:

@@ -31,9 +31,9 @@ def train(
         from horizon_lm.distributed.rendezvous import failing_together
 
         with failing_together():
-            config = read_run_config(*run_arguments(run, model_name_or_path=model))
+            config = read_run_config(*run_arguments(run, model=model))
     else:
-        config = read_run_config(*run_arguments(run, model_name_or_path=model))
+        config = read_run_config(*run_arguments(run, model=model))
     from horizon_lm.training.train import train as run_training
 
     run_training(config)

@@ -1,6 +1,6 @@
 """Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.near_misses import closest_setting
 
 _LENGTHS = {"num_train_epochs", "max_steps"}  # a run has one of them
+_OPTIONS = {"model": "model_name_or_path"}  # options of commands whose setting has another name
 _RENAMED = {  # earlier names of settings
     "boundaries": "activation_checkpoints",
     "held_blocks": "resident_blocks",
@@ -36,7 +37,7 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
     settings, places = read_yaml(path) if path is not None else ({}, SettingPlaces("the command line"))
     _reject_foreign_file(settings, path)
     changes = parse_overrides(overrides)
-    places.overridden |= set(changes)
+    places.overridden |= {key: option for option, key, _ in _read_overrides(overrides)}
     return _validate(_apply(settings, changes), places, without_rows)
 
 
@@ -49,12 +50,12 @@ def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[
     if isinstance(run, RunConfig) and not changes:
         return run
     if isinstance(run, str | Path):
-        settings, places = read_yaml(str(run), override_prefix="train(): ")
+        settings, places = read_yaml(str(run))
         _reject_foreign_file(settings, str(run))
     else:
         settings = run.model_dump() if isinstance(run, RunConfig) else dict(run)
-        places = SettingPlaces("train()", override_prefix="train(): ")
-    places.overridden |= set(changes or ())
+        places = SettingPlaces("train()")
+    places.overridden |= {key: f"train(): {key}" for key in changes or ()}
     return _validate(_apply(settings, changes or {}), places, without_rows=False)
 
 
@@ -93,6 +94,17 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
         ConfigError: a token is not an override, has no value or cannot be read, or a key is repeated.
     """
     settings: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for option, key, value in _read_overrides(tokens):
+        if key in given:
+            names = f"{option} is given twice" if option == given[key] else f"{given[key]} and {option} are both given"
+            raise ConfigError(f"{names}; keep one")
+        given[key], settings[key] = option, value
+    return settings
+
+
+def _read_overrides(tokens: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the option of each override as it is written, its setting and its value. Raise the errors of `parse_overrides`."""
     rest = list(tokens)
     while rest:
         token = rest.pop(0)
@@ -105,11 +117,9 @@ def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
             if not rest:
                 raise ConfigError(f"{token} has no value; write {token} VALUE")
             text = rest.pop(0)
-        key = key.replace("-", "_")
-        if key in settings:
-            raise ConfigError(f"--{key} is given twice; keep one")
-        settings[key] = _parse_value(key, text)
-    return settings
+        option, name = token.partition("=")[0], key.replace("-", "_")
+        name = _OPTIONS.get(name, name)
+        yield option, name, _parse_value(name, option, text)
 
 
 def _is_bare_flag(token: str, following: Sequence[str]) -> bool:
@@ -128,15 +138,15 @@ def _is_boolean(key: str) -> bool:
     return any(field is not None and bool in (field.annotation, *get_args(field.annotation)) for field in fields)
 
 
-def _parse_value(key: str, text: str) -> Any:
-    """Parse a value as YAML, except for settings of type text, so that paths need no quotes."""
+def _parse_value(key: str, option: str, text: str) -> Any:
+    """Parse the value of an option as YAML, except for settings of type text, so that paths need no quotes."""
     fields = [schema.model_fields[key] for schema in SCHEMAS.values() if key in schema.model_fields]
     if fields and fields[0].annotation in (str, str | None) and text != "null":
         return text
     try:
-        return parse_yaml(text, f"--{key}")
+        return parse_yaml(text, option)
     except ConfigError as error:
-        raise ConfigError(f"--{key}: {text!r} cannot be read; quote it as in YAML") from error
+        raise ConfigError(f"{option}: {text!r} cannot be read; quote it as in YAML") from error
 
 
 # Overrides
@@ -213,6 +223,7 @@ def _message(details: Any, places: SettingPlaces, schema: type[RunConfig]) -> st
         return f"{places.describe(loc)} is missing. {known[str(loc[-1])].description}"
     if details["type"] == "extra_forbidden":
         return f"{places.describe(loc)} is not a setting{_suggest(str(loc[-1]), list(known), len(loc) == 1)}"
+    message = message.removeprefix(f"{details['input']!r} ")  # which stands before it anyway
     return f"{places.describe(loc)}: {_shorten(details['input'])}: {message}"
 
 

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from horizon_lm.config.rules import require_use
 from horizon_lm.optimizers import OPTIMIZERS, by_other_name
-from horizon_lm.quantities import parse_bytes
+from horizon_lm.quantities import parse_size
 
 _MIN_SIZE, _MAX_SIZE = 1e-30, 1e30  # of fractional numbers, which float32 computes with
 _MAX_WHOLE = 2**60  # of whole numbers without a limit of their own
@@ -80,12 +80,6 @@ def _check_steps_or_fraction(value: float) -> float:
     return int(value) if value >= 1 else value
 
 
-def _check_unit(num_bytes: int) -> int:
-    if num_bytes < 4096:  # a bare number is almost always a forgotten unit
-        raise ValueError(f"is {num_bytes} bytes; write a unit, such as {max(1, num_bytes)}GiB")
-    return num_bytes
-
-
 def as_list(value: Any) -> Any:
     """Return a string as a list of one; return anything else unchanged."""
     return [value] if isinstance(value, str) else value
@@ -103,7 +97,7 @@ Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
 Norm = Annotated[float, Field(ge=0, le=1e12), AfterValidator(_check_norm)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), AfterValidator(_check_unit)]
+Bytes = Annotated[int, BeforeValidator(parse_size)]
 DeviceName = Annotated[str, AfterValidator(_check_device_name)]
 OptimizerName = Annotated[str, AfterValidator(_our_optimizer)]
 Names = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]

@@ -17,15 +17,14 @@ class SettingPlaces:
     Args:
         file: name of the file, or of another source of settings.
         marks: contents of the file with positions, as ruamel.yaml's round-trip loader returns them; None without a file.
-        override_prefix: prefix of overridden settings in messages.
 
     Attributes:
-        overridden: names of settings whose value does not come from the file.
+        overridden: settings whose value does not come from the file, each as it was given, such as ``--host-memory``.
     """
 
-    def __init__(self, file: str, marks: Any = None, override_prefix: str = "--") -> None:
-        self.overridden: set[str] = set()
-        self._file, self._marks, self._override_prefix = file, marks, override_prefix
+    def __init__(self, file: str, marks: Any = None) -> None:
+        self.overridden: dict[str, str] = {}
+        self._file, self._marks = file, marks
 
     def position(self, loc: tuple[int | str, ...]) -> tuple[int, int] | None:
         """Return the line and column, counted from 1, of the deepest part of ``loc`` that is in the file."""
@@ -39,9 +38,10 @@ class SettingPlaces:
 
     def describe(self, loc: tuple[int | str, ...]) -> str:
         """Return the name of a setting after its place, such as ``run.yaml:3:1: max_length``."""
-        name = str(loc[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:])
+        inside = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:])
+        name = f"{loc[0]}{inside}"
         if loc[0] in self.overridden:
-            return f"{self._override_prefix}{name}"
+            return f"{self.overridden[str(loc[0])]}{inside}"
         position = self.position(loc)
         return f"{self._file}: {name}" if position is None else f"{self._file}:{position[0]}:{position[1]}: {name}"
 
@@ -130,12 +130,11 @@ def _require_small_numbers(value: Any) -> None:
             _require_small_numbers(each)
 
 
-def read_yaml(path: str, override_prefix: str = "--") -> tuple[dict[str, Any], SettingPlaces]:
+def read_yaml(path: str) -> tuple[dict[str, Any], SettingPlaces]:
     """Return the settings of a YAML 1.2 file and their places.
 
     Args:
         path: the file.
-        override_prefix: prefix of overridden settings in messages.
 
     Raises:
         ConfigError: the file cannot be read, or is not a mapping of settings.
@@ -158,4 +157,4 @@ def read_yaml(path: str, override_prefix: str = "--") -> tuple[dict[str, Any], S
     for key in settings:
         if not isinstance(key, str):
             raise ConfigError(f"{path}: {key!r} is not the name of a setting")
-    return settings, SettingPlaces(path, marks, override_prefix)
+    return settings, SettingPlaces(path, marks)
