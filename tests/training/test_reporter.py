@@ -1,6 +1,7 @@
 """Lines of metrics as text."""
 
 import io
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,37 @@ def test_the_progress_bar_of_a_resumed_run_begins_where_it_was(tmp_path: Path, m
         shown.begin(LineFile(tmp_path / "metrics.jsonl"), 50, lambda line: None)
         shown.advance(41, 1.5)
         assert shown._bar.tasks[0].completed == 41
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calls", "expected"),
+    [
+        (-1.0, (8, 16, 18), ["eval set: 8 of 18", "eval set: 16 of 18", "eval set: 18 of 18"]),
+        (-1.0, (8, 16), ["eval set: 8 of 18", "eval set: 16 of 18", "eval set: 18 of 18"]),  # the rest was known
+        (1e9, (8, 16, 18), []),
+    ],
+)
+def test_lines_of_progress_reach_the_end(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, calls: tuple[int, ...], expected: list[str]
+) -> None:
+    monkeypatch.setattr(reporter, "_PROGRESS_SECONDS", seconds)
+    said: list[str] = []
+    with reporter.Reporter(said.append) as shown, shown.progress("eval set") as advance:
+        for done in calls:
+            advance(done, 18)
+    assert said == expected
+
+
+def test_the_last_line_of_progress_is_printed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that ends soon after a line has one more, and work that is interrupted has none."""
+    clock = iter([0.0, 11.0, 11.0, 12.0, 0.0, 11.0, 11.0])
+    monkeypatch.setattr(reporter.time, "perf_counter", lambda: next(clock))
+    said: list[str] = []
+    with reporter.Reporter(said.append) as shown:
+        with shown.progress("reference") as advance:
+            advance(8, 10)
+            advance(10, 10)
+        with suppress(KeyboardInterrupt), shown.progress("eval set") as advance:
+            advance(8, 10)
+            raise KeyboardInterrupt
+    assert said == ["reference: 8 of 10", "reference: 10 of 10", "eval set: 8 of 10"]

@@ -130,11 +130,14 @@ class Reporter:
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
-        """Context manager: show the progress of long work between steps. Yield a function to call with done and total."""
-        last_print, task = time.perf_counter(), None
+        """Context manager: show the progress of long work between steps. Yield a function to call with done and total.
+
+        Lines that were printed end with one of all work done, also if the last part needed no call.
+        """
+        last_print, task, unfinished = time.perf_counter(), None, 0
 
         def advance(done: int, total: int) -> None:
-            nonlocal last_print, task
+            nonlocal last_print, task, unfinished
             if self._bar is not None:
                 with self.attempt("the progress bar"):
                     if task is None:
@@ -142,10 +145,12 @@ class Reporter:
                         self._bar.start()
                     self._bar.update(task, completed=done)
             elif time.perf_counter() - last_print > _PROGRESS_SECONDS:
-                last_print = time.perf_counter()
+                last_print, unfinished = time.perf_counter(), total if done < total else 0
                 self.print(f"{label}: {done:,} of {total:,}")
 
         yield advance
+        if unfinished:
+            self.print(f"{label}: {unfinished:,} of {unfinished:,}")
         if task is not None:
             with self.attempt("the progress bar"):
                 self._bar.remove_task(task)
