@@ -112,6 +112,13 @@ def disk_free(path: Path) -> int:
     return answer.f_bavail * answer.f_frsize
 
 
+def takes_files(path: Path) -> bool:
+    """Return whether the file system at ``path`` has space for files, also if it is full. The kernel's own, such as /proc, have none,
+    whoever asks; raise OSError as `disk_free` does.
+    """
+    return os.statvfs(_nearest(path)).f_blocks > 0
+
+
 def file_system(path: Path) -> int:
     """Return the number of the file system that contains or will contain ``path``; raise OSError if access
     is denied.

@@ -409,6 +409,15 @@ def test_host_memory_overrides_free_memory(
         assert "cgroup v2 /job" in rejected("train", run_file, "--host_memory", "16GiB")
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a file system of Linux")
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_folder_that_no_file_can_be_written_to(command: str, run_file: Path) -> None:
+    """It has no free space either, but room cannot be made there."""
+    result = run(command, run_file, "--output_dir", "/proc/run")
+    assert result.exit_code == 2
+    assert re.fullmatch(r"error: output_dir: /proc(/run)? cannot be written to; choose another folder\n", result.stderr)
+
+
 def test_full_disk_is_rejected(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "disk_free", lambda path: 12_345)
     message = rejected("train", run_file)

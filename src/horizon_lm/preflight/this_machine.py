@@ -165,12 +165,16 @@ def _probe_device(device: str) -> tuple[str, list[Limit], str]:
 
 
 def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
-    """Return the free space for the run's folder, and for downloads if they go to another disk."""
+    """Return the free space for the run's folder, and for downloads if they go to another disk; raise ConfigError if there is none
+    by its nature, as in /proc.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from horizon_lm.resources import disk_free, file_system
+    from horizon_lm.resources import disk_free, file_system, takes_files
 
     try:
+        if not takes_files(output_dir):
+            raise ConfigError(f"output_dir: {output_dir} cannot be written to; choose another folder")
         disk = [Limit(f"free in {output_dir}", disk_free(output_dir))]
         cache = Path(HF_HUB_CACHE)
         same = file_system(cache) == file_system(output_dir)

@@ -16,6 +16,7 @@ from horizon_lm.model.adapter_config import ADAPTER_CONFIG
 from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import write_plan
+from horizon_lm.resources import takes_files
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_lock import RunLock
@@ -69,7 +70,7 @@ class RunDir:
                 "overwrite_output_dir: true to write beside it"
             )
         existing = next(folder for folder in (self.path, *self.path.resolve().parents) if folder.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
+        if not existing.is_dir() or not os.access(existing, os.W_OK) or not takes_files(existing):
             raise ConfigError(f"output_dir: {existing} cannot be written to; choose another folder")
         if config.push_to_hub:
             _require_login()
