@@ -142,8 +142,12 @@ def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 @contextmanager
 def outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
-    """Context manager: replace outer parameters by small random fp32 leaves on the host."""
-    refs = parts.units[OUTER]
+    """Context manager: replace outer parameters by small random fp32 leaves on the host.
+
+    Adapters inside blocks are left as they are: stand-ins compute the blocks, and a large model has a thousand of them.
+    """
+    inside = frozenset().union(*parts.adapters.values())
+    refs = [ref for ref in parts.units[OUTER] if ref.name not in inside]
     leaves = [torch.randn(ref.param.shape).mul_(0.1).requires_grad_() for ref in refs]
     with in_place((m, a, leaf) for ref, leaf in zip(refs, leaves, strict=True) for m, a in ref.places):
         yield leaves
