@@ -115,8 +115,12 @@ def _forward_in_chunks(self: Any, hidden: torch.Tensor) -> torch.Tensor:
                 module._parameters.update(parameters)
 
     # Chunks (B, size, H) of nearly equal length, because a last chunk of a single token would need a separate graph.
-    # Contiguous, because matmul rounds differently otherwise when there is no autograd graph.
-    pieces = [piece.contiguous() for piece in hidden.tensor_split(-(-hidden.shape[1] // size), dim=1)]
+    # With the strides of a tensor of their own, because matmul rounds differently otherwise when no autograd graph is
+    # recorded. `contiguous` leaves a piece of a single row as it is.
+    pieces = [
+        piece.clone(memory_format=torch.contiguous_format)
+        for piece in hidden.tensor_split(-(-hidden.shape[1] // size), dim=1)
+    ]
     if not torch.is_grad_enabled():
         return _marked(torch.cat([compute(piece) for piece in pieces], dim=1))
     return _marked(
