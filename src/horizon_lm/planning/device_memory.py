@@ -2,7 +2,7 @@
 over time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from horizon_lm.planning.device_buffers import block_bytes, device_buffers
@@ -159,6 +159,55 @@ class Curve:
     host: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockUse:
+    """The device memory of one block's computations in bytes.
+
+    Attributes:
+        forward: the activations of its forward pass.
+        kept: what it keeps from there to the end of its backward pass: its boundary and its graph, if they are resident.
+        backward: the activations of its recomputation and backward pass, without what is kept.
+        is_tiled: its experts are computed in tiles.
+    """
+
+    forward: int
+    kept: int
+    backward: int
+    is_tiled: bool
+
+
+def _block_use(step: Step, needed: Working, index: int, footprints: Sequence[Footprint]) -> _BlockUse:
+    """Return the memory of a block, given its footprints for each micro-batch."""
+    residency, num_blocks = step.settings.residency, step.outline.num_blocks
+    is_differentiated = index >= step.outline.first_differentiated
+    keeps_boundary = is_differentiated and index >= num_blocks - residency.boundaries
+    has_graph = index >= num_blocks - residency.graphs
+    kept = step.boundary if keeps_boundary else 0
+    if is_differentiated and has_graph:
+        kept += needed.graphs[index]
+    is_tiled = index in needed.tiled
+    return _BlockUse(
+        forward=sum(each.held for each in footprints) if is_tiled else footprints[0].graph,
+        kept=kept,
+        backward=needed.backward_peaks[index] if has_graph else needed.peaks[index],
+        is_tiled=is_tiled,
+    )
+
+
+def _block_changes(span: Span, use: _BlockUse) -> Iterator[tuple[float, int]]:
+    """Yield the moments at which a computation of a block changes the memory in use, and the changes."""
+    kind = span.op.kind
+    # The experts' tiles are computed between two operations of the block, of which the first allocates.
+    if kind == (Kind.ROUTE if use.is_tiled else Kind.FORWARD):
+        yield span.start, use.forward
+    if kind == Kind.FORWARD:
+        yield span.end, use.kept - use.forward
+    if kind == (Kind.RECOMPUTE if use.is_tiled else Kind.BACKWARD):
+        yield span.start, use.backward
+    if kind == Kind.BACKWARD:
+        yield span.end, -use.kept - use.backward
+
+
 def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
     """Return the memory in use during a step.
 
@@ -171,36 +220,23 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
         spans: spans of the step, which starts at 0.
         host_base: bytes of host memory, including activation checkpoints.
     """
-    changes: list[tuple[float, int]] = []
-    needed, residency = step_working(step), step.settings.residency
-    num_blocks, first = step.outline.num_blocks, step.outline.first_differentiated
+    needed = step_working(step)
     of_slices = [step.outline.footprints(rows, step.settings.expert_tile) for rows in step.settings.slices]
+    blocks = [_block_use(step, needed, index, each) for index, each in enumerate(zip(*of_slices, strict=True))]
+    changes: list[tuple[float, int]] = []
     for span in spans:
-        kind, unit = span.op.kind, span.op.unit
-        if unit == HEAD and span.op.stream == Stream.COMPUTE and span.end > span.start:
-            changes += [(span.start, needed.head), (span.end, -needed.head)]
-        if not unit.is_block or span.op.stream != Stream.COMPUTE:
+        unit = span.op.unit
+        if span.op.stream != Stream.COMPUTE:
             continue
-        index = unit.block_index
-        stays = step.boundary if index >= max(first, num_blocks - residency.boundaries) else 0
-        stays += needed.graphs[index] if index >= max(first, num_blocks - residency.graphs) else 0
-        peak = (needed.backward_peaks if index >= num_blocks - residency.graphs else needed.peaks)[index]
-        # A block with tiles begins with the computations that come before those of its tiles.
-        is_tiled = index in needed.tiled
-        used = sum(each[index].held for each in of_slices) if is_tiled else of_slices[0][index].graph
-        if kind == (Kind.ROUTE if is_tiled else Kind.FORWARD):
-            changes.append((span.start, used))
-        if kind == Kind.FORWARD:
-            changes.append((span.end, stays - used))
-        if kind == (Kind.RECOMPUTE if is_tiled else Kind.BACKWARD):
-            changes.append((span.start, peak))
-        if kind == Kind.BACKWARD:
-            changes.append((span.end, -stays - peak))
+        if unit.is_block:
+            changes += _block_changes(span, blocks[unit.block_index])
+        elif unit == HEAD and span.end > span.start:
+            changes += [(span.start, needed.head), (span.end, -needed.head)]
     changes.sort()
     use = device_use(step)
     base = sum(use.buffers.values()) + use.shared
     seconds, device = [0.0], [base]
-    for at, change in changes:
-        seconds.append(at)
+    for moment, change in changes:
+        seconds.append(moment)
         device.append(max(base, device[-1] + change))
     return Curve(seconds, device, [host_base] * len(seconds))
