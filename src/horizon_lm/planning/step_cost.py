@@ -44,6 +44,7 @@ class StepCost:
         self._outline, self._settings = step.outline, step.settings
         self._tiles = TileCost(step)
         self._dtype = "float32" if step.outline.compute_bytes == 4 else "bfloat16"
+        # Seconds of a computation, by what they depend on: its kind, the block's kind, whether its graph is kept, and the share of experts.
         self._known: dict[tuple[Kind, int, bool, float], float] = {}
 
     def __call__(self, op: Op) -> float:
@@ -182,26 +183,38 @@ class StepCost:
     # Computation
 
     def _compute(self, op: Op) -> float:
+        """Return the seconds of a computation."""
         if op.kind == Kind.ORTHOGONALIZE:
             return self._seconds(orthogonalizing_work(self._matrices(op.unit)), compiled=False, dtype="bfloat16")
-        if op.unit in (EMBED, OUTER):
-            moved = self._step.table_rows * self._outline.sizes.hidden * self._outline.compute_bytes
-            moved += self._step.hidden * (2 if op.kind == Kind.FORWARD else 6)
-            return moved / self._hardware.device_bandwidth if op.unit == EMBED else 0.0
+        if op.unit == OUTER:
+            return 0.0
+        if op.unit == EMBED:
+            return self._embedding_bytes(op.kind) / self._hardware.device_bandwidth
         if op.unit == HEAD:
             return self._seconds(self._head(op), compiled=False)
+        return self._block_seconds(op)
+
+    def _embedding_bytes(self, kind: Kind) -> int:
+        """Return the device bytes of looking up the rows of tokens, or of adding up their gradients."""
+        rows = self._step.table_rows * self._outline.sizes.hidden * self._outline.compute_bytes
+        return rows + self._step.hidden * (2 if kind == Kind.FORWARD else 6)
+
+    def _block_seconds(self, op: Op) -> float:
+        """Return the seconds of a block, its core or a tile, computed once for all blocks of a kind."""
         index, experts = op.unit.block_index, self._tiles.experts(op)
         kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
         has_graph = index >= self._outline.num_blocks - self._settings.residency.graphs
-        key = (op.kind, kind, has_graph, self._tiles.share(op, experts) if experts else 1.0)
+        share = self._tiles.share(op, experts) if experts else 1.0
+        key = (op.kind, kind, has_graph, share)
         if key not in self._known:
             if experts:
-                work, around = self._tiles.work(op, self._outline.kinds[kind], experts), self._around_part(op, experts)
+                work = self._tiles.work(op, self._outline.kinds[kind], experts)
+                engine_bytes = self._around_part(op, experts)
             else:
                 work = self._block(op.kind, index, has_graph)
-                around = self._around_block(op.kind, sum(sizes_of(op.unit, self._outline.trained)))
-            of_block = self._seconds(work, self._settings.compiled)
-            self._known[key] = of_block + around / self._hardware.device_bandwidth
+                engine_bytes = self._around_block(op.kind, sum(sizes_of(op.unit, self._outline.trained)))
+            own_code = self._seconds(work, self._settings.compiled)
+            self._known[key] = own_code + engine_bytes / self._hardware.device_bandwidth
         return self._known[key]
 
     def _around_part(self, op: Op, experts: ExpertSizes) -> float:
@@ -213,26 +226,26 @@ class StepCost:
         into_slot = self._into_slot(self._elements(op, self._outline.trained)) if op.kind == Kind.BACKWARD else 0.0
         return into_slot + self._tiles.rows_bytes(op, experts)
 
-    def _block(self, what: Kind, index: int, has_graph: bool) -> Work:
+    def _block(self, op_kind: Kind, index: int, has_graph: bool) -> Work:
         """Return the work of a block's own code, summed over micro-batches. A backward pass with a kept graph recomputes nothing."""
         kind, total = self._outline.kind(index), Work()
-        if what == Kind.STAGE:  # rounds gradients, which `_around_block` has
+        if op_kind == Kind.STAGE:  # rounds gradients, which `_around_block` has
             return total
         for rows in self._settings.slices:
-            if what == Kind.FORWARD or not has_graph:
+            if op_kind == Kind.FORWARD or not has_graph:
                 total += kind.forward.at(rows)
-            if what == Kind.BACKWARD:
+            if op_kind == Kind.BACKWARD:
                 total += kind.backward.at(rows)
         return total
 
-    def _around_block(self, what: Kind, parameters: float) -> float:
+    def _around_block(self, op_kind: Kind, parameters: float) -> float:
         """Return the device bytes that the engine moves: gradients of these parameters into their slot, micro-batches into
         whole tensors.
         """
-        if what == Kind.STAGE:
+        if op_kind == Kind.STAGE:
             return parameters * (4 + self._settings.grad_bytes)
         concatenated = 2 * self._step.hidden if len(self._settings.slices) > 1 else 0
-        return concatenated if what == Kind.FORWARD else concatenated + self._into_slot(parameters)
+        return concatenated if op_kind == Kind.FORWARD else concatenated + self._into_slot(parameters)
 
     def _into_slot(self, parameters: float) -> float:
         """Return the device bytes of moving the gradients of these parameters into their slot."""
