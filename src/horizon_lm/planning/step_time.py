@@ -28,8 +28,16 @@ def staged(hardware: Hardware) -> Hardware:
     )
 
 
-_MOST_TOKENS = 2**30
+_MOST_TOKENS = 2**30  # returned for transfers that no number of tokens hides
+_NOTABLE_SHARE = 0.05  # of a step's duration, from which its cause is its bottleneck
 _STEPS = 4  # steps to simulate: after these, the duration of a step no longer changes
+_MOVES = {
+    "copy_in": (Kind.STREAM_IN, Kind.FETCH, Kind.STREAM_MATRICES),
+    "copy_out": (Kind.STREAM_OUT, Kind.OFFLOAD, Kind.RETURN_MATRICES),
+    "gather": (Kind.GATHER, Kind.GATHER_MATRICES),
+    "reduce": (Kind.REDUCE,),
+    "update": UPDATES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +89,21 @@ def step_time(
     begin, end = timeline.last_step(len(passes))
     seconds = end - begin
     spans = [span for schedule in timeline.passes for span in schedule if span.end > begin and span.start < end]
-    exposed = exposed_seconds(spans)
     moves = _MOVES if step.layout.sharded else {name: _MOVES[name] for name in ("copy_in", "copy_out", "update")}
     saved = {
         name: max(0.0, seconds - step_seconds(passes, without(cost, *kinds), speed)) for name, kinds in moves.items()
     }
-    busy = _busy(timeline, begin, seconds)
-    shifted = [Span(s.op, s.start - begin, s.end - begin, s.reached - begin) for s in spans]
+    from_zero = [Span(each.op, each.start - begin, each.end - begin, each.reached - begin) for each in spans]
     return StepTime(
         seconds=seconds,
         tokens_per_second=(step.settings.tokens_per_step or step.tokens) * step.settings.num_ranks / seconds,
         model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12,
         limited_by=_limited_by(saved, seconds),
-        exposed_seconds=exposed,
+        exposed_seconds=exposed_seconds(spans),
         exposed_update_seconds=saved["update"],
-        busy=busy,
+        busy=_utilization(timeline, begin, seconds),
         hidden_from_tokens=_thresholds(step, passes, cost, speed),
-        spans=shifted,
+        spans=from_zero,
     )
 
 
@@ -148,37 +154,31 @@ def save_time(
     )
 
 
-def _busy(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
-    shares = {}
+def _utilization(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
+    """Return the share of a step in which each stream is busy. Updates count as work of the host, in whatever stream they run."""
+    end = begin + seconds
+    running = [
+        (Stream.HOST if span.op.kind in UPDATES else span.op.stream, _clipped(span, begin, end))
+        for span in timeline.spans
+        if span.end > begin and span.start < end
+    ]
     used = {span.op.stream for span in timeline.spans}
-    for stream in (
-        stream for stream in Stream if stream not in SOMETIMES or (stream in used and stream != Stream.DISK)
-    ):
-        spans = [
-            Span(s.op, max(s.start, begin), min(s.end, begin + seconds), s.reached)
-            for s in timeline.spans
-            if s.end > begin and s.start < begin + seconds
-            and (Stream.HOST if s.op.kind in UPDATES else s.op.stream) == stream
-        ]  # fmt: skip
-        shares[str(stream)] = busy_seconds(spans) / seconds
-    return shares
+    streams = [stream for stream in Stream if stream not in SOMETIMES or stream in used]
+    return {
+        str(stream): busy_seconds([span for of_stream, span in running if of_stream == stream]) / seconds
+        for stream in streams
+    }
 
 
-_MOVES = {
-    "copy_in": (Kind.STREAM_IN, Kind.FETCH, Kind.STREAM_MATRICES),
-    "copy_out": (Kind.STREAM_OUT, Kind.OFFLOAD, Kind.RETURN_MATRICES),
-    "gather": (Kind.GATHER, Kind.GATHER_MATRICES),
-    "reduce": (Kind.REDUCE,),
-    "update": UPDATES,
-}
+def _clipped(span: Span, begin: float, end: float) -> Span:
+    """Return the part of a span between two moments."""
+    return Span(span.op, max(span.start, begin), min(span.end, end), span.reached)
 
 
 def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
+    """Return the bottleneck of a step, given the seconds that it would be shorter without each cause."""
     cause, most = max(saved.items(), key=lambda each: each[1])
     return cause if most > _NOTABLE_SHARE * seconds else "compute"
-
-
-_NOTABLE_SHARE = 0.05  # share of a step's duration
 
 
 def _thresholds(step: Step, passes: Sequence[Schedule], cost: StepCost, speed: Rates) -> dict[str, int]:
@@ -204,7 +204,7 @@ def _thresholds(step: Step, passes: Sequence[Schedule], cost: StepCost, speed: R
 
 
 def _tokens_for(seconds: float, computed: Callable[[float], float]) -> int:
-    """Return the smallest number of tokens whose computation takes this long."""
+    """Return the smallest number of tokens whose computation takes this long, up to a thousandth."""
     low, high = 0.0, 1.0
     while computed(high) < seconds:
         low, high = high, 2 * high
