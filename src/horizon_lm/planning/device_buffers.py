@@ -57,21 +57,23 @@ def _block_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     _, *blocks, _, _, _ = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
     if settings.expert_tile is None:
         return blocks
-    found = zip(blocks, sizes.cores(), sizes.experts, strict=True)
-    return [numel if experts is None else slab_elements(core) for numel, core, experts in found]
+    return [
+        whole if experts is None else slab_elements(core)
+        for whole, core, experts in zip(blocks, sizes.cores(), sizes.experts, strict=True)
+    ]
 
 
 def _packed_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     """Return the bytes of the slot in which ranks gather codes and scales of each block, or of what is left of it beside its
     tiles.
     """
-    whole = [settings.shard.packed_slot(each.slab_bytes)[-1] for each in sizes.packed]
+    blocks = [settings.shard.packed_slot(packed.slab_bytes)[-1] for packed in sizes.packed]
     if settings.expert_tile is None or settings.shard.is_whole:
-        return whole
-    found = zip(whole, sizes.packed, map(sizes.experts_of, range(len(whole))), strict=True)
+        return blocks
+    experts_of = map(sizes.experts_of, range(len(blocks)))
     return [
-        num_bytes if experts is None else each.slab_bytes - experts.packed_slot(experts.count)
-        for num_bytes, each, experts in found
+        whole if experts is None else packed.slab_bytes - experts.packed_slot(experts.count)
+        for whole, packed, experts in zip(blocks, sizes.packed, experts_of, strict=True)
     ]
 
 
@@ -85,23 +87,30 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
     """
     trained = trained or sizes
     accumulates, slot_grad = settings.shard.grad_slots(settings.micro_batches, settings.grad_bytes)
-    buffers = _unit_buffers(sizes, trained, settings, slot_grad, accumulates)
-    if sizes.in_float32 is not None:
-        assert trained.in_float32 is not None
-        own = replace(settings, compute_bytes=4, expert_tile=None)
-        for kind, num_bytes in _unit_buffers(sizes.in_float32, trained.in_float32, own, 4, accumulates).items():
-            buffers[kind] += num_bytes
-    num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
-    rows, forward_rows = num_rows * sizes.hidden, settings.forward_table_rows * sizes.hidden
-    compute = settings.compute_bytes
-    buffers |= {
+    buffers = {
+        **_unit_buffers(sizes, trained, settings, slot_grad, accumulates),
         "packed_slots": 2 * max(_packed_slots(sizes, settings), default=0),
-        "table_rows": max(rows, forward_rows) * compute,
-        "table_row_grads": rows * settings.grad_bytes if trained.table else 0,
-        "boundary_ring": 2 * settings.kept_each * settings.tokens * sizes.hidden * compute if settings.offloaded else 0,
+        **_activation_buffers(sizes, trained, settings),
         **_tile_buffers(sizes, trained, settings, 4 if accumulates else slot_grad),
     }
+    if sizes.in_float32 is not None:
+        assert trained.in_float32 is not None
+        # Weights in float32 have buffers of the same kinds beside those of the others.
+        in_float32 = replace(settings, compute_bytes=4, expert_tile=None)
+        beside = _unit_buffers(sizes.in_float32, trained.in_float32, in_float32, 4, accumulates)
+        buffers |= {kind: buffers[kind] + num_bytes for kind, num_bytes in beside.items()}
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
+
+
+def _activation_buffers(sizes: ModelSizes, trained: ModelSizes, settings: BufferSettings) -> dict[str, int]:
+    """Return the bytes of the rows of the embedding, and of the ring of offloaded boundaries."""
+    num_rows = min(settings.tokens, sizes.vocabulary) if settings.table_rows is None else settings.table_rows
+    boundary = settings.kept_each * settings.tokens * sizes.hidden * settings.compute_bytes
+    return {
+        "table_rows": max(num_rows, settings.forward_table_rows) * sizes.hidden * settings.compute_bytes,
+        "table_row_grads": num_rows * sizes.hidden * settings.grad_bytes if trained.table else 0,
+        "boundary_ring": 2 * boundary if settings.offloaded else 0,
+    }
 
 
 def _tile_buffers(sizes: ModelSizes, trained: ModelSizes, settings: BufferSettings, tile_grad: int) -> dict[str, int]:
