@@ -13,8 +13,8 @@ from typing import Any, Self
 from horizon_lm.errors import InterruptedRunError
 from horizon_lm.signals import STOP_SIGNALS, ignore_stop_signals, interrupt_once
 
-# The others come again by themselves, when a terminal closes or a limit has passed.
-_REPEATS = signal.SIGINT, signal.SIGTERM
+_END_AT_ONCE = signal.SIGINT, signal.SIGTERM
+"""Signals whose repetition is a request to end at once. The others come again by themselves, when a terminal closes or a limit has passed."""
 _REPEAT_SECONDS = 3.0  # until a signal is repeated whose KeyboardInterrupt Python has dropped, as in destructors
 _EXIT_SECONDS = 10.0  # for cleaning up after the second signal, which waits for a device that may hang
 
@@ -37,7 +37,7 @@ class Interrupts:
         self._finishes_steps = False  # signals wait for the next `check`
         self._has_arrived = False  # a signal of this process
         self._leaves = False  # the context ends, so signals are ignored
-        self._raised = self._repeats = False  # KeyboardInterrupt was raised, and may be raised again
+        self._may_raise = True  # once; again if Python has dropped the KeyboardInterrupt
         self._orders: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # may be used by a signal handler
         self._left, self._lock = threading.Event(), threading.Lock()
         self._kept: Callable[[], str] = lambda: "Nothing was trained yet."
@@ -97,13 +97,15 @@ class Interrupts:
             return
         if self._leaves:
             return
-        name, first, self._has_arrived = signal.Signals(number).name, not self._has_arrived, True
+        is_first, self._has_arrived = not self._has_arrived, True
+        name = signal.Signals(number).name
         self.requested = self.requested or name
-        if first and self._finishes_steps:
+        if is_first and self._finishes_steps:
             _write(f"\n{name}: stopping after this step; interrupt again to stop at once\n")
-        elif (not self._finishes_steps or number in _REPEATS) and (self._repeats or not self._raised):
-            # Once only: another KeyboardInterrupt would end the cleaning up.
-            self._raised, self._repeats = True, False
+            return
+        ends_at_once = not self._finishes_steps or number in _END_AT_ONCE
+        if ends_at_once and self._may_raise:
+            self._may_raise = False  # another KeyboardInterrupt would end the cleaning up
             self._orders.put(signal.Signals(number))
             raise KeyboardInterrupt
 
@@ -117,7 +119,7 @@ class Interrupts:
         while not self._left.wait(_REPEAT_SECONDS):
             with self._lock:  # once the handlers are restored, the signal would end the process
                 if not self._left.is_set():
-                    self._repeats = True
+                    self._may_raise = True
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
