@@ -103,7 +103,7 @@ class Engine(Machinery):
         assert self.forward.anchor is not None
         return self.forward.anchor
 
-    def trained(self, unit: Unit) -> list[str]:
+    def trained_names(self, unit: Unit) -> list[str]:
         """Return the full names of a unit's parameters that require a gradient in the running pass."""
         running = self.running.backward or self.running.forward
         return [] if running is None else running.trained.get(self.slab_unit(unit), [])

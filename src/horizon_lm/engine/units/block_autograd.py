@@ -135,10 +135,10 @@ class BlockAutograd:
                 engine.poison_weights(unit)
             # Within the computation: with update_in_backward this binds the unit's update, and the cursor goes on to
             # issue it as soon as the computation ends.
-            if engine.trained(unit) and not engine.memory.accumulates:
+            if engine.trained_names(unit) and not engine.memory.accumulates:
                 engine.backward.gradients_ready(unit, names)
         # Sums over micro-batches are in a separate float32 buffer; here they are rounded into the outgoing slot.
-        if engine.trained(unit) and engine.memory.accumulates:
+        if engine.trained_names(unit) and engine.memory.accumulates:
             # A computation of its own, so that only this rounding, and not the backward pass before it, waits until
             # the gradients of the block before have left the single slot.
             with engine.cursor.compute(Kind.STAGE, unit):

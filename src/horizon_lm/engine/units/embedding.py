@@ -184,7 +184,7 @@ class StreamedEmbedding:
         return self.engine.store.units[EMBED].row_cuts(rows)
 
     def _is_trained(self) -> bool:
-        return self._unit == EMBED and bool(self.engine.trained(EMBED))
+        return self._unit == EMBED and bool(self.engine.trained_names(EMBED))
 
     def landing_move(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
         """Return the move that lands the gradients of distinct rows.

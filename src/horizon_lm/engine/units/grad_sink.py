@@ -20,8 +20,8 @@ class GradSink:
 
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine, self._index = engine, index
-        self._trained = set(engine.trained(block(index)))
-        self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained(OUTER))
+        self._trained = set(engine.trained_names(block(index)))
+        self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained_names(OUTER))
         self._slots = {
             part: GradSlot(
                 engine.part_of(part).grad_layout, self._trained & engine.store.units[part].layout.entries.keys()

@@ -70,7 +70,7 @@ class GradientCheck:
         got = {_input(i): g for i, g in enumerate(input_grads) if g is not None}
         for name, tensor in got.items():
             _require_close(f"{node.module.name}, {name}", tensor, exact[name], bounds[name])
-        for name in self._engine.trained(block(node.index)):
+        for name in self._engine.trained_names(block(node.index)):
             inner = name.removeprefix(f"{node.module.name}.")
             # A parameter that the batch does not use, such as an idle expert, has no gradient to compare with.
             if inner in exact:

@@ -52,7 +52,7 @@ class LmHead:
 
     def grads(self) -> dict[str, torch.Tensor]:
         """Return views of the gradient buffers for the trained weights, by full name."""
-        trained = set(self.engine.trained(HEAD))
+        trained = set(self.engine.trained_names(HEAD))
         if not trained:
             return {}
         return {
@@ -92,7 +92,7 @@ class LmHead:
         engine = self.engine
         forward_state, outer = engine.recording, self.outer_weights()
         needs_grad = any(t.requires_grad for t in (*hidden, *outer.values()))
-        if forward_state is not None and (needs_grad or engine.trained(HEAD)):
+        if forward_state is not None and (needs_grad or engine.trained_names(HEAD)):
             projection = _Projection(self, forward_state, list(outer))
             differentiable: tuple[torch.Tensor, ...] = _ProjectFunction.apply(
                 projection, engine.anchor, *outer.values(), *hidden

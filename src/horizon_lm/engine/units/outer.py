@@ -35,11 +35,11 @@ class OuterParameters:
     def load(self) -> dict[str, torch.Tensor]:
         """Return the outer parameters on the device, by full name; trained parameters are differentiable."""
         engine = self.engine
-        if engine.recording is None or not engine.trained(OUTER):
+        if engine.recording is None or not engine.trained_names(OUTER):
             with engine.cursor.compute(Kind.FORWARD, OUTER):
                 return self._views()
         # Without adapters: blocks bind them, and their sinks take the gradients.
-        trained = [name for name in engine.trained(OUTER) if name in self._names]
+        trained = [name for name in engine.trained_names(OUTER) if name in self._names]
         # All other nodes depend on the first output, so that autograd runs this node last.
         engine.forward.anchor, *tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
         # Frozen parameters are views of the buffer; trained ones are outputs of the node, so their gradients come to

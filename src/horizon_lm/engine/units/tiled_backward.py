@@ -103,7 +103,7 @@ class TiledBackward:
     def _differentiate(self, unit: Unit, run: Callable[[Callable[[], None]], None]) -> None:
         """Differentiate one tile for all micro-batches, and fill the slot from which its gradients are landed."""
         engine = self._engine
-        slot = GradSlot(engine.part_of(unit).grad_layout, set(engine.trained(block(self._index))))
+        slot = GradSlot(engine.part_of(unit).grad_layout, set(engine.trained_names(block(self._index))))
         is_trained = bool(slot.trained) and slot.layout.numel > 0
         if is_trained:
             slot.buffer = engine.memory.grads_of(unit)
