@@ -29,7 +29,7 @@ from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 class UpdatePass(NamedTuple):
-    """The update of all units, as the arguments of `Engine.run_update`."""
+    """The update of all units, as the arguments of `Engine.issue_update`."""
 
     schedule: Schedule
     moves: Mapping[Unit, Sequence[Move]]

@@ -168,7 +168,7 @@ class Engine(Machinery):
         for name in names:
             call_after_grad(self.refs[name].param)
 
-    def run_update(
+    def issue_update(
         self,
         schedule: Schedule,
         moves: Mapping[Unit, Sequence[Move]],
