@@ -247,6 +247,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     # The interface for updates in a backward pass (`engine.host.updates.UnitOptimizer`)
 
     def begin(self) -> None:
+        """Begin a step with the settings of now. Raise StreamingError if the step before was not ended by `step`."""
         if self.pending:
             raise StreamingError(
                 "update_in_backward has already changed the weights in this step's backward; call optimizer.step() after "
@@ -256,13 +257,16 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     @property
     def pending(self) -> bool:
+        """True from the begin of a backward pass with updates until `step`."""
         return self._current is not None
 
     def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
+        """Return the update of these parameters of a unit, whose gradients will be in ``grads``."""
         assert self._current is not None
         return self._updates.of_unit(self._current, unit, names, grads)
 
     def table(self, grads: TableGrads) -> TableRows | None:
+        """Return the update of the embedding with these gradients, or None if it is not trained."""
         assert self._current is not None
         return self._updates.of_table(self._current, grads)
 
