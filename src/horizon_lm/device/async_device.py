@@ -295,7 +295,8 @@ class StreamDevice(ABC):
         with self._changed:
             self._changed.wait_for(lambda: task.done or task in ends or task.error is not None)
             if task.error is not None and not task.done:
-                raise task.error  # to everybody who waits: an update, whose gradient has not landed, and the optimizer
+                # Each time: both an update, whose gradient has not landed, and the optimizer, which waits later, must see it.
+                raise task.error
             return None if task.done else ends[task]
 
     def _pool(self, stream: Stream) -> HostPool:
