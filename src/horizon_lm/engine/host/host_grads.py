@@ -27,15 +27,12 @@ class SquaredNorms:
     def __init__(self) -> None:
         self._sums: dict[str, list[SquaredNorm]] = {}
 
-    def reporter_of(self, unit: Unit, whole: bool) -> Callable[[SquaredNorm], None]:
-        """Return a function that takes the sum of squares of a landing.
+    def begin(self, unit: Unit) -> None:
+        """Begin the sum of a unit anew: it is the sum of all values that are reported from now on."""
+        self._sums[unit] = []
 
-        Args:
-            unit: the unit.
-            whole: the values together are the slab's sum of squares; otherwise each is a change of it.
-        """
-        if whole:
-            self._sums[unit] = []
+    def reporter_of(self, unit: Unit) -> Callable[[SquaredNorm], None]:
+        """Return a function that adds the sum of squares of a landing to that of its unit."""
         sums = self._sums.get(unit)
         return (lambda value: None) if sums is None else sums.append  # a change of an unknown sum is useless
 
@@ -190,18 +187,21 @@ class HostGrads:
             raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
         return grad is None
 
-    def moves(self, unit: Unit, source: torch.Tensor, part: SlabPart, is_first: bool = True) -> list[Move]:
-        """Return the moves that land gradients of a unit.
+    def begin_landings(self, unit: Unit) -> None:
+        """Prepare for the landings of a unit in a backward pass, all parts of which are landed anew."""
+        if unit == EMBED:  # of a tied head, in which any row may be nonzero; rows of tokens land by `LandRows`
+            self._table_rows = None
+        self.squared_norms.begin(unit)
+
+    def moves(self, unit: Unit, source: torch.Tensor, part: SlabPart) -> list[Move]:
+        """Return the moves that land gradients of a unit, whose landings have begun (`begin_landings`).
 
         Args:
             unit: the unit.
             source: the gradients on the device, in the layout of the part.
             part: the part of the unit's slabs.
-            is_first: no other part has been landed in this pass.
         """
-        if unit == EMBED:  # of a tied head, in which any row may be nonzero; rows of tokens land by `LandRows`
-            self._table_rows = None
-        report = self.squared_norms.reporter_of(unit, whole=is_first)
+        report = self.squared_norms.reporter_of(unit)
         slabs, slots = part.slabs, self.slots
         if slots is not None and not slots.keeps_slab(unit):
             target, first = slots.slot_of(unit), slabs.own_grads.start

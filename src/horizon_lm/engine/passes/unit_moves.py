@@ -93,8 +93,10 @@ class UnitMoves:
         """Return the landing of a unit's gradients in host memory."""
         engine, moves = self._engine, list[Move]()
         for unit in engine.trained_parts(op.unit):
-            owner, is_first = engine.slab_unit(unit.owner), engine.tiles.lands_first(unit)
-            moves += engine.grads.moves(owner, engine.memory.grads_of(unit), engine.part_of(unit), is_first)
+            owner = engine.slab_unit(unit.owner)
+            if engine.tiles.lands_first(unit):
+                engine.grads.begin_landings(owner)
+            moves += engine.grads.moves(owner, engine.memory.grads_of(unit), engine.part_of(unit))
         return moves
 
     def _update(self, op: Op) -> Sequence[Move] | None:

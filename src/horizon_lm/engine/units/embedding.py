@@ -194,15 +194,17 @@ class StreamedEmbedding:
             outgoing: their gradients on the device, shape (R, H).
             room: maximum number of rows in the host buffer.
         """
-        engine = self.engine
+        engine, norms = self.engine, self.engine.grads.squared_norms
         if engine.grads.slots is not None and not engine.grads.slots.keeps_slab(EMBED):
-            report = engine.grads.squared_norms.reporter_of(EMBED, whole=True)
+            norms.begin(EMBED)
             engine.updates.finish()  # the last update of the table reads the slot that is written now
-            return Land(engine.grads.slots.slot_of_rows(rows, room).view(-1), outgoing.view(-1), report, add=False)
+            slot = engine.grads.slots.slot_of_rows(rows, room)
+            return Land(slot.view(-1), outgoing.view(-1), norms.reporter_of(EMBED), add=False)
         # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
         empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
-        report = engine.grads.squared_norms.reporter_of(EMBED, whole=empty)
-        clear = engine.grads.rows_to_clear(rows, empty)
+        if empty:
+            norms.begin(EMBED)
+        clear, report = engine.grads.rows_to_clear(rows, empty), norms.reporter_of(EMBED)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not empty, report=report)
 
 
