@@ -54,6 +54,40 @@ class BlockComparison(Protocol):
         """
 
 
+class BlockFunction(torch.autograd.Function):
+    """The autograd function of a block, which autograd sees as a single node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, node: "BlockAutograd", anchor: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.node = node
+        # None for an output without gradient: zeros of its size would be made, and differentiated.
+        ctx.set_materialize_grads(False)
+        # Of the tensors alone, without node and anchor.
+        outputs = node.forward(ctx.needs_input_grad[2:])
+        node.hidden = [(tensors[i].shape, tensors[i].dtype) for i in node.calls.hidden]
+        # From here on autograd keeps the inputs, and frees them after the backward pass. An offloaded boundary is not
+        # kept on the device, so device memory does not depend on the number of blocks.
+        node.calls.drop_tensors()
+        saved = [None if node.offloaded and i in node.calls.hidden else t for i, t in enumerate(tensors)]
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+        for each in node.outputs:  # autograd returns the outputs; keeping them in the node would be a reference cycle
+            each.release()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        node: BlockAutograd = ctx.node
+        with node.blocks.engine.backward_of(node.forward_state):
+            # After `backward_of`, whose error for a second backward pass names the remedy; autograd's error here
+            # would not.
+            inputs = list(ctx.saved_tensors)
+            input_grads = node.backward(inputs, grads)
+        return None, None, *input_grads
+
+
 class BlockAutograd:
     """The autograd state of one block in one forward pass, except for the inputs, which autograd saves.
 
@@ -322,37 +356,3 @@ def take_bytes(buffer: torch.Tensor, like: Iterable[tuple[torch.Size, torch.dtyp
 
 def _differ(before: dict[str, Any], now: dict[str, Any], name: str) -> bool:
     return name not in before or name not in now or before[name] != now[name]
-
-
-class BlockFunction(torch.autograd.Function):
-    """The autograd function of a block, which autograd sees as a single node."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, node: BlockAutograd, anchor: torch.Tensor, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.node = node
-        # None for an output without gradient: zeros of its size would be made, and differentiated.
-        ctx.set_materialize_grads(False)
-        # Of the tensors alone, without node and anchor.
-        outputs = node.forward(ctx.needs_input_grad[2:])
-        node.hidden = [(tensors[i].shape, tensors[i].dtype) for i in node.calls.hidden]
-        # From here on autograd keeps the inputs, and frees them after the backward pass. An offloaded boundary is not
-        # kept on the device, so device memory does not depend on the number of blocks.
-        node.calls.drop_tensors()
-        saved = [None if node.offloaded and i in node.calls.hidden else t for i, t in enumerate(tensors)]
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
-        for each in node.outputs:  # autograd returns the outputs; keeping them in the node would be a reference cycle
-            each.release()
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        node: BlockAutograd = ctx.node
-        with node.blocks.engine.backward_of(node.forward_state):
-            # After `backward_of`, whose error for a second backward pass names the remedy; autograd's error here
-            # would not.
-            inputs = list(ctx.saved_tensors)
-            input_grads = node.backward(inputs, grads)
-        return None, None, *input_grads
