@@ -112,7 +112,7 @@ def test_a_pass_that_fails_before_its_first_copy_leaves_nothing_behind(monkeypat
     monkeypatch.undo()
     assert caught.value.__traceback__ is not None  # which keeps the pass alive
     assert engine.running.forward is None
-    assert engine.between.graphs.holder is None
+    assert engine.between.graphs_lease.holder is None
     assert not engine.between.awaits_backward()
     step(model, optimizer, 2)
 
@@ -121,7 +121,7 @@ def assert_idle(model: Any) -> None:
     engine = model._horizon.engine
     assert not engine.cursor.active
     assert engine.running.forward is None
-    assert engine.between.head_grads.holder is None
+    assert engine.between.head_grads_lease.holder is None
     taken = engine.boundaries.num_bytes - sum(buffer.numel() for buffer, _ in engine.boundaries._free)
     assert taken == 0, f"{taken} bytes of boundaries are still taken"
 

@@ -32,12 +32,12 @@ class LossRun(ChunkedRun):
 
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         forward_state = self.forward_state
-        if forward_state is not None and forward_state.head_grads:
+        if forward_state is not None and forward_state.has_head_grads:
             # The gradient of the loss is not known yet: gradients are computed for 1, and `backward` scales them.
             loss, self.computed = self._loss_and_grads(hidden, outer, None, first=True)
             # From now on the buffer holds these gradients: another forward pass before this one's backward finds it
             # taken, and computes none.
-            self.engine.between.head_grads.take(forward_state)
+            self.engine.between.head_grads_lease.take(forward_state)
         else:
             loss = self._loss(hidden, outer)
         self.statistics = None  # the backward may compute the chunks again
@@ -50,7 +50,7 @@ class LossRun(ChunkedRun):
         assert grad is not None
         assert self.forward_state is not None
         # Not computed yet, or overwritten by the backward pass of another forward pass.
-        if self.computed is None or not self.forward_state.head_grads:
+        if self.computed is None or not self.forward_state.has_head_grads:
             return self.context.run(lambda: self._loss_and_grads(hidden, outer, grad, first))[1]
         # The loss that the caller keeps holds this node: gradients (B, T, H) must not stay with it.
         (hidden_grad, outer_grads), self.computed = self.computed, None

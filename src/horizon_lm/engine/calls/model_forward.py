@@ -217,9 +217,9 @@ class ModelForward:
         as_tuple = [call.pop("return_dict", None) is False for call in calls]
         calls = [call | without_labels(each) for call, each in zip(calls, inputs, strict=True)]
         # With several losses their gradients are known only in the backward pass, and so is the sum of the head's.
-        head_grads = len(calls) == 1
+        is_one_call = len(calls) == 1
         outputs = self._run(
-            calls, lambda calls, outer: chunked.losses(calls, outer, inputs, self.statistics), head_grads
+            calls, lambda calls, outer: chunked.losses(calls, outer, inputs, self.statistics), is_one_call
         )
         return [output.to_tuple() if tuples else output for output, tuples in zip(outputs, as_tuple, strict=True)]
 
@@ -275,7 +275,7 @@ class ModelForward:
         chunked = None if self.whole_logits else self._chunked
         return chunked if chunked is not None and not modal_inputs(call) and chunked.fits() else None
 
-    def _run(self, calls: list[Call], compute: Compute, head_grads: bool = False) -> list[Any]:
+    def _run(self, calls: list[Call], compute: Compute, may_have_head_grads: bool = False) -> list[Any]:
         """Run ``compute`` as one pass of the engine (`PassRunner.run`), after checks of what other code may have changed."""
         self.engine.require_device()
         self.replaced.require_unchanged()
@@ -287,7 +287,7 @@ class ModelForward:
             )
         if len(calls) > 1:
             self._prepare_joint(calls)
-        return self._runner.run(calls, compute, head_grads)
+        return self._runner.run(calls, compute, may_have_head_grads)
 
     def _prepare_joint(self, calls: list[Call]) -> None:
         """Prepare the engine for calls in lock-step. Raise StreamingError if they cannot be computed in one pass."""

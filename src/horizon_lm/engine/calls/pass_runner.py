@@ -53,13 +53,13 @@ class PassRunner:
         self.probe = RowProbe(engine, blocks, tables, call_model)
         self.planner = ResidencyPlanner(engine)
 
-    def run(self, calls: list[Call], compute: Compute, head_grads: bool) -> list[Any]:
+    def run(self, calls: list[Call], compute: Compute, may_have_head_grads: bool) -> list[Any]:
         """Run ``compute`` as one pass of the engine, after planning for batches larger than all before.
 
         Args:
             calls: arguments of the model's forward method for each batch, by name.
             compute: function of these arguments and the outer parameters on the device that returns the outputs.
-            head_grads: the head's gradients may be computed in the forward pass.
+            may_have_head_grads: the head's gradients may be computed in the forward pass.
         """
         engine = self._engine
         batches = [prepare(engine, call) for call in calls]
@@ -83,7 +83,7 @@ class PassRunner:
             embed=embed,
             inputs_need_grad=inputs_need_grad,
             # The head has one buffer for gradients, which a pass that awaits its backward pass may be using.
-            head_grads=head_grads and recording and engine.between.head_grads.holder is None,
+            may_have_head_grads=may_have_head_grads and recording and engine.between.head_grads_lease.holder is None,
             draws=engine.parts.model.training,
             whole_batch=self._blocks.caching,
             routed=frozenset() if recording else self._routed(batches, size),
@@ -169,7 +169,7 @@ class PassRunner:
             try:
                 with (
                     torch.no_grad(),
-                    # In this order: recording, rows, embed, inputs_need_grad, head_grads. Nothing of a rehearsal is
+                    # In this order: recording, rows, embed, inputs_need_grad, may_have_head_grads. Nothing of a rehearsal is
                     # recorded.
                     engine.forward_pass(ForwardRequest(False, [largest.rows], embed, False, False, draws=False)),
                     self._outer.in_place(self._outer.load()),

@@ -43,7 +43,9 @@ class BackwardPass:
         # By the unit that has the slab: a tied head is trained if the table is.
         trainable = [unit for unit in units if self.trained.get(engine.slab_unit(unit))]
         self._free_head_grads()
-        schedule = build.backward(engine.layout, blocks=state.keeps, trainable=trainable, head_grads=state.head_grads)
+        schedule = build.backward(
+            engine.layout, blocks=state.keeps, trainable=trainable, head_grads=state.has_head_grads
+        )
         if engine.mesh is not None:
             engine.mesh.require_same("the start of a pass", schedule.digest)
         engine.cursor.start(schedule, UnitMoves(engine, state))
@@ -53,10 +55,10 @@ class BackwardPass:
 
         Gradients that another forward pass has left there are lost; its backward pass recomputes them.
         """
-        holder = self._between.head_grads.holder
+        holder = self._between.head_grads_lease.holder
         if holder is not None and holder is not self.state:
-            holder.head_grads = False
-        self._between.head_grads.release()
+            holder.has_head_grads = False
+        self._between.head_grads_lease.release()
 
     def gradients_ready(self, unit: Unit, names: list[str]) -> None:
         """Record that these parameters' gradients are complete on the device, before they are landed."""

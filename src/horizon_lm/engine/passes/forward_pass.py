@@ -28,7 +28,7 @@ class ForwardRequest:
         rows: rows of each batch that the pass computes.
         embed: token ids are looked up in the embedding; False if the caller passes ``inputs_embeds``.
         inputs_need_grad: the input of the first block needs a gradient.
-        head_grads: the head's gradients may be computed in the forward pass.
+        may_have_head_grads: the head's gradients may be computed in the forward pass.
         draws: the pass may advance the global random generators.
         whole_batch: blocks compute all rows together, regardless of the options.
         routed: blocks of whose experts only those are streamed that tokens are routed to, unless they are resident.
@@ -38,7 +38,7 @@ class ForwardRequest:
     rows: Sequence[int]
     embed: bool
     inputs_need_grad: bool
-    head_grads: bool
+    may_have_head_grads: bool
     draws: bool
     whole_batch: bool = False
     routed: frozenset[int] = frozenset()
@@ -79,7 +79,7 @@ class ForwardPass:
         # between.
         self.trained = engine.trainable()
         if request.recording:
-            self.state = self._record(keeps, request.head_grads)
+            self.state = self._record(keeps, request.may_have_head_grads)
             self.anchor = self.state.anchor.tensor
         self._drain_if_reshaped(keeps)
         # Experts in tiles are never resident.
@@ -93,7 +93,7 @@ class ForwardPass:
             changed=between.outer_version != engine.store.version,
             blocks_changed=between.resident_version != engine.store.block_version,
             table_update=engine.updates.table is not None,
-            head_grads=request.head_grads and bool(self.trained[engine.slab_unit(HEAD)]),
+            head_grads=request.may_have_head_grads and bool(self.trained[engine.slab_unit(HEAD)]),
             routed=self.routed,
         )
         self.micro_batches = split_batches(request.rows, None if request.whole_batch else engine.options)
@@ -117,7 +117,7 @@ class ForwardPass:
         # The embedding's update was issued in this pass, so its part of a checkpoint can follow.
         engine.saves.issue_table()
 
-    def _record(self, keeps: frozenset[int], head_grads: bool) -> ForwardState:
+    def _record(self, keeps: frozenset[int], has_head_grads: bool) -> ForwardState:
         """Return the state of a forward pass that a backward pass may follow."""
         engine, between = self._engine, self._between
         # At the first pass that records, when it is known which parameters are trained.
@@ -126,13 +126,13 @@ class ForwardPass:
         state = ForwardState(engine.store.version, keeps, self.trained, config_of(engine), anchor)
         # Weakly: a loss that is dropped without a backward pass takes its state, and the buffers of it, along.
         between.recorded.add(state)
-        state.head_grads = head_grads
+        state.has_head_grads = has_head_grads
         # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all
         # blocks.
-        if between.graphs.holder is None:
+        if between.graphs_lease.holder is None:
             first = engine.parts.num_blocks - engine.residency.graphs
             state.graphs = frozenset(index for index in keeps if index >= first and index not in engine.tiles.experts)
-            between.graphs.take(state)
+            between.graphs_lease.take(state)
         return state
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:

@@ -65,7 +65,7 @@ class ForwardState:
         boundaries: buffers in host memory, by block; a boundary takes the first bytes of its buffer.
         boundary_bytes: bytes of each boundary.
         offloads: the copies of boundaries to host memory, by block.
-        head_grads: the head's gradients were computed in this forward pass and are in the head's buffer.
+        has_head_grads: the head's gradients were computed in this forward pass and are in the head's buffer.
         consumed: the backward pass has run, or a fault made it impossible.
     """
 
@@ -81,7 +81,7 @@ class ForwardState:
         self.boundaries: dict[int, torch.Tensor] = {}
         self.boundary_bytes = 0
         self.offloads: dict[int, Task] = {}
-        self.head_grads = False
+        self.has_head_grads = False
         self.consumed = False
 
     def boundary(self, block: int) -> torch.Tensor:
@@ -203,7 +203,7 @@ class BetweenPasses:
     """State that a pass leaves for later passes.
 
     Attributes:
-        head_grads, graphs: the leases of the head's gradient buffer, and of the room for autograd graphs.
+        head_grads_lease, graphs_lease: the leases of the head's gradient buffer, and of the room for autograd graphs.
         recorded: the states of forward passes, as long as a backward pass may follow.
         structure: kept blocks, residency and trained parameters of the last recorded pass.
         outer_version, resident_version: versions of the outer parameters and of the resident blocks on the device.
@@ -211,7 +211,7 @@ class BetweenPasses:
     """
 
     def __init__(self) -> None:
-        self.head_grads, self.graphs = BufferLease(), BufferLease()
+        self.head_grads_lease, self.graphs_lease = BufferLease(), BufferLease()
         self.recorded: weakref.WeakSet[ForwardState] = weakref.WeakSet()
         self.structure: tuple[Any, ...] = ()
         self.outer_version = self.resident_version = -1

@@ -179,7 +179,7 @@ class _ChunkedPass:
                 hidden_grads.append(hidden_grad)
                 outer_grads = [a + b for a, b in zip(outer_grads, more, strict=True)] if outer_grads else more
                 written = written or bool(run.chunks())
-            if not self.forward_state.head_grads:  # otherwise the weights were not needed, and are not there
+            if not self.forward_state.has_head_grads:  # otherwise the weights were not needed, and are not there
                 self.engine.poison_weights(HEAD)
             self.head.gradients_ready()
         return [*outer_grads, *hidden_grads]
