@@ -11,7 +11,7 @@ import torch
 
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.kernels.bits import F32, U32, kernel, mix, nearest, stochastic
-from horizon_lm.kernels.formats import _decode_first, _decode_second, _encode_first, _encode_second
+from horizon_lm.kernels.formats import _decode_signed, _decode_unsigned, _encode_signed, _encode_unsigned
 from horizon_lm.kernels.gradients import landing_kernel, squared_norm_kernel
 from horizon_lm.kernels.gradients import rows_kernel as landing_rows_kernel
 from horizon_lm.kernels.updates import Scalars, rows_kernel, update_kernel
@@ -206,20 +206,20 @@ def test_noise_is_uniform_and_differs_by_key() -> None:
 
 
 @kernel
-def _round_trip_first(values: Any, codes: Any, out: Any, key: Any) -> None:
+def _round_trip_signed(values: Any, codes: Any, out: Any, key: Any) -> None:
     for i in range(len(values)):
-        _encode_first(codes, i, values[i], U32(mix(U32(U32(i) ^ key)) & U32(0xFFFF)))
-        out[i] = _decode_first(codes, i, F32(1))
+        _encode_signed(codes, i, values[i], U32(mix(U32(U32(i) ^ key)) & U32(0xFFFF)))
+        out[i] = _decode_signed(codes, i, F32(1))
 
 
 @kernel
-def _round_trip_second(values: Any, codes: Any, out: Any, key: Any) -> None:
+def _round_trip_unsigned(values: Any, codes: Any, out: Any, key: Any) -> None:
     for i in range(len(values)):
-        _encode_second(codes, i, values[i], U32(mix(U32(U32(i) ^ key)) & U32(0xFFFF)))
-        out[i] = _decode_second(codes, i, F32(1))
+        _encode_unsigned(codes, i, values[i], U32(mix(U32(U32(i) ^ key)) & U32(0xFFFF)))
+        out[i] = _decode_unsigned(codes, i, F32(1))
 
 
-@pytest.mark.parametrize("codec", [_round_trip_first, _round_trip_second])
+@pytest.mark.parametrize("codec", [_round_trip_signed, _round_trip_unsigned])
 @pytest.mark.parametrize("size", [1.0, 0.3, 1e-2, 1e-4, 2**-15.5])
 def test_8bit_moments_are_unbiased(codec: Any, size: float) -> None:
     values = np.full(100_000, size, np.float32)
@@ -227,15 +227,15 @@ def test_8bit_moments_are_unbiased(codec: Any, size: float) -> None:
     codec(values, codes, out, U32(3))
     assert np.abs(out / size - 1).max() <= 1 if size < 2**-14 else np.abs(out / size - 1).max() < 0.13
     assert abs(out.mean() / size - 1) < 5 * 0.13 / np.sqrt(len(values)) * (8 if size < 2**-14 else 1)
-    if codec is _round_trip_first:
+    if codec is _round_trip_signed:
         codec(-values, codes, out, U32(3))
         assert abs(out.mean() / -size - 1) < 0.02
 
 
-def test_8bit_second_moment_is_zero_only_for_zero() -> None:
+def test_unsigned_8bit_moment_is_zero_only_for_zero() -> None:
     values = np.array([0, 1e-30, 2**-40, 1], np.float32)
     out, codes = np.zeros_like(values), np.zeros(4, np.uint8)
-    _round_trip_second(values, codes, out, U32(0))
+    _round_trip_unsigned(values, codes, out, U32(0))
     assert out[0] == 0
     assert (out[1:] > 0).all()
     assert out[3] == 1

@@ -92,21 +92,21 @@ def _write_moment_bfloat16(array: Any, i: int, value: Any, noise: Any) -> None:
     array[i] = stochastic(value, noise)
 
 
-# 8-bit moments: small floating-point numbers relative to the largest of their block. The first moment has a sign, 4
-# exponent and 3 mantissa bits, the second 5 and 3. They are rounded stochastically, because a slow average that is
-# rounded to the nearest would never move. A second moment is stored as 0 only if it is exactly 0: dividing by a value
+# 8-bit moments: small floating-point numbers relative to the largest of their block. One that may be negative has a sign, 4
+# exponent and 3 mantissa bits, the others 5 and 3. They are rounded stochastically, because a slow average that is
+# rounded to the nearest would never move. An unsigned moment is stored as 0 only if it is exactly 0: dividing by a value
 # rounded to 0 would move the weight too far.
 _ONE = 0x3F800000 >> 20  # exponent and 3 mantissa bits of 1.0
-_FIRST = _ONE - 127  # code 127 is 1.0, code 1 about 2**-15
-_SECOND = _ONE - 255  # code 255 is 1.0, code 1 about 2**-31
+_SIGNED = _ONE - 127  # code 127 is 1.0, code 1 about 2**-15
+_UNSIGNED = _ONE - 255  # code 255 is 1.0, code 1 about 2**-31
 
 
 @inlined
-def _encode_first(array: Any, i: int, relative: Any, noise: Any) -> None:
-    """Write a first moment as 8 bits, given relative to the largest of its block."""
+def _encode_signed(array: Any, i: int, relative: Any, noise: Any) -> None:
+    """Write a moment that may be negative as 8 bits, given relative to the largest of its block."""
     size = abs(relative)
-    code = np.int32(U32(bits_of(size) + U32(noise << U32(4))) >> U32(20)) - np.int32(_FIRST)
-    smallest = float_of(U32(_FIRST + 1) << U32(20))
+    code = np.int32(U32(bits_of(size) + U32(noise << U32(4))) >> U32(20)) - np.int32(_SIGNED)
+    smallest = float_of(U32(_SIGNED + 1) << U32(20))
     tiny = np.int32(1) if size > smallest * F32(noise) * F32(2**-16) else np.int32(0)
     code = code if code > 0 else tiny
     code = min(code, np.int32(127))
@@ -114,27 +114,27 @@ def _encode_first(array: Any, i: int, relative: Any, noise: Any) -> None:
 
 
 @inlined
-def _decode_first(array: Any, i: int, scale: Any) -> Any:
-    """Return a first moment from its 8 bits and the largest of its block."""
+def _decode_signed(array: Any, i: int, scale: Any) -> Any:
+    """Return a moment that may be negative from its 8 bits and the largest of its block."""
     code = U32(array[i])
     size = code & U32(0x7F)
-    value = float_of(U32(size + U32(_FIRST)) << U32(20)) if size > U32(0) else F32(0)
+    value = float_of(U32(size + U32(_SIGNED)) << U32(20)) if size > U32(0) else F32(0)
     return float_of(bits_of(value * scale) | U32((code & U32(0x80)) << U32(24)))
 
 
 @inlined
-def _encode_second(array: Any, i: int, relative: Any, noise: Any) -> None:
-    """Write a second moment, which is not negative, as 8 bits, given relative to the largest of its block."""
-    code = np.int32(U32(bits_of(relative) + U32(noise << U32(4))) >> U32(20)) - np.int32(_SECOND)
+def _encode_unsigned(array: Any, i: int, relative: Any, noise: Any) -> None:
+    """Write a moment that is never negative as 8 bits, given relative to the largest of its block."""
+    code = np.int32(U32(bits_of(relative) + U32(noise << U32(4))) >> U32(20)) - np.int32(_UNSIGNED)
     smallest = np.int32(1) if relative > F32(0) else np.int32(0)
     array[i] = np.uint8(min(max(code, smallest), np.int32(255)))
 
 
 @inlined
-def _decode_second(array: Any, i: int, scale: Any) -> Any:
-    """Return a second moment from its 8 bits and the largest of its block."""
+def _decode_unsigned(array: Any, i: int, scale: Any) -> Any:
+    """Return a moment that is never negative from its 8 bits and the largest of its block."""
     code = U32(array[i])
-    return scale * (float_of(U32(code + U32(_SECOND)) << U32(20)) if code > U32(0) else F32(0))
+    return scale * (float_of(U32(code + U32(_UNSIGNED)) << U32(20)) if code > U32(0) else F32(0))
 
 
 @inlined
@@ -147,13 +147,17 @@ def _write_nothing(array: Any, i: int, value: Any, noise: Any) -> None:
     pass
 
 
-_MOMENTS: dict[str, tuple[Any, ...]] = {
-    "float32": (_read_moment_float32, _write_moment_float32, _read_moment_float32, _write_moment_float32),
-    "bfloat16": (_read_moment_bfloat16, _write_moment_bfloat16, _read_moment_bfloat16, _write_moment_bfloat16),
-    "8bit": (_decode_first, _encode_first, _decode_second, _encode_second),
+MomentCodec = tuple[Any, Any]  # inlined functions that read and write a moment
+
+NO_MOMENT: MomentCodec = (_read_nothing, _write_nothing)
+_MOMENTS: dict[str, MomentCodec] = {
+    "float32": (_read_moment_float32, _write_moment_float32),
+    "bfloat16": (_read_moment_bfloat16, _write_moment_bfloat16),
 }
 
 
-def moment_codecs(kind: str, count: int) -> tuple[Any, ...]:
-    """Return how to read and write the first moment, and the second: nothing, where there are fewer."""
-    return _MOMENTS[kind][: 2 * count] + (_read_nothing, _write_nothing) * (2 - count)
+def moment_codec(kind: str, is_signed: bool) -> MomentCodec:
+    """Return how a moment of a kind is read and written, given whether it may be negative."""
+    if kind == "8bit":
+        return (_decode_signed, _encode_signed) if is_signed else (_decode_unsigned, _encode_unsigned)
+    return _MOMENTS[kind]

@@ -13,7 +13,20 @@ import numpy as np
 
 from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.kernels.bits import F32, U32, bits_of, float_of, inlined, kernel, mix
-from horizon_lm.kernels.formats import GRAD_READERS, WEIGHT_CODECS, moment_codecs
+from horizon_lm.kernels.formats import GRAD_READERS, NO_MOMENT, WEIGHT_CODECS, moment_codec
+
+
+class Moment(NamedTuple):
+    """A number that an optimizer keeps of each element.
+
+    Attributes:
+        name: its name in a saved state.
+        is_signed: it may be negative. With 8 bits the small ones of a group of elements then become 0, because the sign takes a bit:
+            it must not be what is divided by.
+    """
+
+    name: str
+    is_signed: bool
 
 
 @dataclass(frozen=True)
@@ -24,8 +37,7 @@ class Rule:
 
     Attributes:
         name: of the optimizer's class.
-        moments: names of at most two moments in a saved state. The second is never negative. A single one may be, so with 8 bits
-            it is stored with a sign, and the small ones of a group of elements become 0: it must not be what is divided by.
+        moments: at most two moments.
         numbers: function ``(step, **settings)`` of a parameter's number of steps and its group's settings but
             ``weight_decay``, which computes in double precision what is the same for all elements: a NamedTuple of fp32 numbers.
         advance: inlined function ``(grad, first, second, numbers) -> (first, second)``, the moments after a step. With a
@@ -38,7 +50,7 @@ class Rule:
     """
 
     name: str
-    moments: tuple[str, ...]
+    moments: tuple[Moment, ...]
     numbers: Callable[..., tuple[np.float32, ...]]
     advance: Any
     move: Any
@@ -96,7 +108,9 @@ def _update(rule: Rule, weight_format: str, moment_format: str, grad_format: str
     read_weight, write_weight = WEIGHT_CODECS[weight_format]
     read_grad = GRAD_READERS[grad_format]
     scaled1, scaled2 = (moment_format == "8bit" and len(rule.moments) >= count for count in (1, 2))
-    read_first, write_first, read_second, write_second = moment_codecs(moment_format, len(rule.moments))
+    codecs = [moment_codec(moment_format, moment.is_signed) for moment in rule.moments]
+    codecs += [NO_MOMENT] * (2 - len(codecs))
+    (read_first, write_first), (read_second, write_second) = codecs
     advance, move = rule.advance, rule.move
 
     @inlined

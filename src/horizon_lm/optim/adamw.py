@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horizon_lm.kernels.bits import fma, inlined
-from horizon_lm.kernels.updates import Rule
+from horizon_lm.kernels.updates import Moment, Rule
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 
 
@@ -89,7 +89,14 @@ class AdamW(SlabOptimizer):
         True
     """
 
-    rule = Rule("AdamW", ("exp_avg", "exp_avg_sq"), _numbers, _advance, _move, decay_rates=("betas",))
+    rule = Rule(
+        "AdamW",
+        (Moment("exp_avg", is_signed=True), Moment("exp_avg_sq", is_signed=False)),
+        _numbers,
+        _advance,
+        _move,
+        decay_rates=("betas",),
+    )
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horizon_lm.kernels.bits import F32, fma, inlined
-from horizon_lm.kernels.updates import Rule
+from horizon_lm.kernels.updates import Moment, Rule
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 
 
@@ -58,7 +58,7 @@ class Lion(SlabOptimizer):
         grad_norm, unit_grad_norms, non_finite_unit: as in `AdamW`.
     """
 
-    rule = Rule("Lion", ("exp_avg",), _numbers, _advance, _move, decay_rates=("betas",))
+    rule = Rule("Lion", (Moment("exp_avg", is_signed=True),), _numbers, _advance, _move, decay_rates=("betas",))
 
     def __init__(
         self,

@@ -57,7 +57,10 @@ class Moments:
         if kind not in _DTYPES:
             raise ConfigError(f"moments is {kind!r}; choose one of {', '.join(_DTYPES)}")
         self.kind = kind
-        held = {unit: {name: rules[name].moments for name in slabs.grad_layout} for unit, slabs in store.units.items()}
+        held = {
+            unit: {name: [moment.name for moment in rules[name].moments] for name in slabs.grad_layout}
+            for unit, slabs in store.units.items()
+        }
         of_any = (moment for moments in held.values() for names in moments.values() for moment in names)
         self._moments = tuple(dict.fromkeys(of_any))
         self.units: dict[Unit, dict[str, MomentSlabs]] = {unit: {} for unit in store.units}
@@ -204,7 +207,7 @@ class UnitArrays:
 
     def moments_of(self, rule: Rule) -> list[MomentArrays]:
         """Return the moments of a rule, as the kernels take them: two, of which those that the rule lacks are empty."""
-        found = [self.moments[name] for name in rule.moments]
+        found = [self.moments[moment.name] for moment in rule.moments]
         return [*found, *[self._no_moment()] * (2 - len(found))]
 
     def _no_moment(self) -> MomentArrays:

@@ -17,7 +17,7 @@ from horizon_lm.constants import ORTHOGONALIZED_AT_ONCE, ORTHOGONALIZING_STEPS
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError
 from horizon_lm.kernels.bits import F32, fma, inlined
-from horizon_lm.kernels.updates import OnDevice, Rule
+from horizon_lm.kernels.updates import Moment, OnDevice, Rule
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.planning.matrices import NO_MATRICES
@@ -100,7 +100,7 @@ def _numbers_of_others(step: int, lr: float, betas: tuple[float, float], eps: fl
 
 
 _OF_MATRICES = Rule(
-    "Muon", ("momentum_buffer",), _numbers, _advance, _pass_on,
+    "Muon", (Moment("momentum_buffer", is_signed=True),), _numbers, _advance, _pass_on,
     on_device=OnDevice(orthogonalize, Rule("Muon", (), _numbers, _keep, _move)),
 )  # fmt: skip
 
