@@ -211,7 +211,7 @@ def test_without_wait_removes_exactly_one() -> None:
 
 def test_traffic_is_independent_of_accumulation_and_slots_of_depth() -> None:
     for num_blocks in (4, 64):
-        layout = build.Layout(num_blocks, accumulate=True, offloaded=num_blocks)
+        layout = build.Layout(num_blocks, accumulates=True, offloaded=num_blocks)
         made = passes(layout, head_grads=False)
         f, b = made.again, made.backward
         loads = [op for op in (*f.ops, *b.ops) if op.kind == Kind.STREAM_IN and op.unit.startswith("block")]

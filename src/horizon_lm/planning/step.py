@@ -160,7 +160,7 @@ class Step:
             tied=self.outline.trained.tied,
             offloaded=self.offloaded,
             resident=settings.residency.weights,
-            accumulate=settings.grad_slots[0],
+            accumulates=settings.grad_slots[0],
             update_in_backward=settings.update_in_backward,
             adapters=self.outline.has_adapters,
             sharded=settings.num_ranks > 1,

@@ -27,7 +27,7 @@ class Layout:
         offloaded: number of first blocks whose boundary (activation checkpoint) is offloaded between the forward and
             backward pass.
         resident: number of last blocks whose weights stay resident until an update changes them.
-        accumulate: micro-batches are added in an fp32 accumulator, which is landed through a staging slot.
+        accumulates: micro-batches are added in an fp32 accumulator, which is landed through a staging slot.
         update_in_backward: each unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
             memory; only a tied table has a gradient slab, because two gradients are added there.
         sharded: each rank streams its own range of a unit, which is gathered on the device; its gradients are summed there, and
@@ -42,7 +42,7 @@ class Layout:
     tied: bool = False
     offloaded: int = 0
     resident: int = 0
-    accumulate: bool = False
+    accumulates: bool = False
     update_in_backward: bool = False
     adapters: bool = False
     sharded: bool = False
@@ -282,7 +282,7 @@ def _backward(
         adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
         if block(u) not in trainable:
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), adapters))
-        elif layout.accumulate:
+        elif layout.accumulates:
             accumulator, staging = Buffer(Buf.ACCUMULATOR), Buffer(Buf.STAGING)
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (accumulator, *adapters)))
             ops.append(_compute(Kind.STAGE, block(u), (accumulator,), (staging,)))
@@ -321,7 +321,7 @@ def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozen
         if (unit := next(streamed, None)) is not None:
             ops.extend(_stream_matrices(unit, layout))
 
-    if not layout.accumulate:  # two slots: the loop prefetches the next unit, so the first one is streamed here
+    if not layout.accumulates:  # two slots: the loop prefetches the next unit, so the first one is streamed here
         stream_next()
     for unit in units:
         if unit in orthogonalized:
@@ -335,7 +335,7 @@ def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozen
 
 def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
     """Return the device buffer in which a block's update is orthogonalized: that of its gradients, which have landed."""
-    return Buffer(Buf.STAGING) if layout.accumulate else Buffer(Buf.GRADS, unit.block_index % 2)
+    return Buffer(Buf.STAGING) if layout.accumulates else Buffer(Buf.GRADS, unit.block_index % 2)
 
 
 def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:

@@ -123,7 +123,7 @@ class Machinery:
             tied=self.parts.tied,
             offloaded=self.parts.num_blocks - self.residency.boundaries,
             resident=self.residency.weights,
-            accumulate=self.memory.accumulates,
+            accumulates=self.memory.accumulates,
             update_in_backward=self.updates.optimizer_in_backward is not None,
             adapters=bool(self.parts.adapters),
             sharded=self.mesh is not None,
