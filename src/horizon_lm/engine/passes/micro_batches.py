@@ -196,16 +196,20 @@ def slice_all(tensors: Iterable[torch.Tensor], dims: Iterable[int | None], rows:
 
 
 def rows_of_output(whole: torch.Tensor, output: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Return the part of ``whole`` that belongs to a micro-batch, located by the length of its ``output``.
+    """Return the part of a batch's output that belongs to a micro-batch.
 
-    Dimension 0 of an output is the rows, possibly with several entries per row: (B * T, experts) for a router, for
-    example.
+    Dimension 0 of an output has one or several entries for each row: B * T in the output (B * T, experts) of a router.
+
+    Args:
+        whole: the output of the whole batch, or its gradient.
+        output: the output of the micro-batch, whose length says how many entries a row has.
+        rows: the micro-batch.
     """
-    if whole.shape == output.shape:  # the micro-batch is the whole batch
+    if whole.shape == output.shape:  # the micro-batch is the whole batch, and the output may be a scalar
         return whole
     start, stop = rows
-    per_row = output.shape[0] // (stop - start) if output.ndim else 0
-    return slice_rows(whole, 0, (start * per_row, stop * per_row))
+    entries_per_row = output.shape[0] // (stop - start)
+    return slice_rows(whole, 0, (start * entries_per_row, stop * entries_per_row))
 
 
 class RowOutputs:
