@@ -127,19 +127,24 @@ class MicroBatchRandomness:
         """Put the global generators back, if they were replaced. Return whether numbers were drawn from the states that replaced them."""
         if self._outside is None:
             return False
-        used = not _same_state(self._device.rng_state(), self._replaced)
+        was_drawn_from = not _same_state(self._device.rng_state(), self._replaced)
         self._device.set_rng_state(self._outside)
         self._outside = None
-        return used
+        return was_drawn_from
 
     def finish(self) -> None:
-        """Advance the global generator by the draw if a micro-batch has used it. Without dropout, a plain model draws
-        nothing, so that what it draws elsewhere, for example noise on embeddings, comes from the same place.
+        """Advance the global generator by the draw of the seeds, if any number was drawn from what they seeded.
+
+        Without dropout a plain model draws nothing in its blocks, so the next numbers outside of them, such as noise on
+        embeddings, must not move on either.
         """
-        used = self.restore()
-        if self._own is None or not self._draws or (all(map(_same_state, self._own, self._seeded)) and not used):
+        drawn_outside = self.restore()
+        if self._own is None or not self._draws:
             return
-        # If other code has drawn meanwhile, the draw continues from there instead.
+        drawn_in_blocks = not all(map(_same_state, self._own, self._seeded))
+        if not (drawn_in_blocks or drawn_outside):
+            return
+        # If other code has drawn from the global generator since, the seeds are drawn once more, after its numbers.
         if torch.equal(self._before, torch.get_rng_state()):
             torch.set_rng_state(self._after)
         else:
