@@ -63,13 +63,16 @@ class LossRun(ChunkedRun):
 
     def _loss(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> torch.Tensor:
         """Return only the loss."""
-        flat = hidden.detach().reshape(-1, hidden.shape[-1])
-        # In float32, as the loss of transformers, which upcasts the logits.
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])  # (B * T, H)
+        total = _zero(hidden.device)
         with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
                 total = total + self._chunk_loss(flat[index], index, outer, None, first=False)
-        # Chunks divide by the number of items. Without items, 0 / 0 is NaN, as in Hugging Face.
+        return self._mean(total)
+
+    def _mean(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the loss from the sum over chunks, each of which has divided its own by the number of items."""
+        # Without items there was no chunk, and 0 / 0 is NaN, as in Hugging Face.
         return total if len(self.inputs.trained) else total / self.inputs.num_items
 
     def _loss_and_grads(
@@ -83,17 +86,17 @@ class LossRun(ChunkedRun):
             grad: gradient of the loss; None for one.
             first: overwrite the head's gradient buffer.
         """
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        total = _zero(hidden.device)
 
         def differentiate_chunk(*chunk: Any) -> None:
             nonlocal total
             loss = self._chunk_loss(*chunk)
             # A model's own loss may have another dtype than the total, whose gradient this is.
-            torch.autograd.backward([loss], None if grad is None else [grad.to(loss.dtype)])
+            loss.backward(None if grad is None else grad.to(loss.dtype))
             total = total + loss.detach()
 
         grads = self.differentiate(hidden, outer, differentiate_chunk, first)
-        return total if len(self.inputs.trained) else total / self.inputs.num_items, grads
+        return self._mean(total), grads
 
     def _chunk_loss(
         self, hidden: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
@@ -110,6 +113,11 @@ class LossRun(ChunkedRun):
             # Before the backward, which needs more memory than the logits that are kept alive here.
             self.statistics.add(index, output.logits[0])
         return output.loss  # type: ignore[no-any-return]
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    """Return the begin of a sum of losses: in float32, as the loss of transformers, which upcasts the logits."""
+    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 class TokenLogprobs(NamedTuple):
