@@ -61,6 +61,7 @@ class Store:
             unit: UnitSlabs(tensors, self._codecs_of(tensors), shard, unit == EMBED)
             for unit, tensors in _slabs_of(shapes, self.in_float32).items()
         }
+        # Asked for in every pass.
         self._parts = {unit: self._find_parts(unit) for unit in self.units if not unit.is_float32}
         self.frozen = frozenset(unit for unit in self.units if unit.home in frozen)
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
@@ -72,21 +73,27 @@ class Store:
         self.block_version = 0  # the same for weights of blocks, which an update of adapters leaves as they are
         self.has_grads = False
 
-        kept = kept or {}
+        self._allocate_weights(kept or {})
+        self.num_bytes = self._bytes_of_weights()
+
+    def _allocate_weights(self, kept: Mapping[Unit, UnitSlabs]) -> None:
+        """Allocate the weights of all units but those whose memory is kept."""
+        new = [unit for unit in self.units if unit not in kept]
         # The outer parameters have an arena of their own, because they alone grow when adapters are added.
-        for units in self._by_precision(unit for unit in self.units if unit != OUTER and unit not in kept):
+        for units in self._by_precision(unit for unit in new if unit != OUTER):
             self._allocate(units)
-        self._allocate([OUTER] if OUTER in self.units and OUTER not in kept else [])
+        self._allocate([unit for unit in new if unit == OUTER])
         for unit, slabs in kept.items():
             self.units[unit].take_over(slabs)
-        with_low = [slabs.own for slabs in self.units.values() if slabs.low is not None]
-        self.num_bytes = {
-            "weights": sum(used_bytes([slabs.own], slabs.weights.element_size()) for slabs in self.units.values()),
-            "packed_weights": used_bytes([slabs.packed.own for slabs in self.units.values()], 1),
-            "low_halves": used_bytes(with_low, torch.int16.itemsize),
-        }
-        if not self.codecs:
-            del self.num_bytes["packed_weights"]
+
+    def _bytes_of_weights(self) -> dict[str, int]:
+        """Return the bytes of the weights that this rank owns, by kind."""
+        slabs = self.units.values()
+        found = {"weights": sum(used_bytes([each.own], each.weights.element_size()) for each in slabs)}
+        if self.codecs:
+            found["packed_weights"] = used_bytes([each.packed.own for each in slabs], 1)
+        found["low_halves"] = used_bytes([each.own for each in slabs if each.low is not None], torch.int16.itemsize)
+        return found
 
     def _codecs_of(self, names: Iterable[str]) -> dict[str, Codec]:
         return {name: self.codecs[name] for name in names if name in self.codecs}
