@@ -180,9 +180,8 @@ def _block_use(step: Step, needed: Working, index: int, footprints: Sequence[Foo
     """Return the memory of a block, given its footprints for each micro-batch."""
     residency, num_blocks = step.settings.residency, step.outline.num_blocks
     is_differentiated = index >= step.outline.first_differentiated
-    keeps_boundary = is_differentiated and index >= num_blocks - residency.boundaries
-    has_graph = index >= num_blocks - residency.graphs
-    kept = step.boundary if keeps_boundary else 0
+    has_graph = residency.keeps_graph(index, num_blocks)
+    kept = step.boundary if is_differentiated and residency.keeps_boundary(index, num_blocks) else 0
     if is_differentiated and has_graph:
         kept += needed.graphs[index]
     is_tiled = index in needed.tiled

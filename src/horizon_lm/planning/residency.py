@@ -26,6 +26,14 @@ class Residency:
         """Return the residency that options have, all of which are chosen."""
         return cls(int(options.activation_checkpoints), options.resident_blocks or 0, options.resident_graphs or 0)
 
+    def keeps_boundary(self, index: int, num_blocks: int) -> bool:
+        """Return whether a block keeps its boundary on the device."""
+        return index >= num_blocks - self.boundaries
+
+    def keeps_graph(self, index: int, num_blocks: int) -> bool:
+        """Return whether a block keeps its graph, so that it is not recomputed."""
+        return index >= num_blocks - self.graphs
+
     def options(self) -> dict[str, Any]:
         """Return the options of this residency, by name."""
         return {
@@ -96,10 +104,8 @@ class DevicePlan:
 
 
 _LOGIT_BYTES = 12  # bytes of a logit with its log-probability and gradients
-_CHUNK_SHARE, _MOST_CHUNK_BYTES = (
-    16,
-    4 * 2**30,
-)  # share of spare memory for a chunk of logits; larger chunks are no faster
+_CHUNK_SHARE = 16  # a chunk of logits gets one part of so many of spare memory
+_MOST_CHUNK_BYTES = 4 * 2**30  # larger chunks are no faster
 
 
 def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
@@ -141,10 +147,11 @@ class Working:
         num_blocks = len(self.graphs)
         kept = most = 0
         for u in range(num_blocks):
+            if u >= max(self.first, num_blocks - boundaries):
+                kept += self.boundary
             has_graph = u >= max(self.first, num_blocks - graphs)
-            kept += (self.boundary if u >= max(self.first, num_blocks - boundaries) else 0) + (
-                self.graphs[u] if has_graph else 0
-            )
+            if has_graph:
+                kept += self.graphs[u]
             most = max(most, kept + (self.backward_peaks[u] if has_graph else self.peaks[u]))
         return max(most, kept + self.head)
 

@@ -203,7 +203,7 @@ class StepCost:
         """Return the seconds of a block, its core or a tile, computed once for all blocks of a kind."""
         index, experts = op.unit.block_index, self._tiles.experts(op)
         kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
-        has_graph = index >= self._outline.num_blocks - self._settings.residency.graphs
+        has_graph = self._settings.residency.keeps_graph(index, self._outline.num_blocks)
         share = self._tiles.share(op, experts) if experts else 1.0
         key = (op.kind, kind, has_graph, share)
         if key not in self._known:

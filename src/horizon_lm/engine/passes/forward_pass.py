@@ -130,8 +130,11 @@ class ForwardPass:
         # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all
         # blocks.
         if between.graphs_lease.holder is None:
-            first = engine.parts.num_blocks - engine.residency.graphs
-            state.graphs = frozenset(index for index in keeps if index >= first and index not in engine.tiles.experts)
+            state.graphs = frozenset(
+                index
+                for index in keeps
+                if engine.residency.keeps_graph(index, engine.parts.num_blocks) and index not in engine.tiles.experts
+            )
             between.graphs_lease.take(state)
         return state
 
