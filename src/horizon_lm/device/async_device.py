@@ -173,13 +173,9 @@ class StreamDevice(ABC):
         # those of the next pass.
         if Stream.COLLECTIVE in self._issuers:
             tasks = [task for task in tasks if not task.issued]
-        with self._changed:
-            for task in tasks:
-                task.drop()
-            self._changed.notify_all()
+        self._drop(tasks)
         self._drain_streams()
-        for task in self._failed:
-            task.drop()  # also for other passes: later waits only need the task to be done
+        self._drop(self._failed)  # also for other passes: later waits only need the task to be done
         self._failed.clear()
         self.broken_streams.clear()
 
@@ -211,11 +207,8 @@ class StreamDevice(ABC):
             if task.dropped:
                 return
             self._raise_if_failed(task.op.stream)
-            if task.op.kind == Kind.UPDATE_ROWS:  # host work in a copy stream: the next copy reads these rows
-                self.wait(task.waits)
-                self._pool(Stream.HOST).submit(task, trace=self.trace, urgent=True)
-                self._pool(Stream.HOST).wait([task])
-                self._finish(task)
+            if task.op.kind == Kind.UPDATE_ROWS:
+                self._update_rows(task)
                 return
             reached = self._record(stream) if self.trace is not None else None
             self._await_dependencies(stream, task)
@@ -233,10 +226,15 @@ class StreamDevice(ABC):
             if self.trace is not None:
                 self._timed.append(_OpEvents(task.op, reached, began, event))
         except BaseException as error:
-            with self._changed:
-                task.error = error
-                self._failed.append(task)
-                self._changed.notify_all()
+            self._fail(task, error)
+
+    def _update_rows(self, task: Task) -> None:
+        """Run the update of rows in host threads, and wait for it: the next copy of the stream reads these rows."""
+        self.wait(task.waits)
+        pool = self._pool(Stream.HOST)
+        pool.submit(task, trace=self.trace, urgent=True)
+        pool.wait([task])
+        self._finish(task)
 
     def _raise_if_failed(self, stream: Stream) -> None:
         """Raise the error of an earlier task of a stream, or of an event that the stream could not be made to wait for."""
@@ -265,6 +263,9 @@ class StreamDevice(ABC):
             if other.error is not None:
                 raise other.error
 
+    # The states of a task: enqueued with the event at its end, and then finished; or failed, or dropped. All changes of them wake up
+    # the threads that wait in `_end_of`.
+
     def _set_end(self, task: Task, event: Event) -> None:
         """Set the event that marks the end of a task, which was enqueued."""
         self._finish_reached(task.op.stream)
@@ -285,6 +286,19 @@ class StreamDevice(ABC):
         with self._changed:
             task.finish()
             self._ends[task.op.stream].pop(task, None)
+            self._changed.notify_all()
+
+    def _fail(self, task: Task, error: BaseException) -> None:
+        """Keep the error of a task, which every wait for it raises until the task is dropped."""
+        with self._changed:
+            task.error = error
+            self._failed.append(task)
+            self._changed.notify_all()
+
+    def _drop(self, tasks: Sequence[Task]) -> None:
+        with self._changed:
+            for task in tasks:
+                task.drop()
             self._changed.notify_all()
 
     def _end_of(self, task: Task) -> Event | None:
