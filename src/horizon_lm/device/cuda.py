@@ -209,8 +209,7 @@ def _limit_allocator(capacity: int, device: torch.device) -> Callable[[], None]:
 
 def _let_segments_expand() -> None:
     """Configure the allocator to waste less memory on a nearly full device, unless the user has configured it."""
-    name = next((name for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), None)
-    given = os.environ[name] if name else ""
+    given = next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "")
     if "expandable_segments" in given or "backend" in given:
         return
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, "expandable_segments:True"])))

@@ -48,7 +48,8 @@ class PageLocks:
                 self._memory[start] = piece
                 self._locked = sorted([*self._locked, (start, start + num_bytes)])
             else:
-                self.error, self._failed[start] = error, num_bytes
+                self.error = error
+                self._failed[start] = num_bytes
 
     def unlock(self, buffer: torch.Tensor) -> None:
         """Undo `lock` for a buffer that is no longer used."""

@@ -205,7 +205,9 @@ class LandRows:
         return self.rows.numel() * self.table.shape[1] * self.table.element_size()
 
     def run(self, link: Link) -> None:
-        if self.clear is not None:  # on a GPU while it still computes: what lands is waited for below
+        if (
+            self.clear is not None
+        ):  # on the host, while a GPU may still compute the gradients, for which `land_rows` waits
             self.table[self.clear] = 0
         self.report(link.land_rows(self.table, self.source, self.rows, self.add))
 
