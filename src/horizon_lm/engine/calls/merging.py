@@ -87,18 +87,18 @@ def _runs_unmerged(layer: Any) -> bool:
 
 def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Callable[..., Any]:
     """Return a method of a layer in the place of PEFT's own, which runs it with plain parameters."""
-    ref = weakref.ref(layer)
+    layer_ref = weakref.ref(layer)
 
     def merge(*args: Any, **kwargs: Any) -> Any:
-        own, owner = ref(), engine()
+        own, current = layer_ref(), engine()
         assert own is not None
         method = getattr(type(own), name)
-        if owner is None:
+        if current is None:  # the streamed model is gone
             return method(own, *args, **kwargs)
         # New parameters of PEFT: `_horizon` attaches the model with them first, which makes another engine.
         if not all(isinstance(param, StreamedParameter) for param in own.parameters()):
-            owner = owner.parts.model._horizon.engine
-        with _plain_parameters(own, owner):
+            current = current.parts.model._horizon.engine
+        with _plain_parameters(own, current):
             return method(own, *args, **kwargs)
 
     return merge
@@ -111,15 +111,15 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
     engine.synchronize()
     store = engine.store
     places = [
-        (module, attribute, param)
+        (module, attribute, name)
         for module in layer.modules()
         for attribute, param in module._parameters.items()
-        if isinstance(param, StreamedParameter) and engine.name_of(param) is not None
+        if isinstance(param, StreamedParameter) and (name := engine.name_of(param)) is not None
     ]
     plain = {}
-    for _, _, param in places:
-        name = engine.name_of(param)
-        assert name is not None
+    for module, attribute, name in places:
+        param = module._parameters[attribute]
+        assert param is not None
         # With low halves, the parameter is a rounded view. PEFT merges fp32 masters, as it does in a plain model of
         # float32.
         value = param.detach() if store.units[store.unit_of[name]].low is None else store.master(name)
@@ -127,7 +127,7 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
     # A comparison, not a flag: PEFT writes .data or replaces it, which leaves no version counter to look at.
     before = {name: param.detach().clone() for name, param in plain.items()}
     try:
-        with in_place((m, attribute, plain[str(engine.name_of(param))]) for m, attribute, param in places):
+        with in_place((module, attribute, plain[name]) for module, attribute, name in places):
             yield
     finally:  # of two adapters, PEFT may have merged the first and rejected the second
         with torch.no_grad():

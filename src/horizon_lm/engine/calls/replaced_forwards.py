@@ -108,10 +108,12 @@ def weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return a function that runs a module's original forward method, and refers to the module weakly."""
-    instance, ref = module.__dict__.get("forward"), weakref.ref(module)
-    # Of other code that has replaced it before, which decides what it refers to.
-    if instance is not None:
-        return instance  # type: ignore[no-any-return]
+    replaced = module.__dict__.get("forward")
+    if (
+        replaced is not None
+    ):  # by other code, before the model was streamed: its function may refer to the module as it likes
+        return replaced  # type: ignore[no-any-return]
+    ref = weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         own: Any = ref()

@@ -67,9 +67,10 @@ class GradientCheck:
         # In float32, plain autograd is the reference itself; otherwise its own error says how much rounding is normal.
         exact = plain if dtype == torch.float32 else self._plain_grads(node, inputs, grads, torch.float32)
         bounds = _bounds(exact, plain, dtype)
-        got = {_input(i): g for i, g in enumerate(input_grads) if g is not None}
-        for name, tensor in got.items():
-            _require_close(f"{node.module.name}, {name}", tensor, exact[name], bounds[name])
+        for number, grad in enumerate(input_grads):
+            if grad is not None:
+                name = _input(number)
+                _require_close(f"{node.module.name}, {name}", grad, exact[name], bounds[name])
         for name in self._engine.trained_names(block(node.index)):
             inner = name.removeprefix(f"{node.module.name}.")
             # A parameter that the batch does not use, such as an idle expert, has no gradient to compare with.

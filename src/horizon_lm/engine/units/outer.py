@@ -24,13 +24,17 @@ class OuterParameters:
         # Adapters are bound in blocks.
         layouts = [engine.store.units[part].layout for part in engine.store.parts_of(OUTER)]
         self._names = [name for layout in layouts for name in layout if name not in parts.adapter_names]
-        # Buffers outside of blocks (mostly rope frequencies) stay on the device permanently.
-        streamed = {id(m) for b in parts.blocks for m in b.modules()}
-        # Buffers inside of blocks are not moved: a block gets device copies when it is bound (`BuffersOfModules`).
+        self._move_buffers()
+
+    def _move_buffers(self) -> None:
+        """Move buffers outside of blocks, mostly rope frequencies, to the device, where they stay."""
+        parts, device = self.engine.parts, self.engine.device.torch_device
+        # Those inside of blocks are not moved: a block gets device copies when it is bound (`BuffersOfModules`).
+        in_blocks = {id(module) for block in parts.blocks for module in block.modules()}
         for module in parts.model.modules():
-            if id(module) not in streamed:
+            if id(module) not in in_blocks:
                 for name, buffer in module._buffers.items():
-                    module._buffers[name] = None if buffer is None else buffer.to(engine.device.torch_device)
+                    module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def load(self) -> dict[str, torch.Tensor]:
         """Return the outer parameters on the device, by full name; trained parameters are differentiable."""
