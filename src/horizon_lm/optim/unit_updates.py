@@ -100,18 +100,21 @@ class UnitUpdates:
 
     def of_table(self, step: StepUpdate, grads: TableGrads) -> TableRows | None:
         """Return the update of the embedding, or None if it is not trained."""
-        spans, record = (
-            self._spans(step, EMBED, self._store.units[EMBED].layout),
-            self._engine.updates.partial_update.record,
-        )
-        return TableRows(self.arrays[EMBED], grads, spans[0], record, self._guard(EMBED)) if spans else None
+        spans = self._spans(step, EMBED, self._store.units[EMBED].layout)
+        if not spans:
+            return None
+        record = self._engine.updates.partial_update.record
+        return TableRows(self.arrays[EMBED], grads, spans[0], record, self._guard(EMBED))
 
     def _spans(self, step: StepUpdate, unit: Unit, names: Iterable[str]) -> list[Span]:
+        """Return the spans of a unit's slab in which these parameters are updated alike."""
         params = {name: self._engine.refs[name].param for name in names}
         return step.spans(unit, self.arrays[unit], params, self._rules)
 
     def _on_device(self, unit: Unit, spans: Sequence[Span]) -> DevicePart:
-        """Return what comes before a unit's update: the first parts of these spans, and their matrices."""
+        """Return the part of a unit's update on the device: the moves before it, which leave their results in place of the
+        gradients, and the matrices that it replaces.
+        """
         rule = spans[0].rule
         assert rule.on_device is not None
         arrays = self.arrays[unit].of_grads(as_array(self._store.units[unit].grads))
