@@ -117,8 +117,9 @@ class _Exporter:
     ) -> None:
         self._model, self._store = parts.model, store
         self._dtype = dtype or store.written_dtype
-        kept = kept_in_float32(parts.model, store.unit_of, dtype) | parts.in_float32 if dtype is not None else ()
-        self._in_float32 = frozenset(kept)
+        self._in_float32: frozenset[str] = frozenset()
+        if dtype is not None:
+            self._in_float32 = frozenset(kept_in_float32(parts.model, store.unit_of, dtype) | parts.in_float32)
         self._given = {  # values of the caller that are not the store's own, and that can be written
             name: value
             for name, value in values.items()
@@ -128,7 +129,8 @@ class _Exporter:
         self._slabs: dict[Unit, list[Unit]] = {}  # by the unit to which they belong
         for unit in store.units:
             self._slabs.setdefault(unit.home, []).append(unit)
-        self._units = [[n for part in parts for n in store.units[part].layout] for parts in self._slabs.values()]
+        # The names of the tensors of each unit, and at last those of the buffers.
+        self._units = [[name for slab in slabs for name in store.units[slab].layout] for slabs in self._slabs.values()]
         self._units.append(list(self._buffers))
         self.main_dtype = dtype or main_dtype(store)
         self.num_params = sum(slabs.layout.num_params for slabs in store.units.values())

@@ -159,7 +159,7 @@ class UnitSlabs:
                 arena.forget(start + own.stop * size, start + slab.numel() * size)
 
     def own_grads_of(self, name: str) -> slice:
-        """The part of a parameter's gradient that this rank owns, as a range of the slab."""
+        """Return the part of a parameter's gradient that this rank owns, as a range of the slab."""
         entry, own = self.grad_layout.entries[name], self.own_grads
         start = max(entry.offset, own.start)
         return slice(start, max(start, min(entry.offset + entry.numel, own.stop)))
