@@ -17,6 +17,8 @@ from horizon_lm.training.run import Run, Training
 from horizon_lm.training.run_state import Value
 from horizon_lm.training.saver import Saver
 
+_LARGEST_EXPONENT = 700.0  # beyond it `math.exp` overflows
+
 
 class Evaluation(Part):
     """The evaluations of a run: before its first step, between steps, and after the last one.
@@ -76,19 +78,18 @@ class Evaluation(Part):
             also the same for each set, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and
             ``eval_tokens``. Token metrics are means of the means of batches, as in TRL.
         """
-        totals, done = {name: _Total() for name in self._eval_sets}, 0
+        totals, done = dict[str, _Total](), 0
         num_rows = sum(map(len, self._eval_sets.values()))
         with self._reporter.progress("eval set") as advance:
             for name, rows in self._eval_sets.items():
                 objective, size = self._training.objectives.eval_sets[name], self._config.per_device_eval_batch_size
-                for batch_rows in _evaluate_set(totals[name], self._training.model, objective, rows, size, self._ranks):
+                own = _Total()
+                for batch_rows in _evaluate_set(own, self._training.model, objective, rows, size, self._ranks):
                     done += batch_rows
                     advance(done, num_rows)
                     if done < num_rows:
                         self._stop_if_interrupted(step)
-                own, totals[name] = totals[name], _Total()
-                for of_rank in self._ranks.exchange("an evaluation", astuple(own)):
-                    totals[name].add(_Total(*of_rank))
+                totals[name] = self._over_ranks(own)
         line: dict[str, Any] = {"step": step, **_means([*totals.values()], "eval_")}
         if len(totals) > 1:
             for name, total in totals.items():
@@ -96,6 +97,13 @@ class Evaluation(Part):
         if not math.isfinite(line["eval_loss"]):
             raise NonFiniteError(f"after step {step}: the eval loss is {line['eval_loss']}")
         return line
+
+    def _over_ranks(self, own: "_Total") -> "_Total":
+        """Return the sums over all ranks, in their order, so that each of them has the same bits."""
+        total = _Total()
+        for of_rank in self._ranks.exchange("an evaluation", astuple(own)):
+            total.add(_Total(*of_rank))
+        return total
 
 
 @dataclass
@@ -132,23 +140,25 @@ def _evaluate_set(
 
     Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
     """
-    batches = -(-len(rows) // batch_size)
+    num_batches = -(-len(rows) // batch_size)
     with evaluation_mode(model):
-        for first in range(0, batches, ranks.size):
-            number = min(first + ranks.rank, batches - 1)
-            batch = batch_from(rows, number * batch_size, batch_size)
+        for first in range(0, num_batches, ranks.size):
+            own = first + ranks.rank
+            batch = batch_from(rows, min(own, num_batches - 1) * batch_size, batch_size)
             loss = objective(model, batch)
-            if first + ranks.rank < batches:
+            if own < num_batches:
                 total.add(_total_of(loss, batch.num_trained))
             yield min((first + ranks.size) * batch_size, len(rows)) - first * batch_size
 
 
 def _means(totals: Sequence[_Total], prefix: str) -> dict[str, float]:
+    """Return the means over eval sets as metrics, whose names begin with a prefix."""
     weight = sum(total.weight for total in totals)
     loss = sum(total.loss for total in totals) / weight
     line = {f"{prefix}loss": loss}
     if all(total.per_token for total in totals):
-        line |= {f"{prefix}perplexity": math.exp(min(loss, 700.0)), f"{prefix}tokens": int(weight)}
+        perplexity = math.exp(min(loss, _LARGEST_EXPONENT))
+        line |= {f"{prefix}perplexity": perplexity, f"{prefix}tokens": int(weight)}
     for name in totals[0].metrics:
         line[f"{prefix}{name}"] = sum(total.metrics[name] for total in totals) / weight
     for name in totals[0].token_means:

@@ -50,6 +50,7 @@ class Intervals:
     requests: Callable[[], Control] = Control
 
     def logs(self, step: int) -> bool:
+        """Return whether to log a step."""
         is_due = step in (1, self.num_steps) or step % self._interval(self.config.logging_steps) == 0
         return is_due or self.requests().log
 
@@ -64,9 +65,11 @@ class Intervals:
         return self._due(self.config.save_strategy, self.config.save_steps, step) or self.requests().save
 
     def samples(self, step: int) -> bool:
-        return self.config.sample_prompts is not None and (
-            step == self.num_steps or step % self._interval(self.config.sample_steps) == 0 or self.requests().stop
-        )
+        """Return whether to answer the sample prompts after a step, which may turn out to be the last one (`Control.stop`)."""
+        if self.config.sample_prompts is None:
+            return False
+        is_due = step == self.num_steps or step % self._interval(self.config.sample_steps) == 0
+        return is_due or self.requests().stop
 
     def planned_saves(self) -> Saves:
         """Return the checkpoints that the run writes and keeps."""

@@ -31,9 +31,10 @@ class LongSteps(Part):
         begun = time.monotonic()
 
         def show() -> None:
-            phase = engine_of(self._training.model).cursor.describe_progress()
+            phase = engine_of(self._training.model).cursor.describe_progress()  # empty between two passes
             since = f"{format_seconds(time.monotonic() - begun)} since its start"
-            self._reporter.note(step, phase, ", ".join(filter(None, (phase, since))) + self._planned())
+            line = f"{phase}, {since}" if phase else since
+            self._reporter.note(step, phase, line + self._planned())
 
         with _repeated(show):
             yield

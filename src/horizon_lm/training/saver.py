@@ -141,10 +141,16 @@ class Saver(Part):
         """Export the trained model, once the running checkpoint is on disk. Its weights are never given up."""
         self.checkpoints.wait()
         interrupts = self._run.session.interrupts
-        LastResort(
-            self._run_dir, self._run.second, self._ranks, self._reporter.print, lambda: interrupts.requested,
-            lambda: self.keep(step), lambda: self.checkpoints.last,
-        ).export(self._training.model, self._run.tokenizer)  # fmt: skip
+        last_resort = LastResort(
+            run_dir=self._run_dir,
+            second=self._run.second,
+            ranks=self._ranks,
+            report=self._reporter.print,
+            requested=lambda: interrupts.requested,
+            save_checkpoint=lambda: self.keep(step),
+            last_checkpoint=lambda: self.checkpoints.last,
+        )
+        last_resort.export(self._training.model, self._run.tokenizer)
 
     def _state(self, step: int) -> dict[str, object]:
         return self._run.identity(self._training.model, step) | self._training.state.state_dict()
