@@ -43,7 +43,7 @@ def sum_squares(engine: Machinery, present: Mapping[Unit, Iterable[str]]) -> dic
 def _squared_norm(slabs: UnitSlabs, names: Iterable[str]) -> float:
     """Return the sum of squares of some gradients of a unit, as stored in host memory, of the part that this rank owns."""
     kernel = squared_norm_kernel(dtype_name(slabs.grads))
-    return sum(kernel(as_array(slabs.grads[slabs.own_grads_of(name)])) for name in names)
+    return sum(kernel(as_array(slabs.grads[slabs.grad_layout.part_of(name, slabs.own_grads)])) for name in names)
 
 
 def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:

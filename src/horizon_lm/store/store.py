@@ -350,11 +350,9 @@ class Store:
 
     def _own_part(self, slabs: UnitSlabs, name: str, first_row: int = 0) -> tuple[slice, slice]:
         """Return the part of a parameter that this rank owns, as a range of the slab, and of the parameter from a row on."""
-        entry, own = slabs.layout.entries[name], slabs.own
-        start = max(entry.offset, own.start)
-        stop = max(start, min(entry.offset + entry.numel, own.stop))
+        entry, part = slabs.layout.entries[name], slabs.layout.part_of(name, slabs.own)
         skipped = entry.offset + first_row * math.prod(entry.shape[1:])
-        return slice(start, stop), slice(start - skipped, stop - skipped)
+        return part, slice(part.start - skipped, part.stop - skipped)
 
     def weights_changed(self, blocks: bool = True) -> None:
         """Record that the weights are new, or will be once the pending updates are done.

@@ -56,6 +56,12 @@ class SlabLayout:
         names = set(names)
         return SlabLayout({name: entry.shape for name, entry in self.entries.items() if name in names})
 
+    def part_of(self, name: str, own: slice) -> slice:
+        """Return the elements of a tensor that lie in a range of the slab, as a range of the slab."""
+        entry = self.entries[name]
+        start = max(entry.offset, own.start)
+        return slice(start, max(start, min(entry.offset + entry.numel, own.stop)))
+
     def view(self, slab: torch.Tensor, name: str) -> torch.Tensor:
         """Return the named tensor as a view of a flat slab (or of a device buffer with this layout)."""
         entry = self.entries[name]
@@ -157,12 +163,6 @@ class UnitSlabs:
                 size = slab.element_size()
                 arena.forget(start, start + own.start * size)
                 arena.forget(start + own.stop * size, start + slab.numel() * size)
-
-    def own_grads_of(self, name: str) -> slice:
-        """Return the part of a parameter's gradient that this rank owns, as a range of the slab."""
-        entry, own = self.grad_layout.entries[name], self.own_grads
-        start = max(entry.offset, own.start)
-        return slice(start, max(start, min(entry.offset + entry.numel, own.stop)))
 
     def row_cuts(self, rows: torch.Tensor) -> list[int]:
         """Return the places at which sorted rows (R,) of a table are cut between the ranks."""
