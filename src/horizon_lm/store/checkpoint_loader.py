@@ -81,7 +81,7 @@ def check_headers(
                 _require_shape(name, tensor.shape, expected[name].shape)
             missing.discard(parameters.get(name, name))
             unset.discard(name)
-    new, missing = missing & set(optional), missing - set(optional)
+    new, missing = missing & set(optional), missing - set(optional)  # what may be initialised, and what may not
     if missing:
         raise ConfigError(
             f"{checkpoint.folder} lacks {len(missing)} of {len(set(parameters.values()))} parameters, for example "
@@ -229,13 +229,18 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
                 if own not in written:
                     store.source_dtypes[own] = torch.float32 if own in store.in_float32 else tensor.dtype
                     store.write(own, tensor, first_row)
-                elif not store.holds(own, tensor, first_row):  # a tied parameter, which transformers would untie
-                    raise ConfigError(
-                        f"{written[own]} and {name} have different values in {checkpoint.folder}, but its config.json says "
-                        "that they are one parameter; set tie_word_embeddings: false in it"
-                    )
+                elif not store.holds(own, tensor, first_row):
+                    raise _not_tied(checkpoint.folder, written[own], name)
                 written[own] = name
     return [ref for ref in optional if ref.name not in written]
+
+
+def _not_tied(folder: Path, first: str, second: str) -> ConfigError:
+    """Return the error of a tied parameter with two values, which transformers would untie."""
+    return ConfigError(
+        f"{first} and {second} have different values in {folder}, but its config.json says "
+        "that they are one parameter; set tie_word_embeddings: false in it"
+    )
 
 
 def _load_packed(model: Any, store: Store, checkpoint: QuantizedCheckpoint, target: Target, name: str) -> None:

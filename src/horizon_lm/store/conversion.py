@@ -86,14 +86,14 @@ def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
     """Match the tensor names of a checkpoint with those of a model."""
     expected = model.state_dict()
     mapping = get_model_conversion_mapping(model)
-    renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
-    converters = [m for m in mapping if isinstance(m, WeightConverter)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources: dict[str, dict[str, str | None]] = defaultdict(dict)
     unused = {}
     for name in sorted(names, key=_natural):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
-        if target not in expected and name in expected:
+        if target not in expected and name in expected:  # the model has it as it is
             target, pattern = name, None
         if target in expected:
             sources[target][name] = pattern
@@ -102,7 +102,7 @@ def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
     targets = []
     for target, found in sources.items():
         pattern = next(iter(found.values()))
-        targets.append(Target(target, found, None if pattern is None else by_pattern[pattern]))
+        targets.append(Target(target, found, None if pattern is None else converter_of[pattern]))
     return Conversion(targets, unused)
 
 

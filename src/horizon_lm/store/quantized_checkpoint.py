@@ -150,12 +150,14 @@ class QuantizedCheckpoint(Checkpoint):
         place = super().file_of(source)
         if tensor.is_floating_point() and tensor.element_size() > 1:
             require_finite(source, tensor, place)
-        table = TABLES[codec.quant_type] if component == "quant_map" and isinstance(codec, Bnb4Bit) else None
-        if table is not None and not torch.equal(tensor.view(-1), torch.tensor(table)):
-            raise ConfigError(f"{place}: {source} is not the table of its format; download it again")
-        raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else None
-        if raw is None:
+        if component == "quant_map" and isinstance(codec, Bnb4Bit):
+            table = torch.tensor(TABLES[codec.quant_type])
+            if not torch.equal(tensor.view(-1), table):
+                raise ConfigError(f"{place}: {source} is not the table of its format; download it again")
+        if tensor.element_size() > 1:
             return
+        # Numbers of 8 bits: E4M3 has a NaN of either sign, and E8M0, of the scales, one.
+        raw = tensor.view(torch.uint8)
         is_nan = (raw & 127) == 127 if tensor.dtype == torch.float8_e4m3fn else raw == 255
         if (component == "scales" or tensor.is_floating_point()) and is_nan.any():
             raise ConfigError(f"{place}: {source} has {int(is_nan.sum()):,} NaN values; download it again")

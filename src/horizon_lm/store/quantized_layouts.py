@@ -91,9 +91,9 @@ def _read_state(
         shape, blocksize = torch.Size(state["shape"]), int(state["blocksize"])
         nested, offset = "nested_blocksize" in state, state.get("nested_offset")
         dtype = getattr(torch, state["dtype"])
-        known = state["quant_type"] == kind and kind in TABLES and state.get("nested_blocksize", 256) == 256
-        known = known and dtype in TRAINED_DTYPES
-        if not known or blocksize < 2 or blocksize % 2 or (nested and not isinstance(offset, float)):
+        has_known_format = state["quant_type"] == kind and kind in TABLES and dtype in TRAINED_DTYPES
+        has_known_blocks = blocksize >= 2 and blocksize % 2 == 0 and state.get("nested_blocksize", 256) == 256
+        if not has_known_format or not has_known_blocks or (nested and not isinstance(offset, float)):
             raise ValueError(f"quant_type {state['quant_type']}, blocksize {blocksize}, nested_offset {offset}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         place = checkpoint.file_of(name)
