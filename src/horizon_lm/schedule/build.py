@@ -154,20 +154,7 @@ def _forward(
     head: bool, head_grads: bool, routed: frozenset[int],
 ) -> Schedule:  # fmt: skip
     """Build a pass from the arguments of `forward`. A copy stands one computation before the one that needs it."""
-    ops: list[Op] = []
-    if changed:
-        ops.extend(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
-    ops.append(_compute(Kind.FORWARD, OUTER, ()))
-    if embed:
-        if table_update:
-            # Host threads run it, but in the order of this stream: the copy after it reads these rows.
-            ops.append(_update(EMBED, layout, Kind.UPDATE_ROWS, Stream.COPY_IN))
-        ops.extend(_stream_in(EMBED, Buffer(Buf.TABLE_ROWS), layout))
-    if table_update:
-        ops.append(_update(EMBED, layout))
-    if embed:
-        ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
-
+    ops = _before_blocks(layout, embed, changed, table_update)
     slots = TileSlots(layout.tiles)
 
     def load(unit: Unit) -> list[Op]:
@@ -210,6 +197,24 @@ def _forward(
         ops.append(_compute(Kind.FORWARD, HEAD, (Buffer(Buf.HEAD),), grads))
 
     return Schedule("forward", derive_waits(ops), keeps)
+
+
+def _before_blocks(layout: Layout, embed: bool, changed: bool, table_update: bool) -> list[Op]:
+    """Return the operations of outer parameters and embedding, from the arguments of `forward`."""
+    ops: list[Op] = []
+    if changed:
+        ops.extend(_stream_in(OUTER, Buffer(Buf.OUTER), layout))
+    ops.append(_compute(Kind.FORWARD, OUTER, ()))
+    if embed:
+        if table_update:
+            # Host threads run it, but in the order of this stream: the copy after it reads these rows.
+            ops.append(_update(EMBED, layout, Kind.UPDATE_ROWS, Stream.COPY_IN))
+        ops.extend(_stream_in(EMBED, Buffer(Buf.TABLE_ROWS), layout))
+    if table_update:
+        ops.append(_update(EMBED, layout))
+    if embed:
+        ops.append(_compute(Kind.FORWARD, EMBED, (Buffer(Buf.TABLE_ROWS),)))
+    return ops
 
 
 def backward(
@@ -314,6 +319,7 @@ def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit]
 
 @lru_cache(_CACHED)
 def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozenset[Unit]) -> Schedule:
+    """Build a pass from the arguments of `update`. The matrices of a block are streamed while those of the one before are computed."""
     ops: list[Op] = []
     streamed = iter([unit for unit in units if unit in orthogonalized])
 
@@ -340,16 +346,15 @@ def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
 
 def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:
     """Return the first part of a block's update, and the copy of what it leaves in the gradients' slab to the device."""
-    slot, host, weights = (
-        _slot_of_matrices(unit, layout),
-        _landing_buffer(unit, layout),
-        _host(Buf.HOST_WEIGHTS, unit, layout),
-    )
+    slot, landed = _slot_of_matrices(unit, layout), _landing_buffer(unit, layout)
+    weights = _host(Buf.HOST_WEIGHTS, unit, layout)
     ops = [
-        Op(Kind.ADVANCE, unit, Stream.HOST, (host, weights), (host, weights)),
-        Op(Kind.STREAM_MATRICES, unit, Stream.COPY_IN, (host,), (slot,)),
+        Op(Kind.ADVANCE, unit, Stream.HOST, (landed, weights), (landed, weights)),
+        Op(Kind.STREAM_MATRICES, unit, Stream.COPY_IN, (landed,), (slot,)),
     ]
-    return [*ops, *([Op(Kind.GATHER_MATRICES, unit, Stream.COLLECTIVE, (slot,), (slot,))] if layout.sharded else [])]
+    if layout.sharded:
+        ops.append(Op(Kind.GATHER_MATRICES, unit, Stream.COLLECTIVE, (slot,), (slot,)))
+    return ops
 
 
 def save(layout: Layout, units: Iterable[Unit]) -> Schedule:
