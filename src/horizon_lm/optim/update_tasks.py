@@ -266,9 +266,11 @@ class _Placed:
         arrays, name = self.arrays, self.span.names[0]
         size, start = min(size, self.numel - offset), self.before + offset
 
-        def of(layout: SlabLayout, slab: Any) -> Any:
-            at = layout.entries[name].offset + start if name in layout else 0
-            return slab[at : at + size]
+        def part_of(layout: SlabLayout, slab: Any) -> Any:
+            if name not in layout:  # of a moment that the rule lacks, whose slab is empty
+                return slab[:0]
+            first = layout.entries[name].offset + start
+            return slab[first : first + size]
 
         def scales(moment: MomentArrays) -> Any:
             if not moment.scale_starts:
@@ -279,8 +281,8 @@ class _Placed:
         grad = arrays.grad_layout.entries[name].offset + start - arrays.own_grads.start
         number = arrays.layout.entries[name].offset + start
         self.kernel(
-            of(arrays.layout, arrays.weights), of(arrays.layout, arrays.low), values[grad : grad + size],
-            *(of(each.layout, each.values) for each in self.moments), *map(scales, self.moments),
+            part_of(arrays.layout, arrays.weights), part_of(arrays.layout, arrays.low), values[grad : grad + size],
+            *(part_of(each.layout, each.values) for each in self.moments), *map(scales, self.moments),
             np.uint32(number & 0xFFFFFFFF), self.span.scalars,
         )  # fmt: skip
 
