@@ -151,9 +151,10 @@ def _with_host(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _problem(name: str, hint: Any, value: Any) -> str:
     """Return the reason why a field's value is invalid; empty if it is valid."""
+    if name == "device":
+        return "" if value in ("cuda", "cpu") else "it must be cuda or cpu"
     if hint is str:
-        fits = isinstance(value, str) and (name != "device" or value in ("cuda", "cpu"))
-        return "" if fits else "it must be cuda or cpu" if name == "device" else "it must be a string"
+        return "" if isinstance(value, str) else "it must be a string"
     if hint in (int, float):
         if not _is_amount(value) or (hint is int and value != int(value)):
             return "it must be a non-negative number, or 0 if unknown"
@@ -161,6 +162,11 @@ def _problem(name: str, hint: Any, value: Any) -> str:
     if hint == Mapping[str, str]:
         fits = isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
         return "" if fits else "it must be an object of strings"
+    return _problem_of_amounts(name, value)
+
+
+def _problem_of_amounts(name: str, value: Any) -> str:
+    """Return the reason why a field that maps names to numbers is invalid; empty if it is valid."""
     if not isinstance(value, dict) or not all(_is_amount(each) and each > 0 for each in value.values()):
         return "it must be an object of positive numbers"
     if name == "host_bandwidth":

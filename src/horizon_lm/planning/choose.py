@@ -30,7 +30,7 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def device_room(request: Request, machine: Machine) -> int | None:
+def device_room(machine: Machine) -> int | None:
     """Return the device bytes available to a step, or None if device memory is host memory or has no limit."""
     if machine.on_host or not machine.device_limits:
         return None
@@ -49,7 +49,7 @@ def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
 
     If no step fits, choose the smallest step; the budgets of the plan then show the deficit.
     """
-    room = device_room(request, machine)
+    room = device_room(machine)
     step, batch_reason = _choose_micro_batch(outline, request, machine, room)
     residency, residency_reason = _choose_residency(step, request, room)
     step = replace(step, settings=step.settings.keeping(residency))
@@ -57,6 +57,7 @@ def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
 
 
 def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, room: int | None) -> StepSettings:
+    """Return the settings of a step with a micro-batch, and with as little on the device as the request allows."""
     spare = None if room is None else max(0, room)
     chunk = request.head_chunk_tokens or head_chunk_tokens(spare, outline.sizes.vocabulary)
     chosen: dict[str, Any] = {
@@ -81,22 +82,28 @@ def _choose_micro_batch(
     for size in sizes:
         micro_batch = size if wanted or size < request.rows else None
         step = Step(outline, _settings(outline, request, micro_batch, room))
-        fits = _fits(step, request, machine, room)
+        fits = _fits(step, machine, room)
         if fits:
             break
-    per_device, accumulation = request.per_device_train_batch_size, request.gradient_accumulation_steps
-    parts = f"{per_device} × accumulation {accumulation}"
-    parts += f" × {request.num_ranks} processes" if request.num_ranks > 1 else ""
-    batch = f"batch: {per_device * accumulation * request.num_ranks} examples/step ({parts})"
-    if request.sequences > 1:
-        batch += f" of {request.sequences} sequences each"
-    slices = step.settings.slices
-    batch += ", one micro-batch" if len(slices) == 1 else f", {len(slices)} micro-batches of {slices[0]}"
+    batch = _describe_batch(step.settings)
     if wanted:
         return step, batch
     if not fits:
         return step, f"{batch}, which does not fit"
     return step, f"{batch}, the largest that fit" if size < sizes[0] else batch
+
+
+def _describe_batch(settings: StepSettings) -> str:
+    """Return the examples of a step and its micro-batches."""
+    per_device, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    factors = f"{per_device} × accumulation {accumulation}"
+    if settings.num_ranks > 1:
+        factors += f" × {settings.num_ranks} processes"
+    batch = f"batch: {per_device * accumulation * settings.num_ranks} examples/step ({factors})"
+    if settings.sequences > 1:
+        batch += f" of {settings.sequences} sequences each"
+    slices = settings.slices
+    return batch + (", one micro-batch" if len(slices) == 1 else f", {len(slices)} micro-batches of {slices[0]}")
 
 
 def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
@@ -109,15 +116,12 @@ def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterato
         yield per_device
         return
     most = per_device if machine.on_host else max(1, _ENOUGH_TOKENS // outline.length)
-    before = request.rows + 1
-    for count in range(1, request.rows + 1):
-        size = -(-request.rows // count)
-        if size <= most and size < before:
-            before = size
-            yield size
+    # Distinct ones: several numbers of micro-batches give the same size.
+    sizes = dict.fromkeys(-(-request.rows // count) for count in range(1, request.rows + 1))
+    yield from (size for size in sizes if size <= most)
 
 
-def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> bool:
+def _fits(step: Step, machine: Machine, room: int | None) -> bool:
     """Return whether the step fits. ``device_memory`` limits buffers whose sizes do not depend on the micro-batch."""
     needed = device_use(step).total
     if machine.on_host and machine.host_limits:
@@ -131,6 +135,7 @@ def _fits(step: Step, request: Request, machine: Machine, room: int | None) -> b
 
 
 def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[Residency, str]:
+    """Return what stays on the device, and the reason."""
     num_blocks, requested = step.outline.num_blocks, step.settings.residency
     if step.outline.unknown:
         return requested, "residency on the device is decided with the first batch"

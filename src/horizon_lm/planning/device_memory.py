@@ -38,21 +38,30 @@ def working(
         first: the first block with a gradient.
     """
     # The head also needs the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
-    at_once = tokens if chunk_tokens is None else min(tokens, chunk_tokens)
-    at_head = hidden if chunk_tokens is None else 2 * hidden + at_once * (hidden // tokens)
+    if chunk_tokens is None:
+        head = head_peak.at(tokens) + hidden
+    else:
+        chunk = min(tokens, chunk_tokens)
+        head = head_peak.at(chunk) + 2 * hidden + chunk * (hidden // tokens)
     # Several micro-batches are concatenated: the output of a block in the forward pass, the gradient of its input in
     # the backward pass. The output of a single micro-batch is already the next block's boundary or the head's input.
-    together, output = (2 * hidden, 0) if len(footprints) > 1 else (0, hidden)
-    of_blocks = list(zip(*footprints, strict=True))
-    peaks = [_peak(of_block) + together for of_block in of_blocks]
+    concatenated, counted_output = (2 * hidden, 0) if len(footprints) > 1 else (0, hidden)
+    graphs, peaks, backward_peaks = list[int](), list[int](), list[int]()
+    for micro_batches in zip(*footprints, strict=True):
+        largest = micro_batches[0]
+        peak = _peak(micro_batches) + concatenated
+        peaks.append(peak)
+        if largest.experts:  # with tiles no graph is kept
+            graphs.append(0)
+            backward_peaks.append(peak)
+        else:
+            graphs.append(sum(each.graph for each in micro_batches) - counted_output)
+            backward_peaks.append(peak - largest.graph + counted_output)
     return Working(
-        graphs=[0 if each[0].experts else sum(part.graph for part in each) - output for each in of_blocks],
+        graphs=graphs,
         peaks=peaks,
-        backward_peaks=[
-            peak if each.experts else peak - each.graph + output
-            for peak, each in zip(peaks, footprints[0], strict=True)
-        ],
-        head=head_peak.at(at_once) + at_head,
+        backward_peaks=backward_peaks,
+        head=head,
         boundary=boundary,
         first=first,
         tiled=frozenset(index for index, each in enumerate(footprints[0]) if each.experts),
@@ -113,7 +122,7 @@ def device_use(step: Step) -> DeviceUse:
     in_update = max(
         (orthogonalizing_bytes(step.outline.trained.matrices_of(u.block_index)) for u in step.orthogonalized), default=0
     )
-    most = max([in_training, in_update, *(_forward(step, batch) for batch in step.settings.forwards)])
+    most = max([in_training, in_update, *(_evaluation_peak(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
         buffers=device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained),
         checkpoints=checkpoints,
@@ -122,21 +131,21 @@ def device_use(step: Step) -> DeviceUse:
     )
 
 
-def _forward(step: Step, batch: ForwardBatch) -> int:
+def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
     """Return the bytes of a batch without gradients: it keeps no boundary, and uses the micro-batches of training."""
     outline, settings = step.outline, step.settings
-    share = batch.length / outline.length  # relative to an outlined sequence
-    # Eager attention materializes the scores, (T, T) per head.
-    in_rows = share * max(1.0, share) if outline.attention == "eager" else share
-    at_once = settings.rows_at_once(batch.rows)
+    relative_length = batch.length / outline.length
+    # The outlined sequences that take as much as one of the batch. Eager attention materializes the scores, (T, T) per head.
+    per_row = relative_length * max(1.0, relative_length) if outline.attention == "eager" else relative_length
+    rows_at_once = settings.rows_at_once(batch.rows)
     tokens = batch.rows * batch.length
     hidden = tokens * outline.sizes.hidden * outline.compute_bytes
-    in_block = max(kind.forward_peak.at(max(1.0, at_once * in_rows)) for kind in outline.kinds)
+    in_block = max(kind.forward_peak.at(max(1.0, rows_at_once * per_row)) for kind in outline.kinds)
     if settings.expert_tile is not None:
-        in_block += max((kind.core.held.at(batch.rows * in_rows) for kind in outline.kinds if kind.core), default=0)
+        in_block += max((kind.core.held.at(batch.rows * per_row) for kind in outline.kinds if kind.core), default=0)
     head = outline.head_peak["chunked" if settings.chunked_head else "whole"]
     at_head = head.at(min(tokens, settings.chunk_tokens or tokens))
-    masks = outline.shared.at(batch.rows * max(1.0, share**2)) - outline.shared.at(settings.rows)
+    masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
     return int(3 * hidden + max(in_block, at_head) + max(0, masks) + batch.kept_bytes)
 
 

@@ -23,6 +23,10 @@ from horizon_lm.planning.step_time import SaveTime, StepTime, estimated_seconds,
 from horizon_lm.planning.tile_sizes import require_tiles, tile_sizes
 from horizon_lm.quantities import format_bytes
 
+_NOTABLE_SHARE = 0.02  # of a step's duration, for which a choice of moments is worth a remark
+_MOST_TILE_SIZES = 3  # that are simulated: the largest that fit
+_SHARE_SAVED_BY_TILES = 0.1  # of a step, for which whole blocks that fit are cut: they would be compiled
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -178,18 +182,19 @@ def _with_chosen_tile(
         return make_plan(outline, replace(request, expert_tile=tile), machine, is_priced, usual)
 
     whole, sizes = plan(None, False), tile_sizes(outline, request)
-    must_be_cut, hardware = whole.memory_deficit, machine.hardware
+    must_be_cut, hardware = whole.memory_deficit, machine.hardware if priced else None
     # Tiles can shorten a step of which more rows fit with them.
-    if not sizes or not (must_be_cut or (priced and hardware and len(whole.step.settings.slices) > 1)):
+    may_save_time = hardware is not None and len(whole.step.settings.slices) > 1
+    if not sizes or not (must_be_cut or may_save_time):
         return replace(plan(None, priced), request=request)
     fitting = [each for size in sizes if not (each := plan(size, False)).memory_deficit][:_MOST_TILE_SIZES]
     if not fitting:
         return replace(min(whole, plan(sizes[-1], False), key=_short), request=request)
 
     def seconds(tried: Plan) -> float:
-        typical = tried.step if usual is None else replace(tried.step, outline=usual)
-        if not (priced and hardware):
+        if hardware is None:
             return 0.0
+        typical = tried.step if usual is None else replace(tried.step, outline=usual)
         return estimated_seconds(typical, hardware, machine.computing_threads, machine.interconnect)
 
     best = min(fitting, key=seconds)
@@ -204,22 +209,20 @@ def _with_chosen_tile(
     return replace(best, request=request, reasons=[reason, *best.reasons])
 
 
-_MOST_TILE_SIZES = 3  # that are simulated: the largest that fit
-_SHARE_SAVED_BY_TILES = 0.1  # of a step, for which whole blocks that fit are cut: they would be compiled
-
-
 def _short(plan: Plan) -> int:
     """Return the missing bytes of memory."""
     return plan.host.deficit + plan.device.deficit + plan.buffers.deficit
 
 
 def _model_reasons(outline: ModelOutline) -> list[str]:
+    """Return what is not proven for the model, or not possible with it."""
     unproven = [f"allow_unproven_model: {outline.unproven}"] if outline.unproven else []
     whole_head = [f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else []
     return unproven + whole_head
 
 
 def _adapter_reasons(outline: ModelOutline) -> list[str]:
+    """Return how many parameters are trained beside a frozen base."""
     if not outline.base_is_frozen:
         return []
     trained, total = outline.trained.num_parameters, outline.sizes.num_parameters
@@ -227,6 +230,7 @@ def _adapter_reasons(outline: ModelOutline) -> list[str]:
 
 
 def _staging_reasons(host: Budget, machine: Machine) -> list[str]:
+    """Return why transfers are staged, if they are."""
     if not machine.page_lock_error:
         return []
     return [
@@ -260,6 +264,3 @@ def _shorter_step_reasons(step: Step, hardware: Hardware | None, machine: Machin
     if saved < _NOTABLE_SHARE:
         return []
     return [f"optimizer updates are not fully overlapped: moments: bfloat16 would make a step {saved:.0%} shorter"]
-
-
-_NOTABLE_SHARE = 0.02  # of a step's duration

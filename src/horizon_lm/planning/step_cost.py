@@ -104,6 +104,7 @@ class StepCost:
         return moved + decoding if hardware.on_host else max(moved, decoding)
 
     def _elements(self, op: Op, sizes: ModelSizes) -> float:
+        """Return the elements that an operation moves, given the sizes of all or of the trained parameters."""
         if op.unit == EMBED:
             return self._step.table_rows * sizes.hidden
         if experts := self._tiles.experts(op):
@@ -161,6 +162,7 @@ class StepCost:
     # Updates
 
     def _update(self, op: Op) -> float:
+        """Return the host bytes of an update of this rank's range, or of the part of it before or after orthogonalization."""
         parameters = sum(sizes_of(op.unit, self._outline.trained))
         if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
             rows = self._step.table_rows * self._outline.sizes.hidden
@@ -255,21 +257,28 @@ class StepCost:
         return parameters * each * num_slices
 
     def _head(self, op: Op) -> Work:
-        trained, tokens = bool(self._outline.trained.head), self._step.tokens
-        outline, settings = self._outline, self._settings
-        weights = sum(outline.sizes.head)
+        """Return the work of norm, head and loss.
+
+        In chunks, the forward pass of a trained head computes its gradients, too, which the backward pass only scales. The backward
+        pass of a frozen head computes the chunks again.
+        """
+        outline, tokens, chunk_tokens = self._outline, self._step.tokens, self._settings.chunk_tokens
         forward, backward = outline.head_forward, outline.head_backward
-        if settings.chunk_tokens is None:
+        if chunk_tokens is None:
             return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
-        if op.kind == Kind.BACKWARD and trained:  # the forward pass computed the gradients, which are only scaled here
-            return Work(moved_bytes=8.0 * weights + 2 * self._step.hidden)
-        chunks = -(-tokens // settings.chunk_tokens)
-        work = forward.at(tokens / chunks) * chunks
-        if trained or op.kind == Kind.BACKWARD:
-            work += backward.at(tokens / chunks) * chunks
-        return work + Work(moved_bytes=8.0 * weights * (chunks - 1 if trained else 0))
+        is_trained = bool(outline.trained.head)
+        grad_bytes = 8.0 * sum(outline.sizes.head)  # of reading and writing all gradients of the head in fp32
+        if op.kind == Kind.BACKWARD and is_trained:
+            return Work(moved_bytes=grad_bytes + 2 * self._step.hidden)
+        num_chunks = -(-tokens // chunk_tokens)
+        work = forward.at(tokens / num_chunks) * num_chunks
+        if is_trained or op.kind == Kind.BACKWARD:
+            work += backward.at(tokens / num_chunks) * num_chunks
+        num_added = num_chunks - 1 if is_trained else 0  # chunks whose gradients are added to those of the first
+        return work + Work(moved_bytes=grad_bytes * num_added)
 
     def _seconds(self, work: Work, compiled: bool, dtype: str | None = None) -> float:
+        """Return the seconds that the device takes for work, with products in a dtype; None for that of training."""
         hardware, dtype = self._hardware, dtype or self._dtype
         products = max(work.products / hardware.matmul[dtype], work.product_bytes / hardware.device_bandwidth)
         moved = work.moved_bytes * (FUSED if compiled else 1.0) / hardware.device_bandwidth
@@ -331,6 +340,7 @@ def rates(
 
 
 def _rates_alone(hardware: Hardware, computing_threads: int | None) -> Rates:
+    """Return the rates of a machine for one rank."""
     disk = hardware.disk_write or float("inf")
     if not hardware.on_host:
         return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both, disk=disk)
