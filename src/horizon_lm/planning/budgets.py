@@ -43,21 +43,18 @@ def buffer_budget(step: Step, use: DeviceUse) -> Budget:
 
 
 def _device_items(step: Step, use: DeviceUse) -> list[Item]:
-    residency, settings = step.settings.residency, step.settings
-    rows = settings.slices[0]
-    stay = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
-    return [
-        *_buffer_items(use),
-        *([Item("activation checkpoints", use.checkpoints, stay)] if use.checkpoints else []),
-        Item(
-            "activations and head workspace",
-            use.activations,
-            f"peak, {rows} × {step.outline.length:,} tokens in a block"
-            + (f", {counted(residency.graphs, 'resident graph')}" if residency.graphs else "")
-            + (", all logits" if settings.chunk_tokens is None else f", logits of {settings.chunk_tokens:,} tokens"),
-        ),
-        Item("masks and positions", use.shared, f"for {step.outline.attention} attention"),
-    ]
+    """Return the bytes of a step on the device, without those of the process."""
+    settings, items = step.settings, _buffer_items(use)
+    if use.checkpoints:
+        note = f"inputs of {counted(step.staying, 'block')}, {format_bytes(step.boundary)} each"
+        items.append(Item("activation checkpoints", use.checkpoints, note))
+    parts = [f"peak, {settings.slices[0]} × {step.outline.length:,} tokens in a block"]
+    if settings.residency.graphs:
+        parts.append(counted(settings.residency.graphs, "resident graph"))
+    parts.append("all logits" if settings.chunk_tokens is None else f"logits of {settings.chunk_tokens:,} tokens")
+    items.append(Item("activations and head workspace", use.activations, ", ".join(parts)))
+    items.append(Item("masks and positions", use.shared, f"for {step.outline.attention} attention"))
+    return items
 
 
 def _buffer_items(use: DeviceUse) -> list[Item]:

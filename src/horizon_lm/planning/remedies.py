@@ -154,6 +154,7 @@ def smallest(plan: Plan) -> Remedy:
 
 
 def _try(request: Request, machine: Machine, parts: list[Change], outline_for: OutlineFor) -> Remedy:
+    """Return a request with several changes as a remedy, with its plan."""
     changed: dict[str, Any] = {}
     outlined: dict[str, Any] = {}
     settings: dict[str, Any] = {}
@@ -178,6 +179,7 @@ def _changes(plan: Plan) -> Iterator[Change]:
 
 
 def _fewer_rows(request: Request) -> Iterator[Change]:
+    """Yield a smaller batch."""
     # A smaller batch helps, because block inputs of the whole batch exist between blocks.
     cost = "a quarter of the examples per step, so another learning rate may be needed"
     if request.gradient_accumulation_steps >= 4:
@@ -193,11 +195,12 @@ _ONE_ROW = Change(
 
 
 def _less_at_once(plan: Plan) -> Iterator[Change]:
-    request, step = plan.request, plan.step
+    """Yield the changes by which less of a batch is on the device at once, or more of the device is used."""
+    request, micro_batch = plan.request, plan.step.settings.slices[0]
     if request.head == "whole":
         yield Change({"head": "chunked"}, "loss over chunks of tokens, so no logits are returned")
-    for size in sorted({max(1, step.settings.slices[0] // 4), 1}, reverse=True):
-        if size < step.settings.slices[0]:
+    for size in sorted({max(1, micro_batch // 4), 1}, reverse=True):
+        if size < micro_batch:
             yield Change({"device_micro_batch_size": size}, "more and smaller micro-batches: slightly slower")
     for index, batch in enumerate(request.forwards):
         if batch.setting and batch.rows > request.sequences:
@@ -206,11 +209,8 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
             others[index] = replace(batch, rows=size * request.sequences)
             cost = "smaller batches in passes without gradients"
             yield Change({batch.setting: size}, cost, {"forwards": tuple(others)})
-    if (
-        request.resident_blocks
-        or request.resident_graphs
-        or (request.activation_checkpoints == "device" and not plan.machine.on_host)
-    ):
+    keeps_checkpoints = request.activation_checkpoints == "device" and not plan.machine.on_host
+    if request.resident_blocks or request.resident_graphs or keeps_checkpoints:
         settings = {"activation_checkpoints": "host", "resident_blocks": 0, "resident_graphs": 0}
         yield Change(settings, "more transfers and recomputation")
     if plan.buffers.deficit:
@@ -239,12 +239,12 @@ def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
 
 
 def _shorter_rows(plan: Plan) -> Iterator[Change]:
+    """Yield the changes by which a block computes fewer tokens of a sequence at once."""
     length = plan.step.outline.length
-    for tokens in (max(4096, length // _MOST_CHUNKS), 1024):
-        if length > tokens:
-            cost = "feed-forward layers run in chunks of tokens, and again in the backward pass"
-            yield Change({"mlp_chunk_tokens": tokens}, cost, of_outline={"mlp_chunk_tokens": tokens})
-            break
+    chunk_tokens = next((tokens for tokens in (max(4096, length // _MOST_CHUNKS), 1024) if tokens < length), None)
+    if chunk_tokens is not None:
+        cost = "feed-forward layers run in chunks of tokens, and again in the backward pass"
+        yield Change({"mlp_chunk_tokens": chunk_tokens}, cost, of_outline={"mlp_chunk_tokens": chunk_tokens})
     if length >= 512:
         half = length // 2
         yield Change({"max_length": half}, "longer examples are truncated", of_outline={"length": half})
