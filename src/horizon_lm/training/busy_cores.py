@@ -28,11 +28,13 @@ class BusyCores(Part):
             self._began = CoreUse.now()
         begun = time.perf_counter()
         yield
-        self._num_steps, self._step_seconds = self._num_steps + 1, self._step_seconds + time.perf_counter() - begun
+        self._num_steps += 1
+        self._step_seconds += time.perf_counter() - begun
 
     def after_step(self, step: int, due: Intervals) -> None:
         # Ranks exchange their times after 1, 2, 4, 8, ... steps, because they have no common clock.
-        if self._is_over or self._began is None or self._num_steps & (self._num_steps - 1):
+        is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
+        if self._is_over or self._began is None or not is_power_of_two:
             return
         use = CoreUse.now().since(self._began)
         ranks = [CoreUse(*each) for each in self._run.session.ranks.exchange("the use of cores", astuple(use))]
