@@ -205,9 +205,8 @@ class LandRows:
         return self.rows.numel() * self.table.shape[1] * self.table.element_size()
 
     def run(self, link: Link) -> None:
-        if (
-            self.clear is not None
-        ):  # on the host, while a GPU may still compute the gradients, for which `land_rows` waits
+        if self.clear is not None:
+            # On the host, while a GPU may still compute the gradients, for which `land_rows` waits.
             self.table[self.clear] = 0
         self.report(link.land_rows(self.table, self.source, self.rows, self.add))
 

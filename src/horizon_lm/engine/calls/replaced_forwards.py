@@ -109,9 +109,8 @@ def weakly(method: Callable[..., Any], *leading: Any) -> Callable[..., Any]:
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return a function that runs a module's original forward method, and refers to the module weakly."""
     replaced = module.__dict__.get("forward")
-    if (
-        replaced is not None
-    ):  # by other code, before the model was streamed: its function may refer to the module as it likes
+    if replaced is not None:
+        # By other code, before the model was streamed. Its function may refer to the module as it likes.
         return replaced  # type: ignore[no-any-return]
     ref = weakref.ref(module)
 
