@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_lm.cost.block_probe import run_on_meta
+from horizon_lm.cost.block_probe import _written, run_on_meta
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
 
@@ -56,6 +56,17 @@ def test_frozen_experts_have_no_gradients() -> None:
     works = [run_on_meta(block, args, kwargs, dtype) for dtype in (torch.bfloat16, torch.float32)]
     others = works[0].forward.products - experts
     assert [each.backward.products for each in works] == [2 * others + experts, 2 * others + 2 * experts]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_of_experts_have_a_footprint() -> None:
+    """PEFT applies them to all experts in a call, and switches autocast off meanwhile. Nothing of this writes weights."""
+    peft = pytest.importorskip("peft")
+    block, args, kwargs = call_of_a_block("mixtral", 2, 128)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters), block)
+    require_measured(block, args, kwargs)
+    assert not _written(block, args, kwargs)
 
 
 def require_measured(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -158,6 +158,7 @@ def _drop(param: torch.Tensor) -> None:
     param.grad = None
 
 
+_NO_WRITE = "requires_grad_"  # PEFT sets it where it adapts stacked experts
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 
 
@@ -200,7 +201,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != _NO_WRITE)
         if writes and args and isinstance(args[0], torch.Tensor):
             written = self._names.get(args[0].untyped_storage()._cdata)
             self.written |= {written} if written is not None else set()

@@ -7,7 +7,7 @@ its output and one number per query and head; a grouped product of experts is on
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -168,7 +168,8 @@ def uncounted(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _stand_ins(module: nn.Module, recorder: Recorder, accelerated: bool) -> Iterator[None]:
-    with _fused_attention(module, recorder), _experts(recorder), _ScaledDotProduct(recorder, accelerated):
+    attention = _ScaledDotProduct(recorder, accelerated)
+    with _fused_attention(module, recorder), _experts(recorder), _no_autocast(), attention:
         yield
 
 
@@ -316,3 +317,24 @@ def _experts(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         moe._grouped_mm = original
+
+
+# Autocast
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Context manager: let code switch autocast off on the meta device, for which torch has none.
+
+    PEFT does so around the adapters of stacked experts.
+    """
+    original: Any = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
