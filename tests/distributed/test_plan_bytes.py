@@ -11,7 +11,7 @@ from tests.distributed.measured_bytes import Bytes, measure
 from tests.distributed.pool import Pool
 from tests.distributed.training import Training, build
 from tests.support import tiny_models
-from tests.support.adapted_models import MIXTURES
+from tests.support.adapted_models import KINDS, MIXTURES
 from tests.support.float32_llama import float32_llama
 from tests.support.planned_bytes import outline_of
 
@@ -51,6 +51,7 @@ CASES: dict[str, Training] = {
     "tiles, copies": Training(replicate=2, shard=1, family="qwen3_moe", settings={"expert_tile": 3, "device_micro_batch_size": 1, **BFLOAT16}),
     "tiles in backward": Training(shard=4, family="qwen3_moe", settings={"expert_tile": 3}, optimizer={"update_in_backward": True}),
     "tiles, adapters": Training(shard=4, family="qwen3_moe", settings={"expert_tile": 3}, adapters="lora"),
+    "tiles, adapters of experts": Training(family="qwen3_moe", settings={"expert_tile": 3}, adapters="experts"),
     "tiles, offloaded": Training(family="mixtral", settings={"expert_tile": 3, "activation_checkpoints": "host"}),
     "odd sizes": Training(shard=4, overrides={"intermediate_size": 93, "vocab_size": 251}, optimizer={"moments": "8bit"}),
 }  # fmt: skip
@@ -61,7 +62,9 @@ def compare(rank: int, training: Training) -> tuple[Bytes, Bytes]:
     mesh = init_device_mesh("cpu", (training.replicate, training.shard), mesh_dim_names=("replicate", "shard"))
     model, optimizer = build(training, device_mesh=mesh)
     targets = ("q_proj", "v_proj", "o_proj") if training.family in MIXTURES else "all-linear"
-    adapters = Adapters(r=4, lora_alpha=8, target_modules=targets) if training.adapters else None
+    settings = {"target_modules": targets, "lora_dropout": 0.0} | KINDS.get(training.adapters, {})
+    hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    adapters = Adapters(r=4, lora_alpha=8, **hashable) if training.adapters else None
     made = tiny_models.build(training.family, **training.overrides)
     with float32_llama() if training.in_float32 else nullcontext():
         outline = outline_of(made, training.trainable, adapters)

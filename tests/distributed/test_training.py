@@ -124,6 +124,8 @@ TILED: dict[str, Training] = {
     ),
     "in backward, 1": Training(family="deepseek_v3", equal=True, settings=BF16, optimizer={"update_in_backward": True}),
     "adapters, 3": Training(family="qwen3_moe", shard=3, adapters="lora", settings={"precision": "fp32_master"}),
+    "adapters of experts, 3": Training(family="mixtral", shard=4, adapters="experts", optimizer={"max_grad_norm": 0.1}),
+    "adapters of experts, 1": Training(family="qwen3_moe", adapters="experts", settings={"device_micro_batch_size": 1}),
     "frozen experts, 3": Training(family="deepseek_v3", shard=3, trainable="self_attn|norm"),
     "experts alone, 1": Training(family="deepseek_v3", shard=3, trainable="experts"),
     "dropout, 3": Training(family="qwen3_moe", overrides={"attention_dropout": 0.2}, together=True),

@@ -24,44 +24,18 @@ from tests.census.comparison import compare_step, train_step
 from tests.census.subject import Subject
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
+from tests.support.expert_models import EXPERTS, NAMES, assert_same, loss_and_gradients, plain
 from tests.support.gradients import assert_equal_gradients, losses_together
 from tests.support.schedule_proofs import without_wait
 from tests.support.tensor_memory import StorageMeter
 from tests.support.training_steps import train, weights
 
-EXPERTS = 8
-NAMES = {
-    "mixtral": "num_local_experts", "qwen3_moe": "num_experts", "qwen3_next": "num_experts", "gpt_oss": "num_local_experts",
-    "deepseek_v3": "n_routed_experts",
-}  # fmt: skip
 MORE = ("glm4_moe", "olmoe", "granitemoe", "granitemoehybrid", "ernie4_5_moe")
-
-
-def plain(family: str, experts: int = EXPERTS, **config: Any) -> Any:
-    # The experts' width is a multiple of the elements that a CPU computes at once, 32 at most: torch computes what is left at
-    # the end of all rows by another sigmoid, and all rows end elsewhere than those of a tile.
-    width = {"intermediate_size": 64} if family == "gpt_oss" else {}
-    return tiny_models.build(family, **{NAMES[family]: experts}, **width, **config)
 
 
 def streamed(family: str, tile: int | None, device: Any = "cpu", experts: int = EXPERTS, **options: Any) -> Any:
     options = {"precision": "float32", "head": "whole"} | options
     return horizon_lm.stream(plain(family, experts), device, expert_tile=tile, **options)
-
-
-def loss_and_gradients(model: Any, **batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = model(**(batch or tiny_models.batch())).loss
-    loss.backward()
-    return loss.detach(), {
-        name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
-    }
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    assert torch.equal(got[0], expected[0])
-    assert got[1].keys() == expected[1].keys()
-    for name, grad in expected[1].items():
-        assert torch.equal(got[1][name], grad), name
 
 
 # Plain autograd

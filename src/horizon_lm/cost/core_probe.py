@@ -4,7 +4,7 @@ Shapes: N tokens, K experts of a token, S = N * K rows, H hidden size.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 
 from horizon_lm.cost.block_probe import BlockRun, copy_on_meta, measure
 from horizon_lm.cost.meta_recorder import Recorder, recording
+from horizon_lm.model.expert_adapters import of_experts
 from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
+from horizon_lm.model.some_experts import some_experts
 from horizon_lm.planning.outline import Footprint, Work
 
 _INDEX_BYTES = 64  # bytes per row of what is known of it: expert, token, place, and the same while it is sorted
@@ -24,7 +26,8 @@ class CoreRun:
 
     Attributes:
         footprint: bytes as in `Footprint`; ``experts`` without the gradients of their weights.
-        grad: bytes of the largest gradient of a weight of one expert; 0 if none is trained.
+        grad: bytes of the largest gradient of a weight of one expert, 0 if none is trained; with adapters of these weights, the bytes
+            that one more expert in a tile takes.
         before: work of the block's forward pass up to the experts.
         forward, backward: work of the block without its experts.
         output: output of the block, on the meta device.
@@ -55,8 +58,8 @@ def run_core_on_meta(
         args, kwargs, dtype, accelerated, in_float32: as in `cost.block_probe.run_on_meta`.
     """
     module, args, kwargs = copy_on_meta(block, args, kwargs, dtype, in_float32)
-    left_out = _LeftOut()
-    own = module.get_submodule(experts.names[0].rpartition(".")[0])
+    left_out, experts = _LeftOut(), replace(experts, block=module)
+    own = experts.called
     compute = own.forward
     own.forward = left_out.replace
     core = measure(module, args, kwargs, accelerated)
@@ -65,7 +68,7 @@ def run_core_on_meta(
         left_out.recorder = recorder
         module.forward(*args, **kwargs)
     own.forward = compute
-    alone, grad = _run_experts(own, experts, left_out, accelerated)
+    alone, grad = _run_experts(experts, left_out, accelerated)
     around, held = left_out.bytes_of_rows(alone.output.dtype)
     peak = alone.footprint.peak + around
     return CoreRun(
@@ -142,16 +145,21 @@ class _Weighted(nn.Module):
         return output * weights[:, None]
 
 
-def _run_experts(
-    module: nn.Module, experts: RoutedExperts, left_out: _LeftOut, accelerated: bool
-) -> tuple[BlockRun, int]:
-    """Run all rows through a single expert. Also return the bytes of the largest gradient of one of its weights."""
-    grads = [0]
-    for name in experts.names:
-        own = name.rpartition(".")[2]
-        weight = module._parameters[own]
-        assert weight is not None
-        module._parameters[own] = nn.Parameter(weight[:1].detach(), weight.requires_grad)
-        grads.append(weight[:1].nbytes if weight.requires_grad else 0)
-    module.num_experts = 1  # type: ignore[assignment]
-    return measure(_Weighted(module), left_out.rows(), {}, accelerated), max(grads)
+def _run_experts(experts: RoutedExperts, left_out: _LeftOut, accelerated: bool) -> tuple[BlockRun, int]:
+    """Run all rows through a single expert. Also return the bytes that a further expert adds."""
+    alone = _run_tile(experts, 1, left_out, accelerated)
+    if experts.adapters:  # each tensor is in memory once more, with its adapters applied
+        return alone, _run_tile(experts, 2, left_out, accelerated).footprint.peak - alone.footprint.peak
+    weights = [experts.block.get_parameter(name)[:1] for name in experts.names]
+    return alone, max(weight.nbytes if weight.requires_grad else 0 for weight in weights)
+
+
+def _run_tile(experts: RoutedExperts, size: int, left_out: _LeftOut, accelerated: bool) -> BlockRun:
+    """Run all rows through a tile of this many experts."""
+    block = experts.block
+    views = {name: block.get_parameter(name)[:size] for name in experts.names}
+    for name in experts.adapters:
+        views[name] = of_experts(name, block.get_parameter(name), experts.count, slice(0, size))
+    weights = {name: nn.Parameter(view.detach(), view.requires_grad) for name, view in views.items()}
+    with some_experts(experts, size, weights):
+        return measure(_Weighted(experts.called), left_out.rows(), {}, accelerated)

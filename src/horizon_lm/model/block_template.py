@@ -127,7 +127,7 @@ class StreamedBlock:
                 owner._parameters[attribute] = self._host[name]
             for owner, order in self._orders:
                 if list(owner._parameters) != order or not owner._buffers.keys().isdisjoint(order):
-                    _restore_parameters(owner, order)
+                    restore_parameters(owner, order)
 
     def _put_buffers(self) -> dict[tuple[nn.Module, str], "_BufferCopy"]:
         """Put copies of the buffers on the device into the modules, and return them; copy again what has changed since."""
@@ -190,7 +190,7 @@ def _parametrized(modules: Iterable[nn.Module]) -> set[tuple[nn.Module, str]]:
     return {(m.get_base_layer(), m.parameter_name) for m in modules if hasattr(m, "parameter_name")}  # type: ignore[operator, misc]
 
 
-def _restore_parameters(module: nn.Module, names: list[str]) -> None:
+def restore_parameters(module: nn.Module, names: list[str]) -> None:
     """Put the parameters of a module in order again, after torch's parametrize has taken out some of them.
 
     PEFT applies adapters of a parameter by it, in each forward pass. What it puts back is a buffer, because bound weights

@@ -12,6 +12,7 @@ from torch import nn
 
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
+from horizon_lm.model.expert_adapters import adapters_of, outermost, wrappers_of
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.units import block
@@ -27,18 +28,34 @@ class RoutedExperts:
     """The experts of a block.
 
     Attributes:
-        module: the module that computes them. Its second argument has the experts of each token.
+        block: the block.
+        path: name inside the block of the module that computes them.
         count: number of experts (E).
         per_token: number of experts that a token is routed to.
         names: their weights (E, ...), by their names inside the block. Those of an expert without tokens are not read.
         have_more: the module has other weights, which all experts share.
+        adapters: the weights of PEFT's adapters of these weights, by their names inside the block.
     """
 
-    module: nn.Module
+    block: nn.Module
+    path: str
     count: int
     per_token: int
     names: tuple[str, ...]
     have_more: bool = False
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that computes the experts."""
+        return self.block.get_submodule(self.path)
+
+    @property
+    def called(self) -> nn.Module:
+        """The module that the block calls: the one that computes the experts, or PEFT's layers around it. Its second argument has the
+        experts of each token.
+        """
+        return self.block.get_submodule(outermost(self.block, self.path))
 
     @property
     def most_tokens(self) -> int:
@@ -68,7 +85,15 @@ _ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_wei
 
 
 def find_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
-    """Return the experts that can be streamed by themselves, by the index of their block."""
+    """Return the experts that can be streamed by themselves, by the index of their block.
+
+    An adapter of their weights is applied to all of them.
+    """
+    return {index: experts for index, experts in _find(parts).items() if not experts.adapters}
+
+
+def _find(parts: ModelParts) -> dict[int, RoutedExperts]:
+    """Return the experts of all blocks, by the index of their block."""
     per_token, found = experts_per_token(parts.model.config.get_text_config()), {}
     for index, module in enumerate(parts.blocks):
         # What a block may write is compared as a whole, also with what it does not read.
@@ -103,11 +128,10 @@ def _sizes_of(parts: ModelParts, index: int, experts: RoutedExperts | None) -> E
 def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int) -> RoutedExperts | None:
     """Return the experts of a block; None if it has none, or if all of them may be read.
 
-    Only the functions of transformers' experts interface are known to leave out experts without tokens. An adapter of their
-    weights is applied to all of them.
+    Only the functions of transformers' experts interface are known to leave out experts without tokens.
     """
     found = [(name, each) for name, each in block.named_modules() if _is_of_interface(each)]
-    if len(found) != 1 or any(hasattr(each, "parameter_name") for each in block.modules()):
+    if len(found) != 1:
         return None
     path, module = found[0]
     count = int(module.num_experts)  # type: ignore[arg-type]
@@ -117,8 +141,11 @@ def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int)
         codec = parts.codecs.get(f"{parts.block_prefix}.{index}.{name}")
         if weight.ndim > 1 and weight.shape[0] == count and isinstance(codec, _IN_PARTS):
             names.append(name)
+    # PEFT adapts a tensor (E, O) as a matrix of all experts.
+    if not names or any(each.num_experts != count for each in wrappers_of(block, path)):
+        return None
     have_more = len(names) < len(list(module.parameters()))
-    return RoutedExperts(module, count, per_token, tuple(names), have_more) if names else None
+    return RoutedExperts(block, path, count, per_token, tuple(names), have_more, adapters_of(block, path))
 
 
 def find_divisible_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
@@ -126,7 +153,7 @@ def find_divisible_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
 
     Weights that all experts share would get a gradient from each part.
     """
-    return {index: experts for index, experts in find_experts(parts).items() if not experts.have_more}
+    return {index: experts for index, experts in _find(parts).items() if not experts.have_more}
 
 
 _IN_PARTS = (Stack, Mxfp4, type(None))  # codecs of which one expert can be decoded by itself

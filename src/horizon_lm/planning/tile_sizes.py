@@ -14,7 +14,7 @@ def no_experts(name: str) -> str:
     """Return why a model's blocks cannot be cut."""
     return (
         f"expert_tile: {name} has no experts that can be cut into tiles (only those of transformers' experts interface can, without "
-        "adapters of their own); leave it unset"
+        "weights that they share and without adapters of their biases); leave it unset"
     )
 
 

@@ -32,7 +32,8 @@ class Layout:
             memory; only a tied table has a gradient slab, because two gradients are added there.
         sharded: each rank streams its own range of a unit, which is gathered on the device; its gradients are summed there, and
             each rank lands its own range of the sum.
-        adapters: blocks have adapters, which are outer parameters: each block's backward writes its gradients of them.
+        adapters: blocks have adapters, which are outer parameters: each block's backward writes its gradients of them, and so does
+            that of each tile.
         packed: blocks have quantized weights of which each rank streams a range of the codes and scales. They are gathered in slots
             of their own, and decoded from there.
         tiles: number of tiles of each block's experts; empty if no block has any.
@@ -269,6 +270,8 @@ def _backward(
         weights = [] if layout.is_resident(u) else _stream_in(unit, layout.weights(u), layout)
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
+    # Adapters are outer parameters, whose gradients all blocks write into one buffer.
+    adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
     copies = TileCopies(slots, order, load, backwards=True)
     ops.extend(copies.core(0))
     for place, u in enumerate(order):
@@ -278,13 +281,12 @@ def _backward(
             ops.append(_compute(Kind.RECOMPUTE, block(u), tuple(inputs)))
         for unit in reversed(tiles):
             is_trained, grads = block(u) in trainable, slots.grads(unit)
-            ops.append(_compute(Kind.BACKWARD, unit, (slots.weights(unit),), (grads,) if is_trained else ()))
+            writes = (*([grads] if is_trained else []), *adapters)
+            ops.append(_compute(Kind.BACKWARD, unit, (slots.weights(unit),), writes))
             ops.extend(_land_and_update(unit, grads, layout) if is_trained else [])
             copies.note_computed()
             ops.extend(copies.ahead(place))
         ops.extend(copies.core(place + 1))  # prefetch, as in the forward pass
-        # Adapters are outer parameters, whose gradients all blocks write into one buffer.
-        adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
         if block(u) not in trainable:
             ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), adapters))
         elif layout.accumulates:

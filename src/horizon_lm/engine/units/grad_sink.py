@@ -142,12 +142,16 @@ class GradSlot:
         self.layout, self.trained = layout, trained
         self.written: set[str] = set()
 
+    def view(self, name: str) -> torch.Tensor:
+        """Return the place of a parameter's gradient in the slot."""
+        return self.layout.view(self.buffer, name)
+
     def hook(self, name: str) -> Callable[[torch.Tensor], None]:
         """Return the hook for a parameter's leaf."""
 
         def take(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            target = self.layout.view(self.buffer, name)
+            target = self.view(name)
             with torch.no_grad():
                 if name in self.written:  # written by an earlier micro-batch
                     # In the dtype of the slot, float32 if there are several micro-batches: their sum is rounded once,
@@ -165,6 +169,30 @@ class GradSlot:
         # The slot is landed as a whole, and squares are summed over all of it for the norm.
         for name in self.layout:
             if name not in self.written:
-                self.layout.view(self.buffer, name).zero_()
+                self.view(name).zero_()
         for gap in self.layout.gaps(self.buffer):
             gap.zero_()
+
+
+class PartialSlot(GradSlot):
+    """The places of some parameters in a gradient slot that other computations fill, too, or parts of these places.
+
+    Args:
+        layout, trained: as in `GradSlot`.
+        part: function of a parameter's name and its gradient that returns a view of the part that is filled.
+    """
+
+    def __init__(
+        self, layout: SlabLayout, trained: Set[str], part: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__(layout, trained)
+        self._part = part
+
+    def view(self, name: str) -> torch.Tensor:
+        """Return the place of the part of a parameter's gradient in the slot."""
+        return self._part(name, super().view(name))
+
+    def zero_the_rest(self) -> None:
+        """Fill the parts of these parameters that no gradient was written to with zeros."""
+        for name in self.trained - self.written:
+            self.view(name).zero_()

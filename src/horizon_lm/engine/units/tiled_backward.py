@@ -10,16 +10,17 @@ Shapes: N tokens of a micro-batch, K experts of a token, H hidden size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.units.expert_call import ExpertCall
-from horizon_lm.engine.units.grad_sink import GradSink, GradSlot, fresh_leaves
+from horizon_lm.engine.units.grad_sink import GradSink, GradSlot, PartialSlot, fresh_leaves
 from horizon_lm.engine.units.saved_for_backward import Graph
 from horizon_lm.engine.units.tiled_computation import TiledExperts
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import Unit, block
+from horizon_lm.units import OUTER, Unit, block
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # outputs of a block, and their gradients
 
@@ -101,14 +102,17 @@ class TiledBackward:
                 self._engine.poison_weights(unit)
 
     def _differentiate(self, unit: Unit, run: Callable[[Callable[[], None]], None]) -> None:
-        """Differentiate one tile for all micro-batches, and fill the slot from which its gradients are landed."""
+        """Differentiate one tile for all micro-batches, and fill the slot from which its gradients are landed, and its part of the
+        gradients of adapters.
+        """
         engine = self._engine
         slot = GradSlot(engine.part_of(unit).grad_layout, set(engine.trained_names(block(self._index))))
         is_trained = bool(slot.trained) and slot.layout.numel > 0
         if is_trained:
             slot.buffer = engine.memory.grads_of(unit)
             engine.device.poison(slot.buffer)  # every element must be written
-        leaves = fresh_leaves(engine.weights_on_device(unit), [slot])
+        adapters = self._adapter_slot(unit)
+        leaves = fresh_leaves(self._experts.weights(unit), [slot, adapters])
         experts = engine.tiles.experts_of(unit)
 
         def differentiate() -> None:
@@ -119,7 +123,18 @@ class TiledBackward:
         run(differentiate)
         if is_trained:
             slot.zero_the_rest()
+        adapters.zero_the_rest()
         self.written |= slot.written
+        engine.backward.adapters.update(adapters.written)
+
+    def _adapter_slot(self, unit: Unit) -> GradSlot:
+        """Return the place of the gradients of a tile's adapters, among those of the outer parameters."""
+        engine = self._engine
+        trained = set(self._experts.adapters) & set(engine.trained_names(OUTER))
+        slot = PartialSlot(engine.store.units[OUTER].grad_layout, trained, partial(self._experts.part_of_adapter, unit))
+        if trained:
+            slot.buffer = engine.memory.grads_of(OUTER)
+        return slot
 
     def take_graph(self) -> Graph | None:
         """Return the graph of the only micro-batch, and forget it; None if there are several."""

@@ -16,9 +16,11 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.passes.routed_blocks import spans_of_indices
 from horizon_lm.engine.units.expert_call import ExpertCall, Experts
+from horizon_lm.model.expert_adapters import of_experts
 from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
+from horizon_lm.model.some_experts import some_experts
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import Unit, block
+from horizon_lm.units import OUTER, Unit, block
 
 Replacement = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of hidden states (N, H), experts (N, K) and their weights (N, K) that returns (N, H)."""
@@ -30,12 +32,18 @@ class TiledExperts:
     Args:
         engine: the model's engine.
         index: the block's index.
+
+    Attributes:
+        adapters: full names of the weights of the adapters that the experts' own tensors have.
     """
 
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine, self._index = engine, index
         self._experts: RoutedExperts = engine.tiles.experts[index]
-        self._compute = self._experts.module.forward  # before it is replaced
+        self._called = self._experts.called
+        self._compute = self._called.forward  # before it is replaced
+        self._prefix = f"{engine.parts.block_prefix}.{index}."
+        self.adapters = [self._prefix + name for name in self._experts.adapters]
 
     @property
     def tiles(self) -> list[Unit]:
@@ -104,10 +112,7 @@ class TiledExperts:
         """Compute all tiles, each for all micro-batches."""
         engine = self._engine
         for unit in self.tiles:
-            with (
-                engine.cursor.compute(Kind.FORWARD, unit),
-                self.bound(unit, engine.weights_on_device(unit)) as function,
-            ):
+            with engine.cursor.compute(Kind.FORWARD, unit), self.bound(unit, self.weights(unit)) as function:
                 for call in calls:
                     call.compute(engine.tiles.experts_of(unit), function)
                 engine.poison_weights(unit)
@@ -117,7 +122,7 @@ class TiledExperts:
     @contextmanager
     def replaced(self, function: Replacement) -> Iterator[None]:
         """Context manager: call a function instead of the block's experts."""
-        module = self._experts.module
+        module = self._called
         before = module.__dict__.get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -132,22 +137,27 @@ class TiledExperts:
             else:
                 module.forward = before
 
+    def weights(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Return a tile's weights on the device, with its part of the experts' adapters, by full name."""
+        engine = self._engine
+        # They lie with the outer parameters, which are on the device throughout a pass.
+        layout, buffer = engine.store.units[OUTER].layout, engine.memory.weights_of(OUTER)
+        adapters = {name: self.part_of_adapter(unit, name, layout.view(buffer, name)) for name in self.adapters}
+        return engine.weights_on_device(unit) | adapters
+
+    def part_of_adapter(self, unit: Unit, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return the part of an adapter's values, or of their gradients, that belongs to a tile, as a view."""
+        return of_experts(name, values, self._experts.count, self._engine.tiles.experts_of(unit))
+
     @contextmanager
     def bound(self, unit: Unit, weights: Mapping[str, torch.Tensor]) -> Iterator[Experts]:
         """Context manager: yield the function of a tile's experts.
 
         Args:
             unit: the tile.
-            weights: its weights on the device, by full name.
+            weights: its weights on the device, by full name (`weights`).
         """
-        module, experts = self._experts.module, self._engine.tiles.experts_of(unit)
-        names = {name.rpartition(".")[2]: tensor for name, tensor in weights.items()}
-        before = {name: module._parameters[name] for name in names}
-        count: Any = module.num_experts
-        try:
-            module._parameters.update(names)  # type: ignore[arg-type]
-            module.num_experts = experts.stop - experts.start  # type: ignore[assignment]
+        experts = self._engine.tiles.experts_of(unit)
+        inside = {name.removeprefix(self._prefix): tensor for name, tensor in weights.items()}
+        with some_experts(self._experts, experts.stop - experts.start, inside):
             yield self._compute
-        finally:
-            module._parameters.update(before)
-            module.num_experts = count
