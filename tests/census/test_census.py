@@ -1,10 +1,13 @@
 """The table of proven models is right: a sample of types by default, every type with ``-m slow``."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import CONFIG_MAPPING
 
 import horizon_lm
@@ -115,6 +118,16 @@ def test_tiny_models_have_every_kind_of_layer() -> None:
     model = build("qwen3_next", "causal")
     assert set(model.config.layer_types) == {"linear_attention", "full_attention"}
     assert sum(p.numel() for p in model.parameters()) < 1e6
+
+
+def test_no_type_has_experts_in_a_list_of_modules() -> None:
+    """They would need tiles of their own; see decision 025."""
+    listed = re.compile(r"experts\w*(: [\w.]+)? = (nn\.)?ModuleList\(|class \w*Experts?\w*\((nn\.)?ModuleList\)")
+    assert listed.search("        self.experts = nn.ModuleList([Expert(config) for _ in range(config.num_experts)])")
+    assert listed.search("class MixtralExperts(nn.ModuleList):")
+    files = [*Path(transformers.models.__path__[0]).glob("*/modeling_*.py")]
+    assert len(files) > len(proven())
+    assert [file.name for file in files if listed.search(file.read_text(encoding="utf-8"))] == []
 
 
 def test_unknown_types_cannot_be_built() -> None:

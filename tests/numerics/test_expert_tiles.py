@@ -487,6 +487,45 @@ def test_experts_with_weights_that_all_of_them_share_are_rejected() -> None:
         Subject("image_text", "muse_spark").stream(expert_tile=1)
 
 
+class ListedExperts(torch.nn.Module):
+    """Experts as remote code has them: a list of modules, of which each is computed for its own tokens."""
+
+    def __init__(self, stacked: Any) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList()
+        for gate_up, down in zip(stacked.gate_up_proj, stacked.down_proj, strict=True):
+            layers = [torch.nn.Linear(*reversed(weight.shape), bias=False) for weight in (gate_up, down)]
+            for layer, weight in zip(layers, (gate_up, down), strict=True):
+                layer.weight.data.copy_(weight.detach())
+            self.experts.append(torch.nn.ModuleList(layers))
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(hidden)
+        for number, (gate_up, down) in enumerate(self.experts):
+            tokens, ranks = torch.where(ids == number)
+            gate, up = gate_up(hidden[tokens]).chunk(2, dim=-1)
+            weighted = down(torch.nn.functional.silu(gate) * up) * weights[tokens, ranks, None]
+            output = output.index_add(0, tokens, weighted)
+        return output
+
+
+def listed(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.mlp.experts = ListedExperts(layer.mlp.experts)
+    return model
+
+
+def test_experts_in_a_list_are_streamed_with_their_block() -> None:
+    """No type of transformers has them; a model with remote code may."""
+    expected = loss_and_gradients(listed(plain("qwen3_moe")))
+    assert_same(
+        loss_and_gradients(horizon_lm.stream(listed(plain("qwen3_moe")), "cpu", precision="float32", head="whole")),
+        expected,
+    )
+    with pytest.raises(ModelNotSupportedError, match=r"only those of transformers' experts interface can"):
+        horizon_lm.stream(listed(plain("qwen3_moe")), "cpu", expert_tile=2)
+
+
 def test_an_activation_inside_a_block_has_no_gradient() -> None:
     model = streamed("qwen3_moe", 3)
     kept = []
