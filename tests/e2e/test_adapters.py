@@ -17,6 +17,7 @@ from horizon_lm.training.seeds import seed_step
 from tests.e2e import resuming, tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs, assert_resumes
+from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -105,6 +106,24 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", thinned(MODES, every=2))
 def test_resume_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path, mode: str) -> None:
     assert_resumes(runs, base | MODES[mode], tmp_path, (1, 4))
+
+
+def test_adapters_of_experts_in_tiles(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    """A run in tiles is resumed exactly, and exports the adapters of a run with whole blocks."""
+    tokenizer = tiny.build_tokenizer()
+    tiny_models.build("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "mixture")
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    settings = base | {
+        "model_name_or_path": str(tmp_path / "mixture"), "lora_target_modules": ["q_proj"], "lora_dropout": 0.0,
+        "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }  # fmt: skip
+    assert_resumes(runs, settings | {"expert_tile": 3}, tmp_path, (4,))
+    runs.train({**settings, **SAVING, "expert_tile": None, "output_dir": str(tmp_path / "blocks")})
+    saved = [next((tmp_path / name / "model").rglob("adapter_model.safetensors")) for name in ("whole", "blocks")]
+    tiles, blocks = map(load_file, saved)
+    assert sum(".experts." in name for name in tiles) == 12  # in three blocks
+    assert tiles.keys() == blocks.keys()
+    assert all(map(torch.equal, tiles.values(), (blocks[name] for name in tiles)))
 
 
 def test_a_checkpoint_has_the_adapters_alone(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
