@@ -210,7 +210,7 @@ def _record(
     replaced[parts.embed] = lambda ids: torch.zeros((*ids.shape, table.param.shape[1]), dtype=dtype)
     with _outer_parameters(parts, dtype), forwards(replaced), _short_window(parts, length), torch.no_grad():
         try:
-            parts.model(**inputs, use_cache=False)
+            parts.model(**{"use_cache": False, **inputs})
         except _DoneError:
             return calls
     raise AssertionError("the last block was not reached")

@@ -1,11 +1,15 @@
-"""Answer prompts with those settings of a model's folder that make sense here.
+"""Answer prompts with those settings of a model's folder that make sense here, and find the sequences of a call of ``generate``.
 
 A ``generation_config.json`` may ask for beams, which cannot be printed token by token, for assistants, for code of the hub, or for nonsense.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from horizon_lm.errors import ConfigError
 
@@ -55,3 +59,52 @@ def generation_settings(
 
 def _invalid(name: str, value: Any, wanted: str) -> ConfigError:
     return ConfigError(f"generation_config.json: {name}: {str(value)[:80]!r} is not {wanted}; correct or remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The sequences of a call of ``generate``.
+
+    Attributes:
+        rows: sequences with a cache of their own, such as beams.
+        prompt: tokens of the longest prompt.
+        length: tokens that the cache holds for a row at most.
+        is_static: the cache is allocated for all tokens at once.
+        is_offloaded: it is in host memory, except for the layers in use.
+    """
+
+    rows: int
+    prompt: int
+    length: int
+    is_static: bool = False
+    is_offloaded: bool = False
+
+
+def generation_of(
+    settings: Any, arguments: Mapping[str, Any], num_rows: int, num_tokens: int
+) -> tuple[Generation, Any] | None:
+    """Return the sequences of a call of ``generate``, and its cache; None if it has no cache, or one whose bytes are not known.
+
+    Args:
+        settings: the generation config of the call.
+        arguments: the arguments of the model, with the cache.
+        num_rows: number of prompts.
+        num_tokens: tokens that the cache has to hold for a row.
+    """
+    from transformers import DynamicCache, StaticCache
+
+    cache = arguments.get("past_key_values", arguments.get("cache_params"))
+    if type(cache) not in (DynamicCache, StaticCache):  # of two models, or of quantized keys and values
+        return None
+    # The last new token is never computed, so the cache does not hold it. Without `max_new_tokens` only the total is limited.
+    prompt = num_tokens if settings.max_new_tokens is None else num_tokens + 1 - settings.max_new_tokens
+    room = max((vars(layer).get("max_cache_len", 0) for layer in cache.layers), default=0)  # of a static cache
+    rows = num_rows * max(settings.num_beams or 1, settings.num_return_sequences or 1)
+    static = isinstance(cache, StaticCache)
+    return Generation(rows, max(1, prompt), max(num_tokens, room), static, cache.offloading), cache
+
+
+def layer_bytes(layer: Any) -> int:
+    """Return the bytes of the tensors of a cache's layer, without its counters."""
+    found = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return sum({id(each): each.untyped_storage().nbytes() for each in found}.values())

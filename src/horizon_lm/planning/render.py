@@ -50,6 +50,10 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             f"passes without gradients, as in generation, stream of {outline.experts} experts only those that their tokens are "
             f"routed to, if they have at most {counted(outline.routed_tokens, 'token')}"
         )
+    for batch in request.forwards:
+        if batch.kept_bytes:
+            rows = counted(batch.rows, "row")
+            yield f"key-value cache of sample_prompts: {format_bytes(batch.kept_bytes)} for {rows} of {batch.length:,} tokens"
     yield f"on {plan.machine.name}"
     for budget in plan.budgets:
         if budget.items and (budget.place != "buffers" or budget.limits):

@@ -171,7 +171,7 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
         # The tokenizer is not loaded yet, so count characters, which tokens are rarely shorter than.
         longest = rows.prompt_length or max(map(len, run.sample_prompts))
         length = longest + run.sample_max_new_tokens
-        yield ForwardBatch(1, length, kept_bytes=length * source.cache_bytes_per_token(run))
+        yield ForwardBatch(1, length, kept_bytes=source.cache_bytes(run, length))
 
 
 def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:

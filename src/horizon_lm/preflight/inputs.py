@@ -10,11 +10,12 @@ import torch
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.cost import model_outline
+from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, require_weights
-from horizon_lm.model.attention_kernels import head_dimensions
+from horizon_lm.model.generation import Generation
 from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantization import requested_quantization, require_adapters
@@ -60,16 +61,9 @@ class Source:
             sizes = model_outline.published_sizes(self.model, Quantized.of(self.model.quantization, self.model.folder))
         return sizes.file_bytes(self.stored_bytes)
 
-    def cache_bytes_per_token(self, run: RunConfig) -> int:
-        """Return the device bytes of the keys and values of one token in generation, over all blocks."""
-        config = self.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", None)
-        if not heads:  # a recurrent state, whose size does not depend on the tokens
-            return 0
-        width = max(head_dimensions(config))
-        if getattr(config, "kv_lora_rank", None) is None:  # latent attention caches its keys and values expanded
-            heads = getattr(config, "num_key_value_heads", None) or heads
-        return int(2 * config.num_hidden_layers * heads * width * compute_dtype(run).itemsize)
+    def cache_bytes(self, run: RunConfig, length: int) -> int:
+        """Return the device bytes of the key-value cache of a row with this number of tokens, over all blocks."""
+        return CacheProbe(self.model, compute_dtype(run), run.device != "cpu").cache_bytes(Generation(1, 1, length))
 
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
