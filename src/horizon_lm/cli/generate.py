@@ -48,7 +48,8 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
     import torch
     from transformers import TextStreamer
 
-    from horizon_lm.model.generation import generation_settings
+    from horizon_lm.engine.streamed import forward_of
+    from horizon_lm.model.generation import Generation, generation_settings
     from horizon_lm.training.samples import padding_id
     from horizon_lm.visible import visible
 
@@ -58,6 +59,9 @@ def _answer(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temper
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             super().on_finalized_text(visible(text), stream_end)
 
+    prompt = inputs["input_ids"].shape[1]
+    cache = Generation(rows=1, prompt=prompt, length=prompt + max_new_tokens - 1)
+    print(forward_of(model).generation.describe(cache), file=sys.stderr, flush=True)
     torch.manual_seed(seed)
     with generation_settings(model, max_new_tokens, padding_id(tokenizer), temperature):
         model.generate(

@@ -19,6 +19,7 @@ from horizon_lm.engine.calls.calls import Call, arguments_of, modal_inputs, put_
 from horizon_lm.engine.calls.chunked_forward import ChunkedForward
 from horizon_lm.engine.calls.chunked_losses import TokenLogprobs, WantedLogprobs
 from horizon_lm.engine.calls.chunked_outputs import aux_losses, by_name, without_labels
+from horizon_lm.engine.calls.generation import GenerationMemory
 from horizon_lm.engine.calls.joint_calls import JointCalls, require_joint
 from horizon_lm.engine.calls.merging import MergingLayers
 from horizon_lm.engine.calls.pass_runner import Compute, PassRunner
@@ -84,6 +85,7 @@ class ModelForward:
         if path is not None:
             head = ChunkedLmHead(self._head, path, call_model)
             self._chunked = ChunkedForward(head, self._signature, self._runner.probe, call_model)
+        self.generation = GenerationMemory(engine)
         self.statistics: TokenStatistics | None = None  # collects statistics of each forward pass with labels
         self.expects_mean_loss = engine.mesh is not None  # as DistributedDataParallel takes it
         self.whole_logits = False  # compute all logits at once, because the caller uses them

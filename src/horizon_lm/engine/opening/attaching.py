@@ -11,6 +11,7 @@ from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.calls.chunked_losses import WANTED
 from horizon_lm.engine.calls.model_forward import ModelForward
+from horizon_lm.engine.opening.generating_model import GeneratingModel
 from horizon_lm.engine.opening.streamed_model import StreamedModel
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
@@ -36,6 +37,7 @@ def _streamed_class(cls: Any) -> Any:
 
     Its name, module and signatures are those of the original class, because trainers and transformers inspect them.
     """
+    from transformers import GenerationMixin
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -62,7 +64,8 @@ def _streamed_class(cls: Any) -> Any:
         "__new__": new,
         "forward": forward,
     }
-    return type(cls.__name__, (StreamedModel, cls), namespace)
+    mixed_in = GeneratingModel if issubclass(cls, GenerationMixin) else StreamedModel
+    return type(cls.__name__, (mixed_in, cls), namespace)
 
 
 def _registered(store: Store) -> list[torch.Tensor]:

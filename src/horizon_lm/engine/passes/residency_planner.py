@@ -44,7 +44,7 @@ def plan_device(
     sizes, trained = (replace(engine.parts.sizes(only), experts=experts) for only in (False, True))
     assert options.head_peak is not None
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
-    settings = _buffer_settings(engine, tokens, offloaded=num_blocks - first)
+    settings = buffer_settings(engine, tokens, offloaded=num_blocks - first)
     hidden_bytes = tokens * hidden.shape[-1] * hidden.element_size()
     needed = working(
         [footprints] * num_micro_batches,
@@ -83,7 +83,7 @@ def plan_device(
     return DevicePlan(residency, peak + engine.device.scratch_bytes)
 
 
-def _buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
+def buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
     """Return the settings that decide the size of the engine's buffers for a step with these tokens and offloaded boundaries."""
     options, sizes = engine.options, engine.parts.sizes()
     num_ranks = 1 if engine.mesh is None else engine.mesh.size

@@ -1,0 +1,31 @@
+"""A streamed model that generates, in device memory that is known to suffice before the first token."""
+
+from typing import Any
+
+from horizon_lm.engine.opening.streamed_model import StreamedModel
+from horizon_lm.model.generation import generation_of
+
+
+class GeneratingModel(StreamedModel):
+    """The class that `attach` mixes into the class of a model with a method ``generate``."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does, in device memory that is known to suffice before the first token is computed.
+
+        Resident blocks that leave no room for the key-value cache are given up for the time of the call.
+
+        Raises:
+            DeviceMemoryError: the key-value cache does not fit on the device.
+        """
+        with self._horizon.generation.call():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:  # fmt: skip
+        """Make the cache as transformers does, which allocates it later, and make room for it on the device."""
+        super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if (found := generation_of(generation_config, model_kwargs, batch_size, max_cache_length)) is not None:
+            self._horizon.generation.reserve(*found)

@@ -1,0 +1,121 @@
+"""Generation within device memory: its key-value cache is counted before the first token, and blocks make room for it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import horizon_lm
+from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.cost.cache_probe import CacheProbe
+from horizon_lm.device.cuda import CudaDevice
+from horizon_lm.errors import DeviceMemoryError
+from horizon_lm.model.generation import Generation, layer_bytes
+from horizon_lm.model.source import ModelSource
+from tests.support import tiny_models
+from tests.support.emulated_gpu import emulated_gpu
+from tests.support.tensor_memory import StorageMeter
+from tests.support.threaded_device import ThreadedDevice
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
+# Windows, latent keys and values, states of linear attention, routed experts.
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3")
+SHAPES = {"short": (1, 8, 8), "long answer": (2, 8, 120), "long prompt": (3, 150, 10)}  # rows, prompt, new tokens
+
+
+class LimitedDevice(ThreadedDevice):
+    """A device of whose memory the engine's buffers are a part."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(1, spare=0)
+        self.limit = limit
+
+    def spare_bytes(self) -> int | None:
+        return self.limit - self.counters.allocated_total
+
+
+def plain(family: str) -> Any:
+    known = pytest.importorskip("transformers").models.auto.configuration_auto.CONFIG_MAPPING
+    if family not in known:
+        pytest.skip(f"this transformers has no {family}")
+    # With a cache, older versions of transformers cannot compute the auxiliary loss, which generation does not need.
+    without = {"output_router_logits": False} if family in tiny_models.MOE_WITH_AUXILIARY_LOSS else {}
+    return tiny_models.build(family, **SIZES, **without).eval()
+
+
+def prompts(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(3, tiny_models.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def generate(model: Any, rows: int, prompt: int, new: int, **settings: Any) -> torch.Tensor:
+    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0} | settings
+    ids = prompts(rows, prompt)
+    result: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return result
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stated_peak_is_not_exceeded(family: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of all storages, those of the device's buffers and of the cache among them."""
+    expected = generate(plain(family), *SHAPES[shape])
+    with StorageMeter() as meter:
+        model = horizon_lm.stream(plain(family), LimitedDevice(10**9), precision="float32", resident_blocks=1).eval()
+        generate(model, 1, 2, 1)
+        before, memory = meter.current, model._horizon.generation
+        allocated, reserve = model._horizon.engine.device.counters.allocated_total, memory.reserve
+
+        def count_from_here(*args: Any) -> None:
+            reserve(*args)
+            meter.peak = meter.current  # trials on the meta device have a few tensors in host memory
+
+        monkeypatch.setattr(memory, "reserve", count_from_here)
+        got = generate(model, *SHAPES[shape])
+        used = meter.peak - before + allocated
+    print(f"stated {memory.peak:,}, counted {used:,}")
+    assert torch.equal(got, expected)
+    assert 0.8 * memory.peak < used <= memory.peak
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_resident_blocks_make_room_for_the_time_of_a_call(implementation: str) -> None:
+    """Of two resident blocks one is given up, and it is resident again after the call."""
+    expected = generate(plain("llama"), 2, 8, 120, cache_implementation=implementation)
+    device = LimitedDevice(10**9)
+    model = horizon_lm.stream(plain("llama"), device, precision="float32", resident_blocks=2).eval()
+    memory, engine, seen = model._horizon.generation, model._horizon.engine, set()
+    assert torch.equal(generate(model, 2, 8, 120, cache_implementation=implementation), expected)
+    (block,) = {
+        bytes for kind, bytes in horizon_lm.stats(model)["device_bytes_by_kind"].items() if kind == "resident_weights"
+    }
+    device.limit = int((memory.peak - block // 4) / (1 - DEVICE_MARGIN))
+    forward = model._horizon.forward
+
+    def watched(*args: Any) -> Any:
+        seen.add(engine.residency.weights)
+        return forward(*args)
+
+    model._horizon.forward = watched
+    assert torch.equal(generate(model, 2, 8, 120, cache_implementation=implementation), expected)
+    assert (seen, engine.residency.weights) == ({1}, 2)
+
+
+def test_a_cache_that_does_not_fit_is_rejected_before_the_first_token() -> None:
+    with emulated_gpu(free_bytes=2_000_000):
+        model = horizon_lm.stream(plain("llama"), CudaDevice(), "float32", compile=False).eval()
+        generate(model, 1, 8, 8)
+        computed = horizon_lm.stats(model)["block_forward_rows"]
+        words = r"key-value cache: .* for 60 rows of 127 tokens, .* for buffers\. Generate fewer rows at once or fewer tokens"
+        with pytest.raises(DeviceMemoryError, match=words):
+            generate(model, 20, 8, 120, num_beams=3)
+        assert horizon_lm.stats(model)["block_forward_rows"] == computed
+        generate(model, 1, 8, 8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_a_cache_are_known_without_weights(family: str) -> None:
+    """A dynamic cache has these bytes when the last token is computed, if no window has dropped a part of the prompt."""
+    model = plain(family)
+    probe = CacheProbe(ModelSource(model.config, family), torch.float32, accelerated=False)
+    cache = generate(model, 2, 2, 40, return_dict_in_generate=True).past_key_values
+    assert probe.cache_bytes(Generation(rows=2, prompt=2, length=41)) == sum(map(layer_bytes, cache.layers))
