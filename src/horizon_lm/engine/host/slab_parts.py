@@ -96,10 +96,20 @@ class SlabPart:
             left_out: full names of tensors that are not streamed.
             some: of rows, those to stream, by their places in the slab; None for all.
         """
+        own = self._own if some is None and not left_out else self._own_spans(left_out, some)
+        return [copy(slot[span.in_slot], self.slabs.weights[span.in_slab]) for span in own]
+
+    @cached_property
+    def _own(self) -> list[Span]:
+        """The places of this rank's range of all that is not quantized, which a dense block moves twice a step."""
+        return self._own_spans((), None)
+
+    def _own_spans(self, left_out: Collection[str], some: Iterable[slice] | None) -> list[Span]:
+        """Return the places of this rank's range of what is not quantized. The arguments are those of `copies`."""
         places = self._places(self.slabs.plain, self.layout, some)
-        spans = [(True, span) for name, span in places if name not in left_out]
-        own = [span.within(self.slabs.own) for _, span in joined(spans)]
-        return [copy(slot[span.in_slot], self.slabs.weights[span.in_slab]) for span in own if span.numel]
+        spans = joined((True, span) for name, span in places if name not in left_out)
+        own = [span.within(self.slabs.own) for _, span in spans]
+        return [span for span in own if span.numel]
 
     def decoding(
         self,
