@@ -32,3 +32,6 @@ COLLECTIVE_BYTES = 64 * 2**20
 
 DEVICE_MARGIN = 0.05
 """Share of the device memory that is left to fragmentation in the framework's allocator."""
+
+LANGUAGE_MODEL = " (text)"
+"""End of the name of the language model in a multimodal model that is known by name."""

@@ -5,9 +5,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 _SAME_WORD = 0.75  # similarity from which two words are spellings of one
 _FEW = 3  # names in one suggestion, at most
+_SUFFIXES = re.compile(r"(?<=.)(\.[A-Za-z]\w*)+$")  # of files; not the end of Llama-3.1-8B
 _SIZE = re.compile(r"(?<![a-z0-9.])(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
 
 
@@ -71,6 +73,36 @@ def _with_number_of(typed: str, known: Iterable[str]) -> list[str]:
     found = [name for name in found if words & set(name.split("-")[1:])] or found
     found = [name for name in found if not any(name.startswith(f"{other}-") for other in found)]
     return found if len(found) <= _FEW else []
+
+
+def closest_path(typed: str | Path) -> Path | None:
+    """Return the existing path whose parts have the names of the one typed, or similar ones; None if a part has none.
+
+    Suffixes do not count: ``train.json`` is meant to be ``train.jsonl``, and ``eval.jsonl`` is not.
+    """
+    path = Path(typed)
+    try:
+        path = path.expanduser()
+        found = Path(path.anchor)
+        for part in path.relative_to(path.anchor).parts:
+            name = part if (found / part).exists() else _closest_name(part, [each.name for each in found.iterdir()])
+            if name is None:
+                return None
+            found /= name
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # no folder, not ours to list, no path at all, or the home of an unknown user
+        return None
+    return found
+
+
+def _closest_name(typed: str, names: Iterable[str]) -> str | None:
+    stems = {name: _SUFFIXES.sub("", name).casefold() for name in names}
+    close = difflib.get_close_matches(_SUFFIXES.sub("", typed).casefold(), set(stems.values()), 1, _SAME_WORD)
+    same_stem = [name for name, stem in stems.items() if stem in close]
+    return max(same_stem, key=lambda name: difflib.SequenceMatcher(a=typed, b=name).ratio(), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from horizon_lm.errors import ConfigError
+from horizon_lm.near_misses import closest_path
 
 _FILE_SUFFIXES = (
     ".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".jinja", ".j2",
@@ -29,6 +30,29 @@ def exists(name: str) -> bool:
         return Path(name).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long, a null character, or the home of an unknown user
         return False
+
+
+def near_path(name: str | Path, folder: Path | None = None) -> str:
+    """Return the hint at the existing path that a missing one was meant to be, or else at the folder in which it begins.
+
+    Args:
+        name: the path that is missing.
+        folder: the folder in which it begins; None for the working directory.
+    """
+    if hint := similar_path(name, folder):
+        return hint
+    if folder is not None:
+        return f" in {folder}"
+    return "" if str(name).startswith(("/", "~")) else f"; relative paths start in {Path.cwd()}"
+
+
+def similar_path(name: str | Path, folder: Path | None = None) -> str:
+    """Return the hint at the existing path that a missing one was meant to be; empty if there is none."""
+    close = closest_path(name if folder is None else folder / name)
+    if close is None or exists(str(name)):
+        return ""
+    close = close if folder is None else close.relative_to(folder)
+    return f"; did you mean {'./' if str(name).startswith('./') else ''}{close}?"
 
 
 def lasting_name(name: str) -> str:

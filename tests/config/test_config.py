@@ -60,7 +60,7 @@ def test_every_trl_setting_is_supported_or_explained(objective: str) -> None:
 
 def test_example_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLE.parents[1])
-    config = read_run_config(str(EXAMPLE))
+    config = read_run_config(str(EXAMPLE), ["--model", "some/model"])  # its own is downloaded first
     assert config.device_memory == 300 * 2**20
     assert config.rows_per_step == 8
 

@@ -1,10 +1,12 @@
 """Suggestions for mistyped names: of the same meaning, family and size, or none."""
 
+from pathlib import Path
+
 import pytest
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.known_models import known_models
-from horizon_lm.near_misses import closest_machines, closest_model, closest_setting
+from horizon_lm.near_misses import closest_machines, closest_model, closest_path, closest_setting
 from horizon_lm.planning.catalog import find_profile, published
 
 SETTINGS = (
@@ -75,3 +77,21 @@ def test_two_machines_are_named() -> None:
         ConfigError, match=r"device '6000' is not known \(did you mean rtx-a6000 or rtx-pro-6000\?\); choose"
     ):
         find_profile("6000")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("out/checkpoint-11", "out/checkpoint-10"), ("outt/checkpoint-10", "out/checkpoint-10"), ("./out/modle", "out/model"),
+        ("trian.jsonl", "train.jsonl"), ("train.json", "train.jsonl"), ("run.yml", "run.yaml"), ("eval.jsonl", None),
+        ("out/model", "out/model"), ("other/checkpoint-10", None), ("train.jsonl/rows", None), ("a\0b", None),
+        ("Llama-3.1-8B", "Llama-3.1-70B"),
+    ],
+)  # fmt: skip
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, meant: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("out/checkpoint-10", "out/model", "Llama-3.1-70B"):
+        Path(folder).mkdir(parents=True)
+    for file in ("train.jsonl", "train.txt", "run.yaml"):
+        Path(file).touch()
+    assert closest_path(typed) == (None if meant is None else Path(meant))

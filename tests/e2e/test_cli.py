@@ -203,7 +203,7 @@ def no_cuda(files: Path) -> list[str]:
     ("prepare_input", "code", "message"),
     [
         (bad_setting, 2, "did you mean learning_rate?"),
-        (missing_model, 2, "nowhere/model is not a folder"),
+        (missing_model, 2, "nowhere/model': no such folder"),
         (not_a_causal_lm, 2, "'t5' has no causal language model"),
         (cross_layer_state, 2, "shares keys and values"),
         (config_that_contradicts_itself, 2, "transformers cannot build this model"),
@@ -259,7 +259,7 @@ def test_messages_of_commands_name_no_settings_of_run_files(model: Path, tmp_pat
         (("generate", model, "Who?", "--base", nowhere), f"--base: {nowhere} is not a folder"),
         (("merge", nowhere, tmp_path / "merged"), f"{nowhere} is not a folder"),
         (("export", nowhere, tmp_path / "gguf", "--format", "gguf"), f"{nowhere} is not a folder"),
-        (("plan", "--model", nowhere), f"{nowhere} is not a folder"),
+        (("plan", "--model", nowhere), f"--model: '{nowhere}': no such folder"),
         (("export", nowhere, tmp_path / "exported"), f"{nowhere}: no such folder"),
         (("checkpoints", nowhere), f"{nowhere}: no such folder"),
     ):

@@ -38,6 +38,7 @@ def run_alone(arguments: str) -> tuple[str, str]:
             "plan --largest --device h200 --host-memory 64GB,banana",
             "error: --host-memory: 'banana': is not a size; write for example 64MiB",
         ),
+        ("plan --model ./nowhere --device h200", "--model: './nowhere': no such folder"),
         ("train nowhere.yaml", "nowhere.yaml: No such file"),
         ("inspect --device_memory banana", "\n--device_memory: 'banana': is not a size; write for example 64MiB"),
         (
@@ -63,4 +64,4 @@ def test_nothing_heavy_is_imported(arguments: str, message: str) -> None:
 
 def test_a_mistake_that_is_found_later() -> None:
     """The control: packages that are imported are seen."""
-    assert "torch" in run_alone("plan --model ./nowhere --device h200")[0]
+    assert "torch" in run_alone("plan --model . --device h200")[0]

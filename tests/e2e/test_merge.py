@@ -90,7 +90,8 @@ def test_another_base_is_named(tmp_path: Path) -> None:
     assert "/nowhere/base" in result.stderr
     assert "model_name_or_path" not in result.stderr
     wrong = run("merge", adapter, tmp_path / "merged", "--base", "nowhere/else/base")
-    assert (wrong.exit_code, wrong.stderr) == (2, "error: --base: nowhere/else/base is not a folder\n")
+    hint = f"relative paths start in {Path.cwd()}"
+    assert (wrong.exit_code, wrong.stderr) == (2, f"error: --base: nowhere/else/base is not a folder; {hint}\n")
     assert run("merge", adapter, tmp_path / "merged", "--model", base).exit_code == 0
 
 

@@ -607,7 +607,7 @@ def test_largest_models_of_several_gpus() -> None:
         ),
         (("--model", "Qwen2.5-7B", "--device", "h300"), "choose one of a100-pcie-80gb"),
         (("--model", "Qwen2.5-7B", "--host-memory", "many"), "is not a size"),
-        (("--model", "./nowhere"), "is not a folder"),
+        (("--model", "./nowhere"), "no such folder"),
         (("--model", "Qwen/Qwen2.5-7B-Instrut"), "did you mean Qwen/Qwen2.5-7B-Instruct?"),
         (("--model", "Qwen2.5-7B", "--max_length", "null"), "max_length is null"),
         (("--model", "Qwen2.5-7B", "--precison", "bf16"), "did you mean precision?"),

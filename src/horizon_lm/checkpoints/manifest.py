@@ -16,6 +16,7 @@ import xxhash
 
 from horizon_lm.checkpoints.unit_file import UNITS, hash_file
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.paths import near_path
 from horizon_lm.resources import usable_cores
 
 MANIFEST = "manifest.json"
@@ -135,7 +136,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder")
+        raise ConfigError(f"{folder}: no such folder{near_path(folder)}")
     if not path.exists():
         raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}")
     outer = read_json(path)

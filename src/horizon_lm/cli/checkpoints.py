@@ -8,6 +8,7 @@ import typer
 
 from horizon_lm.cli.common import exits
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.paths import near_path
 from horizon_lm.quantities import format_bytes
 from horizon_lm.visible import visible
 
@@ -21,7 +22,7 @@ def checkpoints(
 
     found = [folder] if is_checkpoint(folder) else sorted(folder.glob("checkpoint-*"), key=_step)
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder")
+        raise ConfigError(f"{folder}: no such folder{near_path(folder)}")
     if not found:
         raise ConfigError(f"{folder} has no checkpoints")
     damaged = 0

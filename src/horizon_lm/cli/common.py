@@ -161,7 +161,8 @@ def find_model(
         folder: Path = local_folder(name)
     except ConfigError as error:
         run = here.parent
-        hint = f"; the run in {run} has not exported its model yet" if exists(str(run / "metrics.jsonl")) else ""
+        is_of_run = exists(str(run / "metrics.jsonl")) and not exists(str(run / "model"))
+        hint = f"; the run in {run} has not exported its model yet" if is_of_run else ""
         raise ConfigError(f"{error}{hint}") from error
     base_folder = find_base(base)
     request = OpenRequest(

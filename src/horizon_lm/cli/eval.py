@@ -12,6 +12,7 @@ import typer
 
 from horizon_lm.cli import common
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.paths import near_path
 from horizon_lm.visible import visible
 
 
@@ -46,7 +47,7 @@ def load_tasks(names: Sequence[str]) -> list[Any]:
     files = [name for name in wanted if name.endswith((".yaml", ".yml"))]
     for name in files:
         if not Path(name).is_file():
-            raise ConfigError(f"--tasks: {name}: no such file")
+            raise ConfigError(f"--tasks: {name}: no such file{near_path(name)}")
     found: dict[str, Any] = {}
     with _quiet():
         manager = TaskManager(include_defaults=len(files) < len(wanted))

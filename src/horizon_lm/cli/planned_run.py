@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from horizon_lm.cli.plan_arguments import Planned, Size
 from horizon_lm.config import RunConfig
+from horizon_lm.constants import LANGUAGE_MODEL
 from horizon_lm.errors import HorizonError
-from horizon_lm.model.known_models import PART, find_known
+from horizon_lm.model.known_models import find_known
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.remedies import Remedy
@@ -72,9 +73,9 @@ def _notes_on_weights(run: RunConfig, source: Source) -> list[str]:
     """Return warnings about the headers of the weight files, or about a config that is known for a part of the model."""
     folder = source.model.folder
     known = find_known(run.model_name_or_path)
-    if folder is None and known is not None and known.name.endswith(PART):
+    if folder is None and known is not None and known.name.endswith(LANGUAGE_MODEL):
         return [
-            f"model: only the language model of {run.model_name_or_path.removesuffix(PART)} is planned, not its vision tower"
+            f"model: only the language model of {run.model_name_or_path.removesuffix(LANGUAGE_MODEL)} is planned, not its vision tower"
         ]
     return check_weights(run, source.model) if folder is not None and Checkpoint.is_in(folder) else []
 

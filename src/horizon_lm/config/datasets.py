@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, Vali
 
 from horizon_lm.config.rules import Needs, OnResume, PerMachine
 from horizon_lm.config.types import MAX_COUNT, Count, Names, Settings
-from horizon_lm.paths import exists, may_be_on_hub
+from horizon_lm.paths import exists, may_be_on_hub, near_path
 
 FIELDS = (
     "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "question", "answer", "history", "system",
@@ -20,7 +20,7 @@ def _check_path(path: str) -> str:
     if path and exists(path):
         return path
     if not may_be_on_hub(path):
-        raise ValueError(f"no such file or folder; relative paths start in {Path.cwd()}")
+        raise ValueError(f"no such file or folder{near_path(path)}")
     return path
 
 

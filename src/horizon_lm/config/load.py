@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig
 from horizon_lm.config.rules import UnusedError
 from horizon_lm.config.run import SCHEMAS, RunConfig
+from horizon_lm.config.setting_paths import path_problems
 from horizon_lm.config.translate.tables import foreign_trainer, our_name, remedies
 from horizon_lm.config.yaml_file import SettingPlaces, parse_yaml, read_yaml
 from horizon_lm.errors import ConfigError
@@ -189,13 +190,20 @@ def _validate(settings: dict[str, Any], places: SettingPlaces, without_rows: boo
     """Return the settings as a `RunConfig`; raise ConfigError with all that is wrong, in the order of the file."""
     schema = _schema(settings)
     try:
-        return schema.model_validate(settings, context=WITHOUT_ROWS if without_rows else None)
+        config = schema.model_validate(settings, context=WITHOUT_ROWS if without_rows else None)
+        problems = [f"{places.describe(loc)}: {value!r}: {problem}" for loc, value, problem in path_problems(config)]
     except ValidationError as error:
         details = _merge_by_setting(error.errors(include_url=False))
         details.sort(key=lambda each: places.position(each["loc"]) or (0, 0))
-        problems = [_message(each, places, schema) for each in details]
-        heading = "" if len(problems) == 1 else f"{len(problems)} invalid settings:\n"
-        raise ConfigError(heading + "\n".join(problems)) from error
+        raise _all_of([_message(each, places, schema) for each in details]) from error
+    if problems:
+        raise _all_of(problems)
+    return config
+
+
+def _all_of(problems: Sequence[str]) -> ConfigError:
+    heading = "" if len(problems) == 1 else f"{len(problems)} invalid settings:\n"
+    return ConfigError(heading + "\n".join(problems))
 
 
 def _merge_by_setting(details: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.paths import exists, near_path
 
 
 class SettingPlaces:
@@ -143,7 +144,8 @@ def read_yaml(path: str) -> tuple[dict[str, Any], SettingPlaces]:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             text = file.read(MAX_CHARS + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; name the YAML file of a run") from error
+        hint = "" if exists(path) else near_path(path)
+        raise ConfigError(f"{path}: {error.strerror or error}{hint or '; name the YAML file of a run'}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: not a text file in UTF-8 (byte {error.start}); name the YAML file of a run"

@@ -16,6 +16,7 @@ from horizon_lm.config import DatasetConfig
 from horizon_lm.data.card_limits import limited_cards
 from horizon_lm.data.text_encoding import encoding_of, not_utf8
 from horizon_lm.errors import DataError, HorizonError, first_line
+from horizon_lm.paths import similar_path
 
 _READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
 _KEPT_TYPES = ("Value", "Json")  # feature types that are stored as they are read, or are parsed from JSON
@@ -97,7 +98,8 @@ def _readable(config: DatasetConfig, files: Sequence[Path] = ()) -> Iterator[Non
         inner = _innermost(error)
         invalid = map(not_utf8, files) if isinstance(inner, UnicodeDecodeError) else iter(())
         reason = f"cannot be read ({type(inner).__name__}: {first_line(inner)})"
-        raise DataError(next(filter(None, invalid), f"{config.path}: {reason}")) from error
+        hint = similar_path(config.path)  # of a name that is not on the hub
+        raise DataError(next(filter(None, invalid), f"{config.path}: {reason}{hint}")) from error
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.paths import require_inside, require_own_files, require_regular
+from horizon_lm.paths import near_path, require_inside, require_own_files, require_regular
 
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model", "*.py")
 _ALSO_READ = ("*.gguf", "additional_chat_templates", "additional_chat_templates/*")  # in a local folder
@@ -34,6 +34,6 @@ def gguf_path(folder: Path, gguf_file: str) -> Path:
     path = folder / gguf_file
     require_regular(path)
     if not path.is_file():
-        raise ConfigError(f"gguf_file: {path} is missing")
+        raise ConfigError(f"gguf_file: {path} is missing{near_path(path)}")
     require_inside(path, folder)
     return path

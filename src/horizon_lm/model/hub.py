@@ -9,7 +9,7 @@ from horizon_lm.model.folder import PATTERNS, code_remedy
 from horizon_lm.model.hf_config import auto_class, require_model
 from horizon_lm.model.known_models import find_known, full_name, known_models
 from horizon_lm.near_misses import closest_model
-from horizon_lm.paths import exists, may_be_on_hub
+from horizon_lm.paths import exists, may_be_on_hub, near_path, similar_path
 
 
 def local_folder(name: str | Path, **download: Any) -> Path:
@@ -99,7 +99,7 @@ def _require_answer(name: str) -> None:
 def _require_hub_id(name: str) -> None:
     """Raise ConfigError if the name can only be a path, so that the hub is not asked for it."""
     if find_known(name) is None and not may_be_on_hub(name):
-        raise ConfigError(f"{name} is not a folder{_did_you_mean(name)}")
+        raise ConfigError(f"{name} is not a folder{_did_you_mean(name) or near_path(name)}")
 
 
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
@@ -113,9 +113,11 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
 
 
 def _did_you_mean(typed: str) -> str:
-    """Return the hint at a known model whose name is similar; empty if there is none."""
+    """Return the hint at a known model, or else a path, whose name is similar; empty if there is none."""
     close = closest_model(typed, (name for each in known_models() for name in (each.name, *each.aliases)))
-    return f"; did you mean {close}?" if close and close != typed else ""
+    if close and close != typed:
+        return f"; did you mean {close}?"
+    return similar_path(typed)
 
 
 def _list_of_names(typed: str) -> str:

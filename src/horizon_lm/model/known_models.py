@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-PART = " (text)"  # ends the name of the language model in a multimodal one
+from horizon_lm.constants import LANGUAGE_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def known_models() -> tuple[KnownModel, ...]:
 
 
 def _key(name: str) -> str:
-    return name.casefold().removesuffix(PART)
+    return name.casefold().removesuffix(LANGUAGE_MODEL)
 
 
 def find_known(name: str) -> KnownModel | None:

@@ -13,6 +13,7 @@ from horizon_lm.cost import model_outline
 from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.errors import ConfigError
 from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, require_weights
 from horizon_lm.model.generation import Generation
@@ -144,7 +145,10 @@ def _in_folder(run: RunConfig, folder: Path) -> Source:
 def _model_of(run: RunConfig, config: Any, folder: Path | None) -> ModelSource:
     require_adapters(config, run)
     if run.adapter_name_or_path is not None:
-        adapter = hub.local_folder(run.adapter_name_or_path)
+        try:
+            adapter = hub.local_folder(run.adapter_name_or_path)
+        except ConfigError as error:
+            raise ConfigError(f"adapter_name_or_path: {error}") from error
         if (adapter / ADAPTER_CONFIG).is_file():
             require_weights(adapter)
     return ModelSource(

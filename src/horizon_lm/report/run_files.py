@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from horizon_lm.errors import ConfigError
+from horizon_lm.paths import near_path
 from horizon_lm.planning.plan_file import PlanFile
 from horizon_lm.schedule.trace import Trace
 
@@ -223,7 +224,7 @@ def load_run(folder: Path) -> Run:
         ConfigError: it has no files of a run, or one of them is invalid.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; name the output_dir of a run")
+        raise ConfigError(f"{folder}: no such folder{near_path(folder) or '; name the output_dir of a run'}")
 
     def read(name: str, reader: Callable[[Path], T]) -> T | None:
         return reader(folder / name) if (folder / name).exists() else None
