@@ -555,6 +555,30 @@ def test_turns_that_are_out_of_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("objective", "row", "blank"),
+    [
+        ("pretrain", {"text": "night"}, {"text": ""}),
+        ("pretrain", {"text": "night"}, {"text": " \n\t"}),
+        ("sft", {"instruction": "Who?", "output": "I."}, {"instruction": "Who?", "output": " "}),
+        ("sft", {"instruction": "Who?", "output": "I."}, {"instruction": "", "output": "I."}),
+        ("sft", {"messages": [USER, ANSWER]}, {"messages": [{**USER, "content": ""}, ANSWER]}),
+        ("sft", {"messages": [USER, ANSWER]}, {"messages": [USER, {**ANSWER, "content": ""}]}),
+        ("sft", {"prompt": "Who? ", "completion": "I."}, {"prompt": "Who?", "completion": " "}),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": " "}),
+        ("sft", {"messages": [{"role": "system", "content": ""}, USER, ANSWER]}, {"messages": [{**USER, "content": "\n"}, ANSWER]}),
+    ],
+)  # fmt: skip
+def test_blank_texts_are_counted(tmp_path: Path, objective: str, row: dict[str, Any], blank: dict[str, Any]) -> None:
+    """A row with a text, a question or an answer that is empty is reported with its place."""
+    path = write(tmp_path, [row, blank])
+    _, report = prepared(path, objective=objective)
+    rows = report.flagged[RowFlag.BLANK]
+    assert (rows.count, [place.rpartition(":")[2] for place in rows.places]) == (1, ["2"])
+    (found,) = (each for each in check_rows(report, build_tokenizer()) if "empty text" in each.problem)
+    assert found.rows is rows
+
+
+@pytest.mark.parametrize(
     ("objective", "row"),
     [
         ("pretrain", {"text": "gpt: Who?"}),

@@ -51,6 +51,9 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
             "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text", doubled,
             is_error=True,
         ),
+        Finding(
+            "have an empty text, question or answer", "nothing useful is learned from it; fill it in, or remove the row", report.flagged[RowFlag.BLANK],
+        ),
         Finding("have no token to train on", "they are left out; raise max_length, or check their answers", report.without_targets),
         Finding(
             "lost tokens to train on by truncation", "the model learns answers without their end; raise max_length",

@@ -23,7 +23,7 @@ from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 9  # version of the cached tables; increase it when their content changes
+_CACHE_VERSION = 10  # version of the cached tables; increase it when their content changes
 _MAX_PROBLEMS_SHOWN = 5  # maximum number of problems listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
@@ -360,6 +360,6 @@ def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: 
     report.without_targets.add(chosen[targets[chosen] == 0], source.place)
     with_targets = chosen[targets[chosen] > 0]
     for flag, rows in report.flagged.items():
-        among = chosen if flag in RowFlag.TRUNCATED | RowFlag.MISSING_EOS else with_targets
+        among = chosen if flag in RowFlag.TRUNCATED | RowFlag.MISSING_EOS | RowFlag.BLANK else with_targets
         rows.add(among[(flags[among] & flag) != 0], source.place)
     return Part(table, source.place, with_targets, source.config.weight)

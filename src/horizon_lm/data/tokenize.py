@@ -17,6 +17,7 @@ from horizon_lm.data.conversations import (
     RowError,
     Text,
     has_content,
+    has_text,
 )
 
 
@@ -31,6 +32,7 @@ class RowFlag(IntFlag):
     SPECIAL_TEXT = 32  # a special token in a message of another than the assistant
     ASSISTANT_FIRST = 64  # before any turn of the user
     UNANSWERED = 128  # the last turn is not the assistant's
+    BLANK = 256  # a text, a question or an answer without a character but whitespace
 
 
 _NONE = RowFlag(0)
@@ -76,6 +78,18 @@ def _turn_flags(example: Conversation | Completion) -> RowFlag:
     return first | _flag(RowFlag.UNANSWERED, turns[-1] != "assistant")
 
 
+def _blank_flag(example: Example) -> RowFlag:
+    """Return the flag of a blank text, question or answer. A system prompt or a tool's result may be empty."""
+    if isinstance(example, Preference):
+        return _blank_flag(example.chosen) | _blank_flag(example.rejected)
+    if isinstance(example, Text):
+        return _flag(RowFlag.BLANK, not has_text(example.text))
+    if isinstance(example, Completion):
+        return _flag(RowFlag.BLANK, not (has_text(example.prompt) and has_text(example.completion)))
+    turns = (message for message in example.messages if message["role"] in ("user", "assistant"))
+    return _flag(RowFlag.BLANK, not all(map(has_content, turns)))
+
+
 class ExampleTokenizer:
     """A tokenizer of examples, with a mask of the tokens to train on.
 
@@ -98,6 +112,10 @@ class ExampleTokenizer:
         """Return the sequence of an example, or both sequences of a preference; raise RowError if it cannot be rendered
         or masked.
         """
+        blank = _blank_flag(example)
+        return [replace(tokens, flags=tokens.flags | blank) for tokens in self._sequences(example)]
+
+    def _sequences(self, example: Example) -> list[Tokens]:
         if isinstance(example, Preference):
             return [
                 self._tokenize_answer(answer, "completion").truncate(self._max_length)
