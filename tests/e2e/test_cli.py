@@ -382,7 +382,7 @@ def test_an_interrupt_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cli, "import_module", interrupted)
     result = run("plan", "--model", "m")
-    assert (result.exit_code, result.stderr) == (75, "error: interrupted; files written before are intact\n")
+    assert (result.exit_code, result.stderr) == (75, "interrupted; files written before are intact\n")
 
 
 @pytest.mark.parametrize("command", cli._COMMANDS)

@@ -52,12 +52,16 @@ def exits(command: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
+        except InterruptedRunError as end:  # what was asked for, and no error
+            if not end.is_reported:
+                _print_line(str(end))
+            raise typer.Exit(end.exit_code) from None
         except HorizonError as error:
             if not error.is_reported:
                 _print_error(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            _print_error("interrupted; files written before are intact")
+            _print_line("interrupted; files written before are intact")
             raise typer.Exit(InterruptedRunError.exit_code) from None
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
@@ -89,8 +93,12 @@ def require_options(arguments: Iterable[str], options: Iterable[str]) -> None:
 
 
 def _print_error(text: str) -> None:
+    _print_line(f"error: {text}")
+
+
+def _print_line(text: str) -> None:
     with suppress(OSError, ValueError):  # a closed terminal must not change the exit code
-        print(f"error: {visible(text)}", file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
 
 
 def require_threads() -> None:
