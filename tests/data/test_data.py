@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -685,6 +686,16 @@ def test_place_of_other_encodings_is_named(tmp_path: Path, name: str) -> None:
         list(read_rows(str(tmp_path / name))) if name == "rows.jsonl" else open_source(
             DatasetConfig(path=str(tmp_path / name))
         )
+
+
+def test_the_command_for_another_encoding_converts_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "the rows.jsonl"
+    path.write_bytes('{"text": "Der Wächter"}\n'.encode("latin-1"))
+    with pytest.raises(DataError) as caught:
+        list(read_rows(str(path)))
+    command = str(caught.value).partition("for example: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert [row for _, row in read_rows(str(tmp_path / "the rows.utf8.jsonl"))] == [{"text": "Der Wächter"}]
 
 
 def test_files_of_a_folder_are_read_alike(tmp_path: Path) -> None:

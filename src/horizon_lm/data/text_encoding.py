@@ -1,12 +1,15 @@
 """Find the encoding of a text file by its byte order mark, and the place that is not text."""
 
 import codecs
+import shlex
 from pathlib import Path
 
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip  # UTF-32 before UTF-16, whose mark is the beginning of its own
+
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
 def encoding_of(file: Path) -> str:
@@ -23,5 +26,15 @@ def not_utf8(file: Path, name: str | None = None) -> str | None:
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
-                return f"{name or file}:{number}:{error.start + 1}: not UTF-8 text; save the file as UTF-8"
+                return (
+                    f"{name or file}:{number}:{error.start + 1}: not UTF-8 text; save the file as UTF-8{_command(file)}"
+                )
     return None
+
+
+def _command(file: Path) -> str:
+    """Return the hint at a command that converts a file, whose copy keeps the suffix by which it is read; empty if it is compressed."""
+    if file.suffix in _COMPRESSED:
+        return ""
+    source, copy = (shlex.quote(str(each)) for each in (file, file.with_suffix(f".utf8{file.suffix}")))
+    return f", as Latin-1 for example: iconv -f LATIN1 -t UTF-8 {source} > {copy}"
