@@ -32,6 +32,9 @@ def run_alone(arguments: str) -> tuple[str, str]:
             "error: --host-memory: 64: must be at least 4096 bytes; write a unit, such as 64GiB\n",
         ),
         ("plan --model Qwen3-8B --lerning_rate 1", "did you mean learning_rate?"),
+        ("plan --model Qwen3-8B --lora_target q_proj", "--lora_target is not a setting; use lora_target_modules\n"),
+        ("plan --model Qwen3-8B --gradient_clipping 1", "use max_grad_norm\n"),
+        ("plan --model Qwen3-8B --max_seq_len 9", "use max_length\n"),
         ("plan --device h200", "name a run file, or a model"),
         ("plan --largest --device 4090", "did you mean rtx-4090?"),
         (

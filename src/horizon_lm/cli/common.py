@@ -83,9 +83,10 @@ def require_texts(arguments: Iterable[str]) -> None:
 def require_options(arguments: Iterable[str], options: Iterable[str]) -> None:
     """Raise ConfigError if an argument is neither a setting of runs nor an option of the command, but similar to an option."""
     from horizon_lm.config.run import SCHEMAS
+    from horizon_lm.config.translate.tables import remedies
 
     own = {option.removeprefix("--").replace("-", "_"): option for option in options}
-    known = own.keys() | {name for schema in SCHEMAS.values() for name in schema.model_fields}
+    known = own.keys() | {name for schema in SCHEMAS.values() for name in schema.model_fields} | remedies().keys()
     for each in arguments:
         name = each.removeprefix("--").partition("=")[0].replace("-", "_")
         if each.startswith("--") and name not in known and (close := closest_setting(name, own)):
