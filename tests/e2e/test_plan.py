@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from horizon_lm import resources
 from horizon_lm.engine.passes.executor import Engine
@@ -612,6 +613,11 @@ def test_largest_models_of_several_gpus() -> None:
         (("--model", "Qwen2.5-7B", "--max_length", "null"), "max_length is null"),
         (("--model", "Qwen2.5-7B", "--precison", "bf16"), "did you mean precision?"),
         (("--model", "Qwen2.5-7B", "--device", "nowhere.json"), "nowhere.json"),
+        pytest.param(
+            ("--model", "Qwen2.5-7B", "--device", "cuda:0"),
+            "--device h200 (horizon-lm plan --list names them)",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         (("--largest", "--model", "Qwen2.5-7B"), "remove --model"),
         (("--largest", "--moments", "8bit"), "remove --moments"),
     ],

@@ -23,6 +23,8 @@ from horizon_lm.training.ranks import mesh_shape, reject_unsupported
 from horizon_lm.training.rows import estimate_sampler
 from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
 
+_ELSEWHERE = ", or plan for another machine, such as --device h200 (horizon-lm plan --list names them)"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -113,7 +115,7 @@ def _load_as_training_does(run: RunConfig, source: Source) -> Sequence[object]:
 def place_run(run: RunConfig, hardware: Hardware | None, size: Size) -> tuple[RunConfig, Machine]:
     """Return the run with its device resolved, and the machine to plan for, or the share of one process."""
     if hardware is None:
-        run = run.model_copy(update={"device": choose_device(run.device)})
+        run = run.model_copy(update={"device": choose_device(run.device, _ELSEWHERE)})
         return run, this_machine(run, num_processes=size.gpus)
     run = run.model_copy(update={"device": "cpu" if hardware.on_host else "cuda"})
     return run, other_machine(hardware, run.host_memory, size.gpus, size.machines)

@@ -26,8 +26,12 @@ from horizon_lm.training.reporter import Reporter
 _LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
 
 
-def choose_device(name: str) -> str:
+def choose_device(name: str, elsewhere: str = "") -> str:
     """Return the device of this process: ``auto`` is a GPU if there is one, and each process of torchrun has its own GPU.
+
+    Args:
+        name: the device of the settings.
+        elsewhere: a further remedy if there is no GPU.
 
     Raises:
         ConfigError: this machine does not have it.
@@ -35,7 +39,7 @@ def choose_device(name: str) -> str:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r}, but torch finds no CUDA device; use cpu, or auto")
+        raise ConfigError(f"device is {name!r}, but torch finds no CUDA device; use cpu, or auto{elsewhere}")
     if name == "cuda" and (local := os.environ.get("LOCAL_RANK")):
         name = f"cuda:{local}"
     if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
