@@ -206,6 +206,9 @@ def test_large_moe_is_planned_in_less_than_a_gigabyte() -> None:
 # Runs that do not fit
 
 
+HUGE = ("--model", "meta-llama/Llama-3.1-70B", "--host-memory", "2GiB", "--device", "cpu")
+
+
 def rejected(*arguments: Any) -> str:
     """Run a command that must exit with 'does not fit', and return its message."""
     result = run(*arguments)
@@ -215,9 +218,14 @@ def rejected(*arguments: Any) -> str:
 
 
 def test_70b_model_is_rejected_here_and_fits_h200(run_file: Path) -> None:
-    message = rejected("plan", "--model", "meta-llama/Llama-3.1-70B", "--host-memory", "2GiB", "--device", "cpu")
+    message = rejected("plan", *HUGE)
     assert "2.00 GiB available (host_memory)" in message
     assert "No settings make it fit" in message
+    first = run("plan", *HUGE).stdout.splitlines()[0]
+    assert re.fullmatch(
+        r"does not fit: host: .* needed, 2\.00 GiB available \(host_memory\), .* short \(.* bytes\)", first
+    )
+    assert "does not fit" not in run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200").stdout
     assert re.search(r"--max_grad_norm 0 it would take [\d.]+ \w+ of host memory", message)
     message = rejected("train", run_file, "--model_name_or_path", "meta-llama/Llama-3.1-70B", "--host_memory", "2GiB")
     assert "bytes)" in message

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.disk import Disk, write_file
+from horizon_lm.planning.budgets import describe_deficit
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.plan_file import (
@@ -38,7 +39,8 @@ _WIDTH = 40
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the full text of a plan."""
+    """Yield the full text of a plan, after a line for each place that it does not fit into."""
+    yield from (f"does not fit: {describe_deficit(budget)}" for budget in plan.budgets if budget.deficit)
     outline, request = plan.step.outline, plan.request
     active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
     yield (
