@@ -24,9 +24,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 
-_LOGIT_BYTES = (
-    16  # a logit of the last token in the model's dtype, in float32, and what processors and sampling make of it
-)
+_LOGIT_BYTES = 16  # a logit of the last token in the model's dtype, in float32, and after processors and sampling
 
 
 @dataclass(frozen=True, slots=True)
