@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,6 +54,26 @@ def test_the_text_has_the_numbers() -> None:
     first, second = spikes.add(8.0, 5.0)
     assert first == "the loss 8 is 4 times the median of the 50 steps before (2)"
     assert second == "the gradient norm 5 is 10 times the median of the 50 steps before (0.5)"
+
+
+def test_an_explosion_is_reported_before_there_is_a_window() -> None:
+    spikes = Spikes()
+    assert spikes.add(10.8, 3.0) == []
+    assert spikes.add(10.7, 500.0) == []
+    loss, norm = spikes.add(1.9e7, 5.7e8)
+    assert loss == "the loss 1.9e+07 is 1.77e+06 times the median of the 2 steps before (10.75)"
+    assert norm.startswith("the gradient norm 5.7e+08 is ")
+    assert spikes.add(1.9e7, 5.7e8) == []
+
+
+def test_gradients_of_zero_are_reported_once() -> None:
+    printed: list[str] = []
+    optimizer = SimpleNamespace(grad_norm=0.0)
+    spikes = Spikes(optimizer, printed.append)
+    for step, norm in enumerate((1.0, 0.0, 0.0, 1.0), 1):
+        optimizer.grad_norm = norm
+        spikes.after_update(step, 2.0, None)  # type: ignore[arg-type]
+    assert [line.split(",")[0] for line in printed] == ["step 2: all gradients are zero"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])

@@ -76,8 +76,8 @@ def _extra_metrics(line: dict[str, Any], prefix: str) -> dict[str, str]:
 
 
 def _three_digits(value: float) -> str:
-    """Format with three decimals, small numbers with three significant digits."""
-    return f"{value:z.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+    """Format with three decimals, small and very large numbers with a few significant digits."""
+    return f"{value:z.3f}" if 0.1 <= abs(value) < 1e5 or value == 0 else f"{value:.3g}"
 
 
 def _format_rate(rate: float) -> str:

@@ -17,7 +17,8 @@ from horizon_lm.training.non_finite import shown_places
 from horizon_lm.training.part import Part
 
 _WINDOW = 128  # steps
-_FEWEST = 32  # steps before the first report
+_FEWEST = 32  # steps before the first report by deviation
+_FIRST_RATIO = 1000.0  # to the median of fewer steps that is reported: what no warm-up does, and no model survives
 _FACTOR = 8.0  # robust standard deviations
 # Smallest ratio to the median that is reported, even in a smooth run; the gradient norm of one short row often triples.
 _LEAST_RATIO = {"loss": 1.5, "gradient norm": 4.0}
@@ -36,10 +37,19 @@ class Spikes(Part):
         self._optimizer, self._report = optimizer, report
         self._windows = {"loss": deque[float](maxlen=_WINDOW), "gradient norm": deque[float](maxlen=_WINDOW)}
         self._inside = dict.fromkeys(self._windows, False)
+        self._was_zero = False
 
     def after_update(self, step: int, loss: float, batch: Batch) -> None:
-        for spike in self.add(loss, self._optimizer.grad_norm):
+        grad_norm = self._optimizer.grad_norm
+        for spike in self.add(loss, grad_norm):
             self._report(f"step {step}: spike: {spike}. Its rows: {shown_places(batch)}")
+        is_zero = grad_norm == 0
+        if is_zero and not self._was_zero:
+            self._report(
+                f"step {step}: all gradients are zero, so nothing is learned; if the loss was far higher before, the learning rate "
+                "has destroyed the model"
+            )
+        self._was_zero = is_zero
 
     def add(self, loss: float, grad_norm: float | None) -> list[str]:
         """Add a step, and return a text for each of the two that begins to spike. Values that are not positive are ignored."""
@@ -53,11 +63,15 @@ class Spikes(Part):
         window, was_inside = self._windows[name], self._inside[name]
         logs = list(window)
         window.append(math.log(value))
-        if len(logs) < _FEWEST:
+        if not logs:
             return ""
         median = statistics.median(logs)
-        sigma = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in logs)
-        self._inside[name] = window[-1] - median > max(_FACTOR * sigma, math.log(_LEAST_RATIO[name]))
+        if len(logs) < _FEWEST:
+            least = math.log(_FIRST_RATIO)
+        else:
+            sigma = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in logs)
+            least = max(_FACTOR * sigma, math.log(_LEAST_RATIO[name]))
+        self._inside[name] = window[-1] - median > least
         if was_inside or not self._inside[name]:
             return ""
         usual = math.exp(median)
