@@ -183,7 +183,7 @@ def test_summary(tmp_path: Path, complete: Path) -> None:
     assert found == {
         "Last training loss": ("1.0000", "step 3 of 200; first 3.0000"),
         "Eval loss": ("5 → 2.5", "before → after 3 steps"),
-        "Tokens per second": ("202", "median; predicted 101 (+100.0%)"),
+        "Tokens per second": ("203", "median; predicted 101 (+101.0%)"),
         "Step": ("1.97 s", "median; predicted 1.6 s (+23.2%)"),
         "Host peak": ("30.00 GiB", "planned 40.00 GiB (-25.0%)"),
         "Device peak": ("3.00 GiB", "planned 2.00 GiB (+50.0%)"),

@@ -78,7 +78,8 @@ def _speeds(run: Run) -> list[Statistic]:
     """Return speed and time of a step beside those that were planned."""
     planned = None if run.plan is None else run.plan.step
     lines = [] if run.metrics is None else run.metrics.training
-    speed = median(line.tokens_per_second for line in lines) if lines else None
+    # Without the first line, like the time of a step: its step has warmed up.
+    speed = median(line.tokens_per_second for line in lines[1:] or lines) if lines else None
     seconds, source = None if run.metrics is None else run.metrics.step_seconds, "median"
     if seconds is None and run.measured is not None and (step := median_step(run.measured)) is not None:
         seconds, source = step[2] - step[1], "median of traced steps"
