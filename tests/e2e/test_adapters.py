@@ -288,8 +288,12 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         "lora_modules_to_save: wte: .*; name one of the model's",
     ),
     "no such parameter": (
-        {"lora_target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"lora_target_parameters": ["mlp.experts.gate_up_proj"], "lora_dropout": 0.0},
         "lora_target_parameters: mlp.experts.gate_up_proj: ",
+    ),
+    "stacked experts with dropout": (
+        {"lora_target_parameters": ["mlp.experts.gate_up_proj"], "lora_dropout": 0.05},
+        "lora_target_parameters: .*adapters of stacked experts have no dropout; set lora_dropout: 0",
     ),
     "not an adapter": (
         {"lora_r": 16, "lora_target_modules": None, "adapter_name_or_path": "."},

@@ -36,7 +36,7 @@ class AdapterSettings(Settings):
     )
     lora_target_parameters: Annotated[Names | None, _NEEDS_PEFT] = Field(
         None,
-        description="Names of parameters that get adapters, such as mlp.experts.gate_up_proj, for stacked experts.",
+        description="Names of parameters that get adapters, such as mlp.experts.gate_up_proj, for stacked experts. Needs lora_dropout: 0.",
     )
     lora_modules_to_save: Annotated[Names | None, _NEEDS_PEFT] = Field(
         None, description="Names of modules to train as a whole beside the adapters, such as embed_tokens."
@@ -73,6 +73,13 @@ class AdapterSettings(Settings):
     def _reject_decoded_weights(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("dequantize"):
             raise ValueError("quantizes the weights that dequantize: true decodes; remove one of the two")
+        return value
+
+    @field_validator("lora_target_parameters")
+    @classmethod
+    def _reject_dropout(cls, value: Names | None, info: ValidationInfo) -> Names | None:
+        if value is not None and info.data.get("lora_dropout"):
+            raise ValueError("adapters of stacked experts have no dropout; set lora_dropout: 0")
         return value
 
     @field_validator("adapter_name_or_path")
