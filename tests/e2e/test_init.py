@@ -114,6 +114,7 @@ def test_start_files_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     [
         (["grpo"], "'grpo' is not an objective; choose one of sft, pretrain, dpo"),
         (["--from", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["--from", "sft.py"], "sft.py is a Python script, not a file of settings; two changed lines"),
         (["--from", "other.yaml"], "not a file of TRL, LLaMA-Factory or Axolotl"),
         (["--from", "ours.yaml"], "ours.yaml: this is already a run file of Horizon-LM"),
         (["--from", "ppo.yaml"], "stage: 'ppo': this is a file of PPO, which is not a supported objective"),
@@ -124,6 +125,7 @@ def test_untranslatable_files_are_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.yaml").write_text("a: 1\n")
+    (tmp_path / "sft.py").write_text("from trl import SFTTrainer\n")
     (tmp_path / "ppo.yaml").write_text("stage: ppo\nfinetuning_type: full\n")
     (tmp_path / "ours.yaml").write_text(run("init", "dpo").stdout)
     result = run("init", *arguments)
@@ -225,6 +227,11 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
             "base_model: m\nrl: dpo\nmicro_batch_size: 1\ndatasets: [{path: a, type: chat_template.default}]\n",
             {"objective": "dpo", "datasets": [{"path": "a", "columns": {"prompt": "messages"}}]},
         ),
+        (  # what Axolotl does anyway
+            "base_model: m\nmicro_batch_size: 1\n"
+            "datasets: [{path: d, type: chat_template, roles_to_train: [assistant], train_on_eos: turn}]\n",
+            {"datasets": [{"path": "d", "format": "messages"}]},
+        ),
         (
             "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: rows.jsonl, type: chat_template, split: train}]\n",
             {"datasets": [{"path": "rows.jsonl", "format": "messages"}]},
@@ -253,6 +260,10 @@ def test_translation_keeps_the_meaning(work: Path, text: str, expected: dict[str
         (TRL + "fp16: true\nbf16: false\n", "fp16: blocks compute in bf16"),
         (TRL + "torch_dtype: float16\n", "--accept torch_dtype"),
         # never accepted
+        (
+            "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: d, type: chat_template, train_on_eos: last}]\n",
+            "\n  datasets.train_on_eos: all answers of the assistant are trained on, each with its end; remove it",
+        ),
         (AXOLOTL + "lr_scheduler: rex\n", "\n  lr_scheduler: 'rex'"),
         (AXOLOTL + "max_grad_norm: 'nan'\n", "\n  max_grad_norm: nan"),
         (AXOLOTL + "optimizer: muon\n", "\n  optimizer: this optimizer is not supported"),

@@ -150,6 +150,11 @@ def read_yaml(path: str) -> tuple[dict[str, Any], SettingPlaces]:
         raise ConfigError(
             f"{path}: not a text file in UTF-8 (byte {error.start}); name the YAML file of a run"
         ) from error
+    if Path(path).suffix == ".py":
+        raise ConfigError(
+            f"{path} is a Python script, not a file of settings; two changed lines stream the model of a script "
+            "of transformers or TRL (docs/trainer.md)"
+        )
     settings = parse_yaml(text, path)
     marks = _parse(text, path, "rt")  # read again for positions, which the safe loader does not keep
     if settings is None:

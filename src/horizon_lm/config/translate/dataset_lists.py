@@ -32,7 +32,7 @@ def read_json(path: Path) -> Any:
 def reject_unknown(where: str, theirs: Mapping[str, Any], known: Collection[str], left_out: LeftOut) -> None:
     """Reject the unknown settings of an entry, since they may change its rows."""
     for key in theirs:
-        if key not in known and theirs[key] not in (None, False):
+        if key not in known and theirs[key] not in (None, False, *_OURS.get(key, ())):
             reason = next(
                 (reason for names, reason in _REASONS.items() if key in names),
                 "unknown setting, which may matter; remove it",
@@ -40,6 +40,8 @@ def reject_unknown(where: str, theirs: Mapping[str, Any], known: Collection[str]
             left_out.add(f"{where}.{key}", "rejected", reason)
 
 
+_OURS = {"roles_to_train": (["assistant"], ["gpt", "assistant"]), "train_on_eos": ("turn",), "train_on_eot": ("turn",)}
+"""Values of settings of Axolotl by which it trains on the tokens that we train on: its defaults."""
 _REASONS = {
     ("images", "videos", "audios"): "models with pictures, videos or sound are not supported",
     ("size",): "rows would be drawn with replacement; remove it, or set max_samples in our file",
@@ -47,6 +49,10 @@ _REASONS = {
         "num_samples",
         "shards",
     ): "these rows would be drawn at random; remove it, or set max_samples or fraction in our file",
-    ("roles_to_train", "train_on_eos", "train_on_eot"): "use train_on; the end of each answer is always trained on",
+    (
+        "roles_to_train",
+        "train_on_eos",
+        "train_on_eot",
+    ): "all answers of the assistant are trained on, each with its end; remove it, or set train_on in our file",
     ("kto_tag",): "use horizon_lm.trainer(KTOTrainer) in a script",
 }
