@@ -38,6 +38,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "data" / each["file_name"]).write_text("{}\n")
     for name, entries in _V1_LISTS.items():
         (tmp_path / "data" / f"{name}.yaml").write_text(json.dumps(entries))
+    (tmp_path / "zephyr.jinja").write_text("{{ messages }}")
     return tmp_path
 
 

@@ -51,6 +51,7 @@ class Target:
     def __init__(self, folder: Path) -> None:
         settings = {"model_name_or_path": "m", "datasets": "d", "output_dir": "o"}
         self.folder, self.good = folder / "checkpoint", folder / "good"
+        self.folder.mkdir()
         self.config = as_config({**settings, "resume_from_checkpoint": str(self.folder)})
         self.model, self.optimizer = opened(precision="fp32_master", moments="8bit", family=BUFFERED)
         step(self.model, self.optimizer, 0)
@@ -59,7 +60,7 @@ class Target:
         given = {"step": 1, "num_steps": 9, "config": own, "settled": own, "model_config": {"a": 1}, "data": _POSITION}
         state = {name: given.get(name, kinds[0]()) for name, kinds in run_state.FORMAT.items()}
         save_checkpoint(self.good, self.model, self.optimizer, state=state, arrays={"reference": torch.ones(3, 2)})
-        shutil.copytree(self.good, self.folder)
+        shutil.copytree(self.good, self.folder, dirs_exist_ok=True)
 
     def read(self) -> None:
         """Do what a run does when it resumes, and what a user's program does."""
