@@ -20,11 +20,11 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data import preprocess
 from horizon_lm.data.answer_spans import locate_answers
 from horizon_lm.data.chat_template import ChatRenderer
-from horizon_lm.data.checks import check_overlap, check_rows, reject_errors
+from horizon_lm.data.checks import Finding, check_overlap, check_rows, describe, reject_errors
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
 from horizon_lm.data.formats import FORMATS, find_format, rename_fields
 from horizon_lm.data.loader import Sampler, batch_from, collate
-from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, prepare
+from horizon_lm.data.preprocess import ExampleCounts, PreprocessConfig, cut_rows, prepare
 from horizon_lm.data.sources import open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
@@ -341,6 +341,29 @@ def test_invalid_rows_are_counted(tmp_path: Path) -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == "9 invalid rows:"
     assert lines[-1] == "... and 4 more"
+
+
+def test_a_message_about_several_rows_is_given_once(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"completion": "b"}, {"prompt": "c"}])
+    with pytest.raises(DataError) as caught:
+        prepared(path)
+    heading, no_completion, no_prompt, *more = str(caught.value).splitlines()
+    assert heading == "3 invalid rows:"
+    assert no_completion.startswith(f"{path}:2, {path}:4: ")
+    assert no_prompt.startswith(f"{path}:3: ")
+    assert not more
+
+
+def test_a_remedy_of_several_findings_is_given_once() -> None:
+    first, second = ExampleCounts(1, ["a:1"]), ExampleCounts(2, ["b:1", "b:2"])
+    found = [
+        Finding("are long", "cut them", first),
+        Finding("are old", "keep them", first),
+        Finding("are long", "cut them", second),
+    ]
+    assert describe(found) == [
+        "rows that are long: 1 (a:1); cut them", "rows that are old: 1 (a:1); keep them", "rows that are long: 2 (b:1, b:2)"
+    ]  # fmt: skip
 
 
 def test_missing_column_is_rejected(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
-from horizon_lm.data.checks import Finding, reject_errors
+from horizon_lm.data.checks import describe, reject_errors
 from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.model.positions import positions_of
 from horizon_lm.preflight.inputs import fetch_source
@@ -63,10 +63,6 @@ class Inspection:
             numbers["packed_fill"] = round(tokens / (len(packed) * (self.config.max_length or 1)), 4)
         return {name: value for name, value in numbers.items() if value != {}}
 
-    def findings(self) -> list[tuple[str, Finding]]:
-        """Return likely mistakes, each with the name of the dataset it was found in."""
-        return [(prepared.name, finding) for prepared in self.data.parts for finding in prepared.findings]
-
     def as_json(self) -> dict[str, Any]:
         """Return statistics and findings as JSON values."""
         findings = [
@@ -74,13 +70,13 @@ class Inspection:
                 "data": name, "error": finding.is_error, "rows": finding.rows.count, "what": finding.problem,
                 "remedy": finding.remedy, "places": finding.rows.places,
             }
-            for name, finding in self.findings()
+            for name, finding in self.data.findings()
         ]  # fmt: skip
         return {"numbers": self.numbers(), "findings": findings}
 
     def reject_errors(self) -> None:
         """Raise DataError if training would reject the rows."""
-        reject_errors([finding for _, finding in self.findings()])
+        reject_errors([finding for _, finding in self.data.findings()])
 
 
 def inspect_run(config: RunConfig) -> Inspection:
@@ -100,10 +96,11 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
         shown = ", ".join(f"{key} {each:,}" for key, each in value.items()) if isinstance(value, dict) else f"{value:,}"
         table.add_row(name.replace("_", " "), Text(visible(shown)))
     console.print(table)
-    for name, finding in inspection.findings():
+    found = inspection.data.findings()
+    for (name, finding), text in zip(found, describe(finding for _, finding in found), strict=True):
         style = "bold red" if finding.is_error else "yellow"
-        console.print(Text(visible(f"{'error' if finding.is_error else 'warning'}: {name}: {finding}"), style=style))
-    if not inspection.findings():
+        console.print(Text(visible(f"{'error' if finding.is_error else 'warning'}: {name}: {text}"), style=style))
+    if not found:
         console.print("no likely mistakes found")
 
 

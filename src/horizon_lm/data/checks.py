@@ -1,6 +1,6 @@
 """Check all tokenized rows for likely mistakes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,23 @@ class Finding:
     rows: ExampleCounts
     is_error: bool = False
 
+    @property
+    def summary(self) -> str:
+        """The mistake with its rows, without the remedy."""
+        return f"rows that {self.problem}: {self.rows.count:,} ({self.rows})"
+
     def __str__(self) -> str:
-        return f"rows that {self.problem}: {self.rows.count:,} ({self.rows}); {self.remedy}"
+        return f"{self.summary}; {self.remedy}"
+
+
+def describe(findings: Iterable[Finding]) -> list[str]:
+    """Return a text for each finding; a remedy stands only in the first text of those that share it."""
+    said: set[str] = set()
+    texts = []
+    for each in findings:
+        texts.append(each.summary if each.remedy in said else str(each))
+        said.add(each.remedy)
+    return texts
 
 
 def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
@@ -133,7 +148,7 @@ def check_overlap(eval_rows: TokenTable, training: TokenTable) -> list[Finding]:
 
 def reject_errors(findings: Sequence[Finding]) -> None:
     """Raise DataError if some findings are errors."""
-    errors = [str(finding) for finding in findings if finding.is_error]
+    errors = describe(finding for finding in findings if finding.is_error)
     if errors:
         raise DataError("\n".join(errors))
 

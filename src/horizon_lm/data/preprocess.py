@@ -91,15 +91,20 @@ class Report:
 
 @dataclass
 class _Problems:
-    """The number of invalid rows, with messages about the first ones."""
+    """The number of invalid rows, with messages about the first ones.
+
+    Attributes:
+        count: number of invalid rows.
+        places: places of the first ones, by message.
+    """
 
     count: int = 0
-    shown: list[str] = field(default_factory=list)
+    places: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, text: str) -> None:
+    def add(self, place: str, message: str) -> None:
         """Count an invalid row with its message."""
         self.count += 1
-        self.shown += [text][: _MAX_PROBLEMS_SHOWN - len(self.shown)]
+        self._show(place, message)
 
     def add_all(self, source: Source, table: Any) -> None:
         """Count the invalid rows of a tokenized table."""
@@ -108,15 +113,24 @@ class _Problems:
         problems = table.data.column("problem")
         invalid = np.flatnonzero(pc.is_valid(problems).to_numpy())
         self.count += len(invalid)
-        for index in map(int, invalid[: _MAX_PROBLEMS_SHOWN - len(self.shown)]):
-            self.shown.append(f"{source.place(index)}: {problems[index].as_py()}")
+        for index in map(int, invalid[: _MAX_PROBLEMS_SHOWN - self._num_shown]):
+            self._show(source.place(index), problems[index].as_py())
 
     def reject(self) -> None:
-        """Raise DataError with the messages if any row is invalid."""
+        """Raise DataError with the messages, each with the places of its rows, if any row is invalid."""
         if self.count:
             heading = "" if self.count == 1 else f"{self.count:,} invalid rows:\n"
+            lines = [f"{', '.join(places)}: {message}" for message, places in self.places.items()]
             more = f"\n... and {self.count - _MAX_PROBLEMS_SHOWN:,} more" if self.count > _MAX_PROBLEMS_SHOWN else ""
-            raise DataError(heading + "\n".join(self.shown) + more)
+            raise DataError(heading + "\n".join(lines) + more)
+
+    @property
+    def _num_shown(self) -> int:
+        return sum(map(len, self.places.values()))
+
+    def _show(self, place: str, message: str) -> None:
+        if self._num_shown < _MAX_PROBLEMS_SHOWN:
+            self.places.setdefault(message, []).append(place)
 
 
 def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: PreprocessConfig) -> Report:
@@ -180,7 +194,7 @@ def _find_row_format(source: Source, options: PreprocessConfig, problems: _Probl
             _renamed(first, source), source.config.format, options.objective, source.config.columns or ()
         )
     except RowError as error:  # every further row would give the same error
-        problems.add(f"{source.place(0)}: {error}")
+        problems.add(source.place(0), str(error))
         return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
-from horizon_lm.data.checks import Finding, check_lengths, check_overlap, check_rows
+from horizon_lm.data.checks import Finding, check_lengths, check_overlap, check_rows, describe
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.preprocess import PreprocessConfig, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
@@ -37,10 +37,6 @@ class PreparedData:
     rows: TokenTable
     packed: TokenTable
 
-    def lines(self) -> list[str]:
-        """Return a summary and the findings as lines for people."""
-        return [f"{self.name}: {summary(self.rows, self.packed)}", *(f"{self.name}: {each}" for each in self.findings)]
-
 
 @dataclass(frozen=True)
 class RunData:
@@ -57,6 +53,19 @@ class RunData:
     loader: Loader
     parts: Sequence[PreparedData]
     eval_sets: Mapping[str, TokenTable]
+
+    def findings(self) -> list[tuple[str, Finding]]:
+        """Return likely mistakes, each with the name of the data that it was found in."""
+        return [(part.name, finding) for part in self.parts for finding in part.findings]
+
+    def lines(self) -> list[str]:
+        """Return summaries and findings as lines for people."""
+        found = self.findings()
+        texts = describe(finding for _, finding in found)
+        return [
+            *(f"{part.name}: {summary(part.rows, part.packed)}" for part in self.parts),
+            *(f"{name}: {text}" for (name, _), text in zip(found, texts, strict=True)),
+        ]
 
 
 def preprocess_config(config: RunConfig) -> PreprocessConfig:

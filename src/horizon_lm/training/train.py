@@ -152,9 +152,8 @@ def _read_rows(
         rows_per_step = resume.rows_per_step(point, given, ranks.size)
         data = load_data(config, tokenizer, positions, rows_per_step, ranks.rank, ranks.size)
     ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
-    for prepared in data.parts:
-        session.reporter.print(*prepared.lines())
-        reject_errors(prepared.findings)
+    session.reporter.print(*data.lines())
+    reject_errors([finding for _, finding in data.findings()])
     if point is not None:
         position = resume.data_position(data.training.packed, data.loader.sampler, point.step)
         session.reporter.print(*resume.require_same_rows(point, position, config))
