@@ -36,6 +36,12 @@ def run_file(tmp_path: Path, model: Path) -> Path:
     return path
 
 
+def test_updates_of_small_adapters_are_overlapped_with_any_number_of_tokens() -> None:
+    """Their time is below that of one token's computation, which is no zero tokens in a step."""
+    planned = run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200", "--use_peft")
+    assert "optimizer fully overlapped with any number of tokens\n" in planned.stdout
+
+
 @pytest.fixture
 def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Search only small models and a mixture of experts, because a model's outline takes seconds."""

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from horizon_lm.report.loss_png import write_loss_png
 from horizon_lm.report.page import build_page, figure_json
 from horizon_lm.report.palette import axis_note
 from horizon_lm.report.run_files import load_run, read_metrics, read_plan
-from horizon_lm.report.steps import StepView, step_views
+from horizon_lm.report.steps import StepView, step_views, verdict
 from horizon_lm.report.summary import _compared, count, duration, summarise
 from tests.report import report_run
 from tests.report.report_run import GIB, metrics_file, span, step, taken, trace_file, training
@@ -278,11 +279,22 @@ def test_streams_have_one_name_each(complete: Path) -> None:
     words = page.words["Timeline of a step"]
     for name in ("host-to-device", "device-to-host"):
         assert words.count(name) >= 2  # busy share and stalls
-    assert "Fully overlapped with compute: host-to-device copies from 5.9k, optimizer from 7.3k tokens" in words
+    assert (
+        "Fully overlapped with compute: host-to-device copies from 5.9k tokens per step, optimizer from 7.3k tokens per step"
+        in words
+    )
     assert page.figures["figure-timeline"]["layout"]["yaxis"]["ticktext"] == [
         "host-to-device", "compute", "device-to-host", "host",
     ]  # fmt: skip
     assert not re.search("cop(y|ies) (in|out)", words)
+
+
+def test_what_any_step_hides_has_no_number_of_tokens(complete: Path) -> None:
+    plan = load_run(complete).plan
+    assert plan is not None
+    assert plan.step is not None
+    step = replace(plan.step, hidden_from_tokens={"update": 0})
+    assert "Fully overlapped with compute: optimizer with any number of tokens." in verdict(step)
 
 
 def test_axes_start_at_zero_or_say_so(complete: Path, tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         f"{title} {time.busy[stream]:.0%}" for stream, title in STREAM_TITLES.items() if stream in time.busy
     )
     for what, tokens in time.hidden_from_tokens.items():
-        yield f"  {CAUSE_TITLES[what]} fully overlapped from {tokens:,} tokens/step{on_each}; this run has {plan.step.tokens:,}"
+        reached = f"from {tokens:,} tokens/step{on_each}; this run has {plan.step.tokens:,}"
+        yield f"  {CAUSE_TITLES[what]} fully overlapped {reached if tokens > 1 else 'with any number of tokens'}"
     if plan.save is not None:
         yield (
             f"  a checkpoint: {format_bytes(plan.save.num_bytes)} in {format_seconds(plan.save.seconds)}, while training goes on; "

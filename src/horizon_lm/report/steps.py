@@ -103,12 +103,12 @@ def verdict(planned: PlannedStep) -> str:
         f"{planned.model_tflops:.3g} model TFLOP/s, limited by {CAUSE_TITLES.get(planned.limited_by, planned.limited_by)}."
     )
     hidden = [
-        f"{CAUSE_TITLES.get(cause, cause)} from {count(tokens)}"
+        f"{CAUSE_TITLES.get(cause, cause)} {f'from {count(tokens)} tokens per step' if tokens > 1 else 'with any number of tokens'}"
         for cause, tokens in planned.hidden_from_tokens.items()
         if tokens is not None
     ]
     if hidden:
-        text += f" Fully overlapped with compute: {', '.join(hidden)} tokens per step."
+        text += f" Fully overlapped with compute: {', '.join(hidden)}."
     if planned.run_seconds is not None:
         text += f" The whole run takes {duration(planned.run_seconds)}."
     return text
