@@ -82,6 +82,9 @@ def test_unknown_setting_error_has_place_and_remedy(write) -> None:
     )
     assert "use warmup_steps; values below 1 are a fraction" in error_of(write("warmup_ratio: 0.1\n"))
     assert error_of(write("cutoff_len: 8\n")).endswith("cutoff_len is not a setting; it is called max_length here")
+    assert error_of(write("bf16: true\n")).endswith(
+        "bf16 is not a setting; weights are bf16 with an fp32 master by default (precision); remove it"
+    )
     assert error_of(write("held_blocks: 2\n")).endswith(
         "held_blocks is not a setting; it is now called resident_blocks"
     )

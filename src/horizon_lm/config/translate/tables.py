@@ -87,9 +87,9 @@ def remedies() -> dict[str, str]:
     """Return the remedy for each setting of transformers and TRL that is not supported, by name."""
     found = dict(_remedies())
     for key, outcomes in common()["values"].items():
-        texts = [each.partition(": ")[2] for each in outcomes.values() if isinstance(each, str)]
+        texts = {value: each.partition(": ")[2] for value, each in outcomes.items() if isinstance(each, str)}
         if texts and not any(key in schema.model_fields for schema in SCHEMAS.values()):
-            found.setdefault(key, f"{texts[-1]}; remove it")
+            found.setdefault(key, f"{texts.get(True, list(texts.values())[-1])}; remove it")
     return found
 
 
