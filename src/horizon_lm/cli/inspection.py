@@ -108,7 +108,7 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
     num_sequences, length = batch.input_ids.shape
     per_row = num_sequences // len(batch.places)
     count = counted(len(batch.places), "row") + ("" if per_row == 1 else f", {num_sequences} answers")
-    console.print(f"batch {step + 1}: {count} of {length} tokens; {batch.num_trained:,} tokens are trained on")
+    console.print(f"batch {step + 1}: {count} of {counted(length, 'token')}, {batch.num_trained:,} trained on")
     console.print("trained tokens are green, or between [[ and ]] without colour; special tokens are shown verbatim\n")
     for index in range(min(num_rows, len(batch.places))):
         for answer in range(per_row):

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from horizon_lm.errors import first_line
+from horizon_lm.quantities import counted
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics_text import format_line
 from horizon_lm.training.printing import Printer, encodable, print_to_stdout
@@ -57,7 +58,9 @@ class Reporter:
             with suppress(OSError):
                 self._file.flush()
             if self._file.num_waiting:
-                self.print(f"warning: {self._file.num_waiting} lines are missing in {self._file.path}")
+                self.print(
+                    f"warning: {counted(self._file.num_waiting, 'line')} could not be written to {self._file.path}"
+                )
 
     def print(self, *lines: str) -> None:
         """Print lines, above the progress bar if there is one."""
