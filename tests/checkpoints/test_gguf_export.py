@@ -99,6 +99,16 @@ def test_keys_without_effect(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.gguf").is_file()
 
 
+def test_reading_a_file_shows_no_progress_bars(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """transformers has one for tensors of the file and one for those of the model, on standard error."""
+    gguf_export.export_gguf(save(tmp_path / "model", "llama"), tmp_path / "out")
+    capfd.readouterr()
+    load_gguf(tmp_path / "out", "model.gguf", torch.float32)
+    assert capfd.readouterr().err == ""
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    assert "100%" in capfd.readouterr().err  # a user's own call still has them
+
+
 def test_a_model_that_was_a_gguf_file(tmp_path: Path) -> None:
     """A file, read by transformers and saved as a folder, as examples/demo.py does, becomes a file again."""
     gguf_export.export_gguf(save(tmp_path / "model", "llama"), tmp_path / "first")

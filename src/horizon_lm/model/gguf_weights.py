@@ -1,5 +1,8 @@
 """The weights of a GGUF file, dequantized."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,11 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
     require_model_files(folder)
     read_gguf_header(gguf_path(folder, gguf_file))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=gguf_file, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
-            trust_remote_code=False,
-        )  # fmt: skip
+        with _without_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=gguf_file, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
+                trust_remote_code=False,
+            )  # fmt: skip
     except Exception as error:  # transformers' parsers raise anything
         raise ConfigError(
             f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
@@ -30,3 +34,20 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
     for name, parameter in model.named_parameters():
         require_finite(name, parameter.data, folder / gguf_file)
     return model
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Context manager: let transformers show no progress bars, which would go to standard error."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    from transformers.utils import logging
+
+    bar, was_enabled = reader.tqdm, logging.is_progress_bar_enabled()
+    reader.tqdm = partial(bar, disable=True)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
+        if was_enabled:
+            logging.enable_progress_bar()
