@@ -166,9 +166,13 @@ def test_exported_adapters(base: dict[str, Any], tmp_path: Path, kind: str) -> N
     )
     result = horizon_lm.train(settings, print_fn=lambda _: None)
     assert run("export", tmp_path / "run" / "checkpoint-5", tmp_path / "exported").exit_code == 0
+    new = tmp_path / "new"
+    new.touch()
     ids = torch.arange(3, 30)[None]
     logits = {}
     for folder in (result.model_dir, tmp_path / "exported"):
+        modes = {path.stat().st_mode for path in folder.iterdir() if path.name.startswith("adapter_")}
+        assert modes == {new.stat().st_mode}  # any new file's
         plain = AutoModelForCausalLM.from_pretrained(base["model_name_or_path"], dtype=torch.float32)
         plain = peft.PeftModel.from_pretrained(plain, folder).eval()
         streamed = horizon_lm.from_pretrained(folder, device="cpu", precision="float32").eval()

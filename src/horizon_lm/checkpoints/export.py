@@ -17,6 +17,7 @@ from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.checkpoints.unit_file import LOW
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hf_config, skeletons
+from horizon_lm.model.adapter_config import share_weights
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
@@ -153,3 +154,4 @@ def _save_adapters(
     dtype = dtype or store.written_dtype
     values = {prefix + name: store.master(name).to(dtype or store.source_dtypes[name]) for name in store.unit_of}
     model.save_pretrained(folder, state_dict=values)
+    share_weights(folder)

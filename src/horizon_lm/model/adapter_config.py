@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -81,6 +82,20 @@ def _forms(key: str, text: str) -> tuple[str, ...]:
         rf"(?:^|.*?\.){text}\.(?P<idx>\d+)\.",
         rf"[\s\S]*?(?:{text})",
     )
+
+
+def share_weights(folder: Path) -> None:
+    """Give the weights of adapters that PEFT has written the permissions of their configs.
+
+    A config gets those of any new file, by the umask; safetensors creates its files for their owner alone.
+
+    Args:
+        folder: the folder of an adapter; it may have a folder for each further one.
+    """
+    for config in (folder / ADAPTER_CONFIG, *folder.glob(f"*/{ADAPTER_CONFIG}")):
+        weights = config.with_name(ADAPTER_WEIGHTS)
+        if weights.is_file():
+            weights.chmod(S_IMODE(config.stat().st_mode))
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from horizon_lm.engine.opening.late_adapters import empty_adapters
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError, warn
+from horizon_lm.model.adapter_config import share_weights
 from horizon_lm.store.checkpoint_writer import checkpoint_tensors, save_pretrained
 
 
@@ -171,6 +172,7 @@ class StreamedModel:
         self._horizon.engine.synchronize()
         if self._horizon.is_adapter:  # PEFT writes its own folder, with the adapters only
             super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+            share_weights(Path(save_directory))
             return
         hub = _hub_arguments(kwargs)
         if hub and not push_to_hub:
