@@ -274,6 +274,17 @@ def test_title_is_the_name_of_the_run(complete: Path, tmp_path: Path) -> None:
     assert title(tmp_path) == ("a night", "a night: report of a run")
 
 
+@pytest.mark.parametrize(
+    ("packing", "tokens"), [("true", "8 × 1,024 tokens a step"), ("false", "8 × up to 1,024 tokens a step")]
+)
+def test_rows_that_are_not_packed_have_up_to_the_planned_tokens(
+    complete: Path, tmp_path: Path, packing: str, tokens: str
+) -> None:
+    (tmp_path / "plan.json").write_bytes((complete / "plan.json").read_bytes())
+    (tmp_path / "config.yaml").write_text(f"packing: {packing}\n")
+    assert tokens in Page(build_page(load_run(tmp_path))).words[""]
+
+
 def test_streams_have_one_name_each(complete: Path) -> None:
     page = Page(build_page(load_run(complete)))
     words = page.words["Timeline of a step"]

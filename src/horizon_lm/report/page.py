@@ -96,7 +96,8 @@ def _about(run: Run) -> tuple[str, str]:
         parameters, active = count(model.parameters), count(model.active_parameters)
         facts.append(f"{parameters} parameters" + (f", {active} active" if active != parameters else ""))
         facts.append(counted(model.num_blocks, "block"))
-        facts.append(f"{run.plan.run.rows} × {run.plan.run.length:,} tokens a step")
+        most = "" if settings.get("packing") else "up to "  # rows of a batch are padded to the longest of them
+        facts.append(f"{run.plan.run.rows} × {most}{run.plan.run.length:,} tokens a step")
     if precision is not None:
         facts.append(str(precision))
     if run.plan is not None and run.plan.hardware is not None and "name" in run.plan.hardware:
