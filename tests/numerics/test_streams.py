@@ -183,7 +183,7 @@ def test_finished_tasks_keep_none_before_them_alive() -> None:
         device.issue(task)
     device.wait(last)
     assert not any(task.waits for task in tasks)
-    assert not any(task in ends for ends in device._ends.values() for task in tasks)
+    assert not any(task in ends for ends in device._tasks._ends.values() for task in tasks)
 
 
 def test_threads_end_with_the_model() -> None:

@@ -18,29 +18,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from horizon_lm.device.base import Counters, Task, counted_empty
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates, start_thread
+from horizon_lm.device.task_states import Event, TaskStates
 from horizon_lm.device.transfers import Link
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Trace
 
 _BUSY_THREADS = 4  # the caller, the two issuers, and the driver's copy thread
-
-
-class Event(Protocol):
-    def query(self) -> bool:
-        """Return whether the stream has reached the point where the event was recorded, without blocking."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until the stream has reached the point at which the event was recorded."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +66,8 @@ class StreamDevice(ABC):
         self._host_threads = host_threads or max(1, usable_cores() - _BUSY_THREADS)
         self._pools: dict[Stream, HostPool] = {}
         self._issuers: dict[Stream, _Issuer] = {}
-        self._changed = threading.Condition()
-        # The events that mark the ends of tasks not known to be finished, in the order in which the streams reach them.
-        self._ends: dict[Stream, dict[Task, Event]] = {stream: {} for stream in Stream}
-        self._failed: list[Task] = []
+        self._opening = threading.Lock()  # of pools
+        self._tasks = TaskStates()
         self.broken_streams: dict[Stream, BaseException] = {}  # streams that could not be made to wait for an event
         self._timed: list[_OpEvents] = []
         self._compute_began: tuple[Any, Any] | None = None  # when the compute stream reached it, and when it began
@@ -144,7 +133,7 @@ class StreamDevice(ABC):
 
     def end(self, task: Task) -> None:
         event = self._record(None)
-        self._set_end(task, event)
+        self._tasks.enqueued(task, event)
         if self.trace is not None and self._compute_began is not None:
             self._timed.append(_OpEvents(task.op, *self._compute_began, event))
             self._compute_began = None
@@ -154,10 +143,10 @@ class StreamDevice(ABC):
         for pool in list(self._pools.values()) if host else ():
             pool.wait(host)
         for task in tasks:
-            end = self._end_of(task)
+            end = self._tasks.end_of(task)
             if end is not None:
                 end.synchronize()
-                self._finish(task)
+                self._tasks.finish(task)
 
     def synchronize(self) -> None:
         self._drain_streams()
@@ -165,18 +154,16 @@ class StreamDevice(ABC):
             pool.wait()
 
     def is_finished(self, task: Task) -> bool:
-        end = self._ends[task.op.stream].get(task)
-        return task.done or (end is not None and end.query())
+        return self._tasks.is_finished(task)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
         # Other ranks have launched the collectives that were issued, or are about to: dropped here, they would be answered by
         # those of the next pass.
         if Stream.COLLECTIVE in self._issuers:
             tasks = [task for task in tasks if not task.issued]
-        self._drop(tasks)
+        self._tasks.drop(tasks)
         self._drain_streams()
-        self._drop(self._failed)  # also for other passes: later waits only need the task to be done
-        self._failed.clear()
+        self._tasks.drop_failed()
         self.broken_streams.clear()
 
     def give_up(self, updates: Sequence[Task]) -> None:
@@ -188,8 +175,8 @@ class StreamDevice(ABC):
         for issuer in self._issuers.values():
             issuer.wait_until_idle()
         self._synchronize_streams()
-        for stream in self._ends:
-            self._finish_reached(stream)
+        for stream in Stream:
+            self._tasks.finish_reached(stream)
         if self.trace is not None:
             timed, self._timed = self._timed, []
             for t in timed:
@@ -222,11 +209,11 @@ class StreamDevice(ABC):
                     self.counters.moved[f"{task.op.kind}:{task.op.unit}"] += move.host_bytes
                 link.finish()
             event = self._record(stream)
-            self._set_end(task, event)
+            self._tasks.enqueued(task, event)
             if self.trace is not None:
                 self._timed.append(_OpEvents(task.op, reached, began, event))
         except BaseException as error:
-            self._fail(task, error)
+            self._tasks.fail(task, error)
 
     def _update_rows(self, task: Task) -> None:
         """Run the update of rows in host threads, and wait for it: the next copy of the stream reads these rows."""
@@ -234,22 +221,19 @@ class StreamDevice(ABC):
         pool = self._pool(Stream.HOST)
         pool.submit(task, trace=self.trace, urgent=True)
         pool.wait([task])
-        self._finish(task)
+        self._tasks.finish(task)
 
     def _raise_if_failed(self, stream: Stream) -> None:
         """Raise the error of an earlier task of a stream, or of an event that the stream could not be made to wait for."""
-        for task in self._failed:
-            if task.op.stream == stream and task.error is not None:
-                raise task.error
-        if stream in self.broken_streams:
-            raise self.broken_streams[stream]
+        if error := self._tasks.error_of(stream) or self.broken_streams.get(stream):
+            raise error
 
     def _await_dependencies(self, stream: Any, task: Task) -> None:
         """Make a stream (None: the caller's) wait for the dependencies of a task."""
         waits = task.waits
         self.wait([other for other in waits if other.op.stream in HOST_STREAMS])
         for other in waits:
-            end = self._end_of(other)
+            end = self._tasks.end_of(other)
             if end is not None:
                 self._wait_event(stream, end)
 
@@ -263,59 +247,9 @@ class StreamDevice(ABC):
             if other.error is not None:
                 raise other.error
 
-    # The states of a task: enqueued with the event at its end, and then finished; or failed, or dropped. All changes of them wake up
-    # the threads that wait in `_end_of`.
-
-    def _set_end(self, task: Task, event: Event) -> None:
-        """Set the event that marks the end of a task, which was enqueued."""
-        self._finish_reached(task.op.stream)
-        with self._changed:
-            self._ends[task.op.stream][task] = event
-            self._changed.notify_all()
-
-    def _finish_reached(self, stream: Stream) -> None:
-        """Mark the tasks of a stream as finished whose ends it has reached; they are reached in order."""
-        while True:
-            with self._changed:
-                task, event = next(iter(self._ends[stream].items()), (None, None))
-            if task is None or event is None or not event.query():
-                return
-            self._finish(task)
-
-    def _finish(self, task: Task) -> None:
-        with self._changed:
-            task.finish()
-            self._ends[task.op.stream].pop(task, None)
-            self._changed.notify_all()
-
-    def _fail(self, task: Task, error: BaseException) -> None:
-        """Keep the error of a task, which every wait for it raises until the task is dropped."""
-        with self._changed:
-            task.error = error
-            self._failed.append(task)
-            self._changed.notify_all()
-
-    def _drop(self, tasks: Sequence[Task]) -> None:
-        with self._changed:
-            for task in tasks:
-                task.drop()
-            self._changed.notify_all()
-
-    def _end_of(self, task: Task) -> Event | None:
-        """Return the event that marks the end of an enqueued task; None if it is done. Raise the task's error if it
-        failed.
-        """
-        ends = self._ends[task.op.stream]
-        with self._changed:
-            self._changed.wait_for(lambda: task.done or task in ends or task.error is not None)
-            if task.error is not None and not task.done:
-                # Each time: both an update, whose gradient has not landed, and the optimizer, which waits later, must see it.
-                raise task.error
-            return None if task.done else ends[task]
-
     def _pool(self, stream: Stream) -> HostPool:
         """Return the threads of a host stream, started when first needed."""
-        with self._changed:
+        with self._opening:
             if stream not in self._pools:
                 num_threads = self._host_threads if stream == Stream.HOST else DISK_THREADS
                 self._pools[stream] = HostPool(num_threads, num_threads, self.link, self._enter_thread)
