@@ -52,7 +52,7 @@ def test_a_plan_of_a_model_with_kernels_of_other_packages() -> None:
 
 def test_a_command_that_fails() -> None:
     assert stderr_of("plan", "nowhere.yaml").splitlines() == [
-        "error: nowhere.yaml: No such file or directory; name the YAML file of a run"
+        f"error: nowhere.yaml: No such file or directory; relative paths start in {Path.cwd()}"
     ]
 
 
