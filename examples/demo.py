@@ -258,12 +258,12 @@ def main() -> None:
     overrides = ["--output_dir", "runs/demo-fast" if fast else "runs/demo", "--overwrite_output_dir", "true"]
     if fast:
         overrides += ["--max_steps", "8", "--logging_steps", "2"]
+    convert_model()  # first, because settings that name a missing folder are rejected
     config = read_run_config(str(RUN_FILE), overrides)
     assert config.device_memory is not None
     show_introduction(config.device_memory, fast)
 
     begin_part(1, "The model and its device buffers")
-    convert_model()
     show_buffers(open_sizes(), config)
     begin_part(2, "Losses and gradients beside plain Hugging Face autograd and torch.optim.AdamW, in float32")
     compare(config.device_memory, num_steps=1 if fast else 3)
