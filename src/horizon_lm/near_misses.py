@@ -89,12 +89,8 @@ def closest_path(typed: str | Path) -> Path | None:
             if name is None:
                 return None
             found /= name
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ):  # no folder, not ours to list, no path at all, or the home of an unknown user
-        return None
+    except (OSError, ValueError, RuntimeError):
+        return None  # no folder, not ours to list, no path at all, or the home of an unknown user
     return found
 
 

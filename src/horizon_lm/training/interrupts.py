@@ -110,12 +110,15 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _insist(self) -> None:
-        """Make sure that the run ends after a KeyboardInterrupt."""
+        """Wait for the first KeyboardInterrupt, and see to it that the run ends; this is the body of a thread."""
         number = self._orders.get()
-        if number is None:
+        if number is None:  # the context ended without one
             return
-        if self._finishes_steps and not self._left.wait(_EXIT_SECONDS):
-            os._exit(InterruptedRunError.exit_code)
+        if self._finishes_steps:
+            if not self._left.wait(_EXIT_SECONDS):  # the cleaning up may wait for a device that hangs
+                os._exit(InterruptedRunError.exit_code)
+            return
+        # Before the first step, code that must not raise, such as a destructor, may have swallowed the interrupt.
         while not self._left.wait(_REPEAT_SECONDS):
             with self._lock:  # once the handlers are restored, the signal would end the process
                 if not self._left.is_set():

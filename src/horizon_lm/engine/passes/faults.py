@@ -11,9 +11,8 @@ from horizon_lm.errors import StreamingError
 def abandon(engine: Machinery, running: Running, between: BetweenPasses, error: BaseException) -> None:
     """Abandon the running pass and free its slots and boundaries. The gradients of a backward pass become invalid."""
     if running.backward is not None:  # a forward pass changes no gradient in host memory
-        if (
-            running.backward.has_updated or engine.cursor.update_begun()
-        ):  # some units of this step are updated, others are not
+        if running.backward.has_updated or engine.cursor.update_begun():
+            # Some units of this step are updated, others are not.
             engine.updates.partial_update.record(error)
         engine.grads.break_off()
     try:
