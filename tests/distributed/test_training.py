@@ -150,14 +150,7 @@ def test_bits_of_one_process_in_tiles(pool: Pool, name: str) -> None:
         assert losses == pytest.approx(expected.losses, rel=1e-6)
 
 
-# Alone, after the other tests of this folder, and after those that come before them, its bits are equal. In runs of the whole suite in
-# two processes they are not: from the second step on, weights differ by a thousandth of an update. The cause is not known yet.
-NOT_UNDERSTOOD = "weights in float32"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == NOT_UNDERSTOOD else name for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_bits_of_one_process(pool: Pool, name: str) -> None:
     training = CASES[name]
     outcomes = pool.run(training.world, run, training)

@@ -4,23 +4,29 @@ numba compiles these without fast-math and without fusing multiply and add, so r
 on the number of threads.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from horizon_lm.kernels.cache import keep
+from horizon_lm.kernels.cache import keep, name_by_parts
 
 U16, U32, F32, F64 = np.uint16, np.uint32, np.float32, np.float64
 
 # numpy's error model: division by zero gives infinity. A check for zero would prevent vectorization.
-inlined: Any = njit(nogil=True, error_model="numpy", forceinline=True)
+_compile = partial(njit, nogil=True, error_model="numpy")
+
+
+def inlined(function: Any) -> Any:
+    """Compile a function as a part of the kernels that call it."""
+    return _compile(name_by_parts(function), forceinline=True)
 
 
 def kernel(function: Any) -> Any:
     """Compile a function on its first call, once for all processes."""
-    compiled = njit(nogil=True, error_model="numpy")(function)
+    compiled = _compile(name_by_parts(function))
     keep(compiled)
     return compiled
 

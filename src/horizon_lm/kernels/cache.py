@@ -24,13 +24,32 @@ from numba.core.dispatcher import Dispatcher
 
 _PACKAGE = Path(__file__).parents[1]
 _DIGEST_BYTES = 32
+_NAME_DIGITS = 16
+
+
+def name_by_parts(function: FunctionType) -> FunctionType:
+    """Add to the name of a function a digest of all that it is composed of.
+
+    Machine code is linked by name. numba makes names distinct by counting the functions of a process, so kernels that
+    two processes compiled may share one, and a kernel would then call whichever of them was loaded first.
+    """
+    parts = [
+        (part.__module__, part.__qualname__, part.__code__.co_firstlineno)
+        if isinstance(part, FunctionType)
+        else repr(part)
+        for part in _parts(function)
+    ]
+    function.__qualname__ += f"_{hashlib.sha256(repr(parts).encode()).hexdigest()[:_NAME_DIGITS]}"
+    return function
 
 
 def keep(kernel: Any) -> None:
-    """Keep on disk what a kernel is compiled to, unless it calls functions of others, whose sources may change unnoticed."""
-    parts = list(_parts(kernel))
-    if all(part.__module__.startswith("horizon_lm.") for part in parts if isinstance(part, FunctionType)):
-        kernel._cache = _KernelCache(parts)
+    """Keep on disk what a kernel is compiled to, unless it calls functions of others, whose sources may change unnoticed.
+
+    Its name has to be one by `name_by_parts`.
+    """
+    if all(part.__module__.startswith("horizon_lm.") for part in _parts(kernel) if isinstance(part, FunctionType)):
+        kernel._cache = _KernelCache(kernel.py_func)
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -45,13 +64,8 @@ def _parts(value: Any) -> Iterator[Any]:
 class _KernelCache(NullCache):
     """The compiled forms of a kernel; numba calls it. Without a usable folder it keeps nothing, and finds nothing."""
 
-    def __init__(self, parts: list[Any]) -> None:
-        self._identity = [
-            (part.__module__, part.__qualname__, part.__code__.co_firstlineno)
-            if isinstance(part, FunctionType)
-            else repr(part)
-            for part in parts
-        ]
+    def __init__(self, function: FunctionType) -> None:
+        self._identity = (function.__module__, function.__qualname__)
 
     def load_overload(self, types: Any, context: Any) -> Any:
         """Return what was compiled for arguments of these types, or None."""
