@@ -262,6 +262,19 @@ def test_several_batches_share_the_tiles() -> None:
     assert_equal_gradients(models[1], models[0])
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+def test_sums_over_two_backward_passes_are_rounded_as_those_of_whole_blocks(rows: int | None) -> None:
+    models = [
+        streamed("qwen3_moe", tile, precision="fp32_master", device_micro_batch_size=rows, grad_dtype=torch.bfloat16)
+        for tile in (None, 1, 3)
+    ]
+    for model in models:
+        for seed in range(2):
+            model(**tiny_models.batch(seed=seed)).loss.backward()
+    for model in models[1:]:
+        assert_equal_gradients(model, models[0])
+
+
 def test_dropout_draws_the_numbers_of_whole_blocks() -> None:
     results = []
     for tile in (None, 3):

@@ -204,7 +204,7 @@ class DeviceBuffers:
             device, [slot(unit.float32) for unit in blocks], slot(head.float32), slot(OUTER.float32),
             torch.float32, torch.float32, torch.float32, self.accumulates,
         )  # fmt: skip
-        # Gradients of a tile are summed over micro-batches in its slot, and rounded when they are landed.
+        # Gradients of a tile are summed over micro-batches in its slot, and rounded there.
         self._tiles, tile_dtype = tiles, torch.float32 if self.accumulates else grad_dtype
         self.tile_slots = Slots(device, "tile_slots", 2, tiles.largest, dtype)
         self.tile_grad_slots = Slots(device, "tile_grad_slots", 2, tiles.largest, tile_dtype)

@@ -154,8 +154,7 @@ class GradSlot:
             target = self.view(name)
             with torch.no_grad():
                 if name in self.written:  # written by an earlier micro-batch
-                    # In the dtype of the slot, float32 if there are several micro-batches: their sum is rounded once,
-                    # when it is staged or landed.
+                    # In the dtype of the slot, float32 if there are several micro-batches: their sum is rounded once.
                     target.add_(leaf.grad)
                 else:
                     target.copy_(leaf.grad)
@@ -172,6 +171,11 @@ class GradSlot:
                 self.view(name).zero_()
         for gap in self.layout.gaps(self.buffer):
             gap.zero_()
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Round the gradients to a dtype that is narrower than the slot's."""
+        for name in self.written:
+            self.view(name).copy_(self.view(name).to(dtype))
 
 
 class PartialSlot(GradSlot):

@@ -123,6 +123,10 @@ class TiledBackward:
         run(differentiate)
         if is_trained:
             slot.zero_the_rest()
+            if (
+                engine.memory.accumulates
+            ):  # as the sums of a whole block, so that later ones are added to the same numbers
+                slot.round_to(engine.store.precision.grad_dtype)
         adapters.zero_the_rest()
         self.written |= slot.written
         engine.backward.adapters.update(adapters.written)
