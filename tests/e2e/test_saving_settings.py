@@ -179,15 +179,33 @@ def test_nothing_is_lost_if_the_best_model_becomes_unreadable(
     assert not all(torch.equal(one[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(("settings", "at_once"), [
-    ({}, 2), ({"save_strategy": "steps", "save_steps": 4}, 3), ({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, 4),
+@pytest.mark.parametrize(("settings", "num", "at_once"), [
+    ({}, 3, 3), ({"eval_strategy": "epoch"}, 2, 2), ({"eval_steps": 1}, 8, 4),
+    ({"eval_steps": 1, "save_strategy": "steps", "save_steps": 4, "save_total_limit": None}, 8, 8),
+    ({"save_strategy": "steps", "save_steps": 4}, 4, 4), ({"save_strategy": "steps", "save_steps": 2}, 5, 4),
+    ({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, 8, 4),
 ])  # fmt: skip
 def test_the_plan_has_room_for_the_best_and_the_last_checkpoint(
-    base: dict[str, Any], settings: dict[str, Any], at_once: int
+    base: dict[str, Any], settings: dict[str, Any], num: int, at_once: int
 ) -> None:
-    config = as_config(base | {"load_best_model_at_end": True, "save_strategy": "no"} | settings)
-    saves = Intervals(config, 8, 8).planned_saves()
-    assert min(saves.num, saves.kept + 1) == at_once
+    """Evaluations are after steps 3 and 6 of 8 unless a case says otherwise, and any of them may find a better model."""
+    values = base | {"load_best_model_at_end": True, "save_strategy": "no"} | settings
+    if values["eval_strategy"] == "epoch":
+        del values["eval_steps"]
+    saves = Intervals(as_config(values), 8, 4).planned_saves()
+    assert (saves.num, min(saves.num, saves.kept + 1)) == (num, at_once)
+
+
+def test_the_plan_has_room_if_each_evaluation_finds_a_better_model(base: dict[str, Any], tmp_path: Path) -> None:
+    settings = base | {
+        "load_best_model_at_end": True, "eval_steps": 1, "max_steps": 5, "save_strategy": "steps", "save_steps": 5,
+        "save_total_limit": None, "lr_scheduler_type": "constant", "warmup_steps": 0, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    horizon_lm.train(settings, print_fn=lambda line: None)
+    left = checkpoints(tmp_path / "run")
+    assert len(left) > 2, "few evaluations found a better model, so this shows nothing"
+    saves = Intervals(as_config(settings), 5, 5).planned_saves()
+    assert min(saves.num, saves.kept + 1) >= len(left)
 
 
 def test_the_last_model_is_exported_if_it_cannot_be_kept(

@@ -12,7 +12,8 @@ from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.model_sizes import PackedSizes
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.planned_optimizer import ADAMW
-from horizon_lm.planning.request import Machine, Request
+from horizon_lm.planning.render import plan_lines
+from horizon_lm.planning.request import Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.planning.step_cost import StepCost, rates, update_bytes
@@ -286,6 +287,16 @@ def test_a_slower_disk_costs_more_of_the_steps() -> None:
     assert seconds == sorted(seconds, reverse=True)
     assert stalls[0] > 10 * stalls[1] / 2 > 0
     assert {each.num_bytes for each in saves} == {12 * PARAMETERS}  # bf16 and its low halves, and two moments
+
+
+@pytest.mark.parametrize(("of_best", "named"), [(0, True), (4, True), (10, False)])
+def test_plan_advises_on_save_steps_where_they_cause_saves(of_best: int, named: bool) -> None:
+    saves = Saves(num=10, of_best=of_best, kept=2)
+    request = Request(activation_checkpoints=28, num_steps=11, saves=saves)
+    plan = make_plan(dense(), request, Machine("by hand", False, machine(disk_write=1e8)))
+    text = "\n".join(plan_lines(plan))
+    assert "the steps lose" in text
+    assert ("save_steps: " in text) == named
 
 
 def test_a_disk_that_takes_no_time_costs_nothing() -> None:

@@ -133,7 +133,8 @@ class TrainerPlan:
             num = math.ceil(args.num_train_epochs)
         else:
             num = int(strategy == "best")
-        return Saves(num, min(num, args.save_total_limit or num), args.save_only_model, with_model=True)
+        kept = min(num, args.save_total_limit or num)
+        return Saves(num=num, kept=kept, only_model=args.save_only_model, with_model=True)
 
 
 class _StreamedCodecs:

@@ -162,8 +162,9 @@ def _save_advice(plan: Plan) -> str:
     assert plan.save is not None
     assert plan.time is not None
     apart = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
-    steps, num = plan.request.num_steps, plan.request.saves.num
-    if steps is None or apart <= steps / (num + 1):
+    steps, saves = plan.request.num_steps, plan.request.saves
+    num_regular = saves.num - saves.of_best
+    if steps is None or not num_regular or apart <= steps / (num_regular + 1):
         return ""
     return f"; save_steps: {apart} would keep that below {_SAVE_SHARE:.0%} of the time"
 

@@ -82,13 +82,15 @@ class Saves:
     """The checkpoints of a run.
 
     Attributes:
-        num: checkpoints that are written over the run.
+        num: maximum number of checkpoints that are written over the run.
+        of_best: those of them that are written only because an evaluation has found a better model.
         kept: maximum number of complete checkpoints on disk; one more is being written beside them.
         only_model: they are exports of the model, without the optimizer's state.
         with_model: they have an export of the model beside the state, as those of a Trainer do.
     """
 
     num: int = 0
+    of_best: int = 0
     kept: int = 0
     only_model: bool = False
     with_model: bool = False

@@ -72,19 +72,25 @@ class Intervals:
         return is_due or self.requests().stop
 
     def planned_saves(self) -> Saves:
-        """Return the checkpoints that the run writes and keeps."""
-        config, num = self.config, 0
-        if config.save_strategy != "no":
-            num = (self.num_steps - 1) // self._steps_between(config.save_strategy, config.save_steps)
-        best = int(config.load_best_model_at_end)  # beside which the last one is written at the end
-        return Saves(num + 2 * best, min(num, config.save_total_limit or num) + best, config.save_only_model)
+        """Return the checkpoints that the run writes and keeps, if each evaluation finds a better model."""
+        config, before_last = self.config, self.num_steps - 1
+        save_interval = self._steps_between(config.save_strategy, config.save_steps)
+        num, of_best = before_last // save_interval, 0
+        if config.load_best_model_at_end:
+            eval_interval = self._steps_between(config.eval_strategy, config.eval_steps or config.logging_steps)
+            of_both = before_last // math.lcm(save_interval, eval_interval)
+            # One more, because the last model is saved before the best one is loaded.
+            of_best = before_last // eval_interval - of_both + 1
+        num += of_best
+        kept = min(num, config.save_total_limit or num) + config.load_best_model_at_end
+        return Saves(num=num, kept=kept, of_best=of_best, only_model=config.save_only_model)
 
     def _due(self, strategy: str, interval: float, step: int) -> bool:
-        if strategy == "no" or step == self.num_steps:
-            return False
-        return step % self._steps_between(strategy, interval) == 0
+        return step != self.num_steps and step % self._steps_between(strategy, interval) == 0
 
     def _steps_between(self, strategy: str, interval: float) -> int:
+        if strategy == "no":
+            return self.num_steps  # after which nothing is due
         return self.steps_per_epoch if strategy == "epoch" else self._interval(interval)
 
     def _interval(self, number_or_share: float) -> int:
