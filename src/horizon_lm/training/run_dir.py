@@ -160,7 +160,8 @@ class RunDir:
     def write_model(self, model: Any, tokenizer: Any, target: Path, ranks: Ranks) -> str:
         """Write a model. The folder gets its name once it is complete and durable; only then is an old one of ours deleted.
 
-        All ranks call this. The first one writes; the others only take part in the reading of the weights.
+        All ranks call this, because each has a part of the weights. Only the folder of the first one is kept: what libraries write
+        on the others, such as PEFT's adapters, goes to a scratch folder in their temporary run folder (`Ranks.own_settings`).
 
         Args:
             model, tokenizer: the contents of the folder.
@@ -176,25 +177,25 @@ class RunDir:
         import torch
 
         dtype = getattr(torch, self._dtype) if self._dtype else None
-        part = part_of(target if ranks.is_first else self.path / target.name)
+        scratch = part_of(target if ranks.is_first else self.path / target.name)
         with ranks.failing_with_first("the folder of the model"):
             if ranks.is_first:
                 restore_folder(self._disk, target)
-                self._disk.remove(part)
-            self._disk.make_folder(part)
+                self._disk.remove(scratch)
+            self._disk.make_folder(scratch)
         kept = None
         try:
             with ranks.failing_with_first("the export"):
-                model.save_pretrained(part, dtype=dtype)
-                share_weights(part)
+                model.save_pretrained(scratch, dtype=dtype)
+                share_weights(scratch)
                 if ranks.is_first:
-                    tokenizer.save_pretrained(part)
+                    tokenizer.save_pretrained(scratch)
                     kept = publish_folder(self._disk, target, partial(self._is_ours, target))
         except BaseException:
             with suppress(OSError):
                 if ranks.is_first:
                     restore_folder(self._disk, target)
-                self._disk.remove(part)
+                self._disk.remove(scratch)
             raise
         return "" if kept is None else f"{target} is not of this run, and is now {kept}"
 
