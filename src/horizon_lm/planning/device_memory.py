@@ -37,35 +37,38 @@ def working(
         chunk_tokens: tokens per chunk of logits; None if Hugging Face's code computes all logits together.
         first: the first block with a gradient.
     """
-    # The head also needs the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
-    if chunk_tokens is None:
-        head = head_peak.at(tokens) + hidden
-    else:
-        chunk = min(tokens, chunk_tokens)
-        head = head_peak.at(chunk) + 2 * hidden + chunk * (hidden // tokens)
-    # Several micro-batches are concatenated: the output of a block in the forward pass, the gradient of its input in
-    # the backward pass. The output of a single micro-batch is already the next block's boundary or the head's input.
-    concatenated, counted_output = (2 * hidden, 0) if len(footprints) > 1 else (0, hidden)
-    graphs, peaks, backward_peaks = list[int](), list[int](), list[int]()
-    for micro_batches in zip(*footprints, strict=True):
-        largest = micro_batches[0]
-        peak = _peak(micro_batches) + concatenated
-        peaks.append(peak)
-        if largest.experts:  # with tiles no graph is kept
-            graphs.append(0)
-            backward_peaks.append(peak)
-        else:
-            graphs.append(sum(each.graph for each in micro_batches) - counted_output)
-            backward_peaks.append(peak - largest.graph + counted_output)
+    blocks = [_block_bytes(micro_batches, hidden) for micro_batches in zip(*footprints, strict=True)]
+    graphs, peaks, backward_peaks = zip(*blocks, strict=True)
     return Working(
         graphs=graphs,
         peaks=peaks,
         backward_peaks=backward_peaks,
-        head=head,
+        head=_head_bytes(head_peak, hidden, tokens, chunk_tokens),
         boundary=boundary,
         first=first,
         tiled=frozenset(index for index, each in enumerate(footprints[0]) if each.experts),
     )
+
+
+def _head_bytes(head_peak: Linear[int], hidden: int, tokens: int, chunk_tokens: int | None) -> int:
+    """Return the bytes that norm, head and loss need. The arguments are those of `working`."""
+    # Also the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
+    if chunk_tokens is None:
+        return head_peak.at(tokens) + hidden
+    chunk = min(tokens, chunk_tokens)
+    return head_peak.at(chunk) + 2 * hidden + chunk * (hidden // tokens)
+
+
+def _block_bytes(micro_batches: Sequence[Footprint], hidden: int) -> tuple[int, int, int]:
+    """Return the bytes of a block's graph, its peak, and the peak of its backward pass if the graph is kept."""
+    # Several micro-batches are concatenated: the output of a block in the forward pass, the gradient of its input in
+    # the backward pass. The output of a single micro-batch is already the next block's boundary or the head's input.
+    concatenated, counted_output = (2 * hidden, 0) if len(micro_batches) > 1 else (0, hidden)
+    largest, peak = micro_batches[0], _peak(micro_batches) + concatenated
+    if largest.experts:  # with tiles no graph is kept
+        return 0, peak, peak
+    graph = sum(each.graph for each in micro_batches) - counted_output
+    return graph, peak, peak - largest.graph + counted_output
 
 
 def _peak(micro_batches: Sequence[Footprint]) -> int:
