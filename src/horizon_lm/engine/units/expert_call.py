@@ -76,16 +76,17 @@ class ExpertCall:
         if tile is None:
             return
         ids, rows = tile
-        places = self._places[rows]
-        weighted = _weighted(function, self._hidden[self._tokens[rows]], ids, self._weights.flatten()[places])
-        if self._row_outputs is None:
-            self._row_outputs = self._new_rows(weighted)
-        self._row_outputs[places if self._order.unsorts else rows] = weighted
+        weights = self._weights.flatten()[self._places[rows]]
+        weighted = _weighted(function, self._hidden[self._tokens[rows]], ids, weights)
+        self._row_outputs = self._put(self._row_outputs, rows, weighted, by_place=self._order.unsorts)
 
-    def _new_rows(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for all rows (S, H), zeros if there are rows without an expert."""
-        new = like.new_empty if self._bounds[-1] == self._ids.numel() else like.new_zeros
-        return new((self._ids.numel(), like.shape[-1]))
+    def _put(self, total: torch.Tensor | None, rows: torch.Tensor, new: torch.Tensor, by_place: bool) -> torch.Tensor:
+        """Put new values (R, H) of rows (R,) into those of all rows (S, H), in the order of their places, or sorted by expert."""
+        if total is None:  # zeros if there are rows without an expert
+            allocate = new.new_empty if self._bounds[-1] == self._ids.numel() else new.new_zeros
+            total = allocate((self._ids.numel(), new.shape[-1]))
+        total[self._places[rows] if by_place else rows] = new
+        return total
 
     def _tile(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the experts (R, 1) of a tile's rows, and the rows (R,) in the order in which they are given to the function; None
@@ -101,7 +102,7 @@ class ExpertCall:
         """Add up the output (N, H) after all rows are computed, and forget what the backward pass computes again."""
         rows, self._row_outputs = self._row_outputs, None
         output = torch.zeros_like(self._hidden)
-        if rows is not None and self._order.unsorts:
+        if rows is not None and self._order.unsorts:  # by place, so the K rows of a token follow each other
             output = rows.view(*self._ids.shape, -1).sum(dim=1).to(output.dtype)
         elif rows is not None:
             for expert in range(len(self._bounds) - 1):
@@ -145,9 +146,7 @@ class ExpertCall:
                 return
             weighted.backward(self._grad[tokens].to(weighted.dtype))
         if hidden.grad is not None:
-            if self._row_grads is None:
-                self._row_grads = self._new_rows(hidden)
-            self._row_grads[places if self._order.spreads_unsorted else rows] = hidden.grad
+            self._row_grads = self._put(self._row_grads, rows, hidden.grad, by_place=self._order.spreads_unsorted)
         if self._weight_grads is not None and weights.grad is not None:
             self._weight_grads[places] = weights.grad
 
