@@ -161,6 +161,7 @@ class BlockAutograd:
         """
         engine, unit = self.blocks.engine, block(self.index)
         experts = self._differentiate_experts(inputs, grads) if self.index in engine.tiles.experts else None
+        is_trained, accumulates = bool(engine.trained_names(unit)), engine.memory.accumulates
         with engine.cursor.compute(Kind.BACKWARD, unit):
             if experts is None:
                 self._fetch(inputs)
@@ -169,16 +170,10 @@ class BlockAutograd:
                 engine.poison_weights(unit)
             # Within the computation: with update_in_backward this binds the unit's update, and the cursor goes on to
             # issue it as soon as the computation ends.
-            if engine.trained_names(unit) and not engine.memory.accumulates:
+            if is_trained and not accumulates:
                 engine.backward.gradients_ready(unit, names)
-        # Sums over micro-batches are in a separate float32 buffer; here they are rounded into the outgoing slot.
-        if engine.trained_names(unit) and engine.memory.accumulates:
-            # A computation of its own, so that only this rounding, and not the backward pass before it, waits until
-            # the gradients of the block before have left the single slot.
-            with engine.cursor.compute(Kind.STAGE, unit):
-                for part in engine.trained_parts(unit):
-                    engine.memory.grads_of(part).copy_(engine.memory.sums_of(part))
-                engine.backward.gradients_ready(unit, names)
+        if is_trained and accumulates:
+            self._round_sums(names)
         if self.comparison is not None:
             assert self.true_inputs is not None
             self.comparison.compare_block(self, self.true_inputs, grads, input_grads)
@@ -186,6 +181,16 @@ class BlockAutograd:
         if self.saved.graph_use is not GraphUse.KEPT:
             engine.counts["block_forward_rows"] += sum(self.num_rows)
         return input_grads
+
+    def _round_sums(self, names: list[str]) -> None:
+        """Round the gradients that were summed over micro-batches, in a separate float32 buffer, into the outgoing slot."""
+        engine, unit = self.blocks.engine, block(self.index)
+        # A computation of its own, so that only this rounding, and not the backward pass before it, waits until the
+        # gradients of the block before have left the single slot.
+        with engine.cursor.compute(Kind.STAGE, unit):
+            for part in engine.trained_parts(unit):
+                engine.memory.grads_of(part).copy_(engine.memory.sums_of(part))
+            engine.backward.gradients_ready(unit, names)
 
     def _differentiate_experts(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
@@ -207,9 +212,7 @@ class BlockAutograd:
     def _differentiate_all(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...], experts: TiledBackward | None
     ) -> tuple[list[torch.Tensor | None], list[str]]:
-        """Return the gradients of the inputs of all micro-batches, and the names of the parameters that received a
-        gradient.
-        """
+        """Return the gradients of the inputs of all micro-batches, and the names of the parameters that received a gradient."""
         saved = self.saved
         input_grads: list[torch.Tensor | None] = [None] * len(inputs)  # (B, T, H) for the hidden states
         if saved.graph_use is GraphUse.KEPT:
@@ -272,9 +275,7 @@ class BlockAutograd:
                 call.output = output
 
     def _recompute(self, number: int, inputs: Any) -> Graph:
-        """Compute one micro-batch again, with a graph, in the context and with the random numbers of the
-        forward pass.
-        """
+        """Compute one micro-batch again, with a graph, in the context and with the random numbers of the forward pass."""
         micro_batch = self.micro_batches[number]
         batch = micro_batch.batch
         call, span, segments = self.calls.calls[batch], self.calls.spans[batch], self.segments[batch]
