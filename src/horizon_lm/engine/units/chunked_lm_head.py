@@ -85,7 +85,7 @@ class ChunkedLmHead:
         tied head.
         """
         norm = list(self.norm_attributes) if self._skips_norm else []
-        return [*norm, *self.head.outer]
+        return [*norm, *self.head.outer_places]
 
     # Replacements of modules' forwards
 
@@ -173,6 +173,6 @@ class Chunk:
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (1, N, V) of hidden states (1, N, H)."""
         head = self.owner.head
-        weights = self.owner.by_attribute(head.weights() | {name: self.outer[name] for name in head.outer})
+        weights = self.owner.by_attribute(head.weights() | {name: self.outer[name] for name in head.outer_places})
         grads = self.owner.by_attribute(self.grads)
         return ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.first)

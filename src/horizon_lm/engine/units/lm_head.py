@@ -26,29 +26,30 @@ class LmHead:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.module = engine.parts.head
-        names = [name for part in engine.store.parts_of(HEAD) for name in engine.slabs(part).layout]
         modules = {id(module) for module in self.module.modules()}  # several if an adapter wraps the projection
+        # The modules of the head, and their attributes, that hold a parameter.
         places = {
             name: [(module, attribute) for module, attribute in ref.places if id(module) in modules]
             for name, ref in engine.refs.items()
         }
-        self._places = {name: places[name] for name in names if places[name]}
+        streamed = [name for part in engine.store.parts_of(HEAD) for name in engine.slabs(part).layout]
+        self._streamed_places = {name: places[name] for name in streamed if places[name]}
         # A head with a tied weight uses the embedding's slab; its bias is then an outer parameter, already on the
         # device.
-        self.outer = {name: found for name, found in places.items() if found and name not in names}
+        self.outer_places = {name: found for name, found in places.items() if found and name not in streamed}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return views of the streamed weights, by full name."""
         views = self.engine.weights_on_device(HEAD)
-        return {name: views[name] for name in self._places}
+        return {name: views[name] for name in self._streamed_places}
 
     def streamed_places(self) -> list[tuple[nn.Module, str]]:
         """Return the modules and attributes that hold the head's streamed weights."""
-        return [place for places in self._places.values() for place in places]
+        return [place for places in self._streamed_places.values() for place in places]
 
     def outer_weights(self) -> dict[str, torch.Tensor]:
         """Return the outer parameters of the head's modules on the device, by full name."""
-        return {name: module._parameters[a] for name, ((module, a), *_) in self.outer.items()}  # type: ignore[misc]
+        return {name: module._parameters[a] for name, ((module, a), *_) in self.outer_places.items()}  # type: ignore[misc]
 
     def grads(self) -> dict[str, torch.Tensor]:
         """Return views of the gradient buffers for the trained weights, by full name."""
@@ -59,7 +60,7 @@ class LmHead:
             name: layout.view(buffer, name)
             for layout, buffer in self._grad_buffers()
             for name in layout
-            if name in self._places and name in trained
+            if name in self._streamed_places and name in trained
         }
 
     def _grad_buffers(self) -> list[tuple[SlabLayout, torch.Tensor]]:
@@ -106,7 +107,7 @@ class LmHead:
     def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """Run the model's head module with these weights, given by full name."""
         # By the class, because the forward of the instance is the replaced one.
-        places = self._places | self.outer
+        places = self._streamed_places | self.outer_places
         with in_place((*place, weight) for name, weight in weights.items() for place in places[name]):
             logits: torch.Tensor = type(self.module).forward(self.module, hidden)
         return logits
