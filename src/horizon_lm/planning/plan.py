@@ -92,7 +92,7 @@ class Plan:
 
 
 def make_plan(
-    outline: ModelOutline, request: Request, machine: Machine, priced: bool = True, usual: ModelOutline | None = None
+    outline: ModelOutline, request: Request, machine: Machine, priced: bool = True, typical: ModelOutline | None = None
 ) -> Plan:
     """Return the plan of a run.
 
@@ -101,23 +101,23 @@ def make_plan(
         request: settings of the run.
         machine: the machine.
         priced: simulate a step, which takes a moment; otherwise the plan has no times.
-        usual: the model with sequences of typical length, for times; None for ``outline``.
+        typical: the model with sequences of typical length, for times; None for ``outline``.
     """
     if request.moments == "auto":
-        return _with_chosen_moments(outline, request, machine, priced, usual)
+        return _with_chosen_moments(outline, request, machine, priced, typical)
     if request.expert_tile == "auto":
-        return _with_chosen_tile(outline, request, machine, priced, usual)
+        return _with_chosen_tile(outline, request, machine, priced, typical)
     require_tiles(outline, request)
     choice = choose(outline, request, machine)
     step, use = choice.step, device_use(choice.step)
     host = host_budget(step, use, machine)
-    typical = step if usual is None else replace(step, outline=usual)
+    typical_step = step if typical is None else replace(step, outline=typical)
     hardware = machine.hardware
     if hardware is not None and machine.page_lock_error:
         hardware = staged(hardware)
     time, save = None, None
     if priced and hardware is not None and not outline.unknown:
-        time, save = _times(typical, hardware, machine)
+        time, save = _times(typical_step, hardware, machine)
     return Plan(
         request,
         machine,
@@ -129,8 +129,8 @@ def make_plan(
             *_staging_reasons(host, machine),
             *machine.notes,
             *_expert_reasons(outline, hardware),
-            *_shorter_step_reasons(typical, hardware, machine, time),
-            *plain_reasons(typical, machine, time),
+            *_shorter_step_reasons(typical_step, hardware, machine, time),
+            *plain_reasons(typical_step, machine, time),
             *([f"{outline.unknown}, so activations and times are not included"] if outline.unknown else []),
         ],
         host=host,
@@ -153,11 +153,11 @@ def _times(typical: Step, hardware: Hardware, machine: Machine) -> tuple[StepTim
 
 
 def _with_chosen_moments(
-    outline: ModelOutline, request: Request, machine: Machine, priced: bool, usual: ModelOutline | None
+    outline: ModelOutline, request: Request, machine: Machine, priced: bool, typical: ModelOutline | None
 ) -> Plan:
     """Return the plan with moments in bfloat16 if its step is notably shorter, else the one in float32."""
     exact, lighter = (
-        make_plan(outline, replace(request, moments=moments), machine, priced, usual)
+        make_plan(outline, replace(request, moments=moments), machine, priced, typical)
         for moments in ("float32", "bfloat16")
     )
     if exact.time is None or lighter.time is None:
@@ -172,14 +172,14 @@ def _with_chosen_moments(
 
 
 def _with_chosen_tile(
-    outline: ModelOutline, request: Request, machine: Machine, priced: bool, usual: ModelOutline | None
+    outline: ModelOutline, request: Request, machine: Machine, priced: bool, typical: ModelOutline | None
 ) -> Plan:
     """Return the plan with whole blocks, or with tiles of experts if that does not fit or takes notably longer. Its request leaves
     the choice open.
     """
 
     def plan(tile: int | None, is_priced: bool) -> Plan:
-        return make_plan(outline, replace(request, expert_tile=tile), machine, is_priced, usual)
+        return make_plan(outline, replace(request, expert_tile=tile), machine, is_priced, typical)
 
     whole, sizes = plan(None, False), tile_sizes(outline, request)
     must_be_cut, hardware = whole.memory_deficit, machine.hardware if priced else None
@@ -194,8 +194,8 @@ def _with_chosen_tile(
     def seconds(tried: Plan) -> float:
         if hardware is None:
             return 0.0
-        typical = tried.step if usual is None else replace(tried.step, outline=usual)
-        return estimated_seconds(typical, hardware, machine.computing_threads, machine.interconnect)
+        typical_step = tried.step if typical is None else replace(tried.step, outline=typical)
+        return estimated_seconds(typical_step, hardware, machine.computing_threads, machine.interconnect)
 
     best = min(fitting, key=seconds)
     saved = 0.0 if must_be_cut else 1 - seconds(best) / seconds(whole)

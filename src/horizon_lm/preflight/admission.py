@@ -64,9 +64,9 @@ def plan_run(
             raise ConfigError("max_length is null, so memory has no upper bound; give --max_length for the plan")
         rows = RowShape(run.max_length, run.max_length)
     outline = source.outline(run, length=rows.length, masked=rows.masked)
-    usual = None
-    if rows.usual_length and machine.hardware is not None:
-        usual = source.outline(run, length=rows.usual_length, masked=rows.masked)
+    typical = None
+    if rows.typical_length and machine.hardware is not None:
+        typical = source.outline(run, length=rows.typical_length, masked=rows.masked)
     stored_bytes = source.checkpoint_bytes(outline.sizes)
     request = make_request(
         run, source, rows, stored_bytes, num_steps=num_steps, saves=saves, shard=shard, num_ranks=num_ranks
@@ -76,7 +76,7 @@ def plan_run(
     if outline.whole_head_only:
         request = replace(request, head="whole", head_chunk_tokens=None)
     priced = priced and (num_ranks == 1 or machine.interconnect is not None)
-    plan = make_plan(outline, request, machine, priced, usual)
+    plan = make_plan(outline, request, machine, priced, typical)
     return replace(
         plan,
         reasons=[*plan.reasons, *_attention_reasons(run, source, plan, rows)],

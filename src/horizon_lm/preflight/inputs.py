@@ -163,7 +163,7 @@ class RowShape:
 
     Attributes:
         length, eval_length: tokens of the longest training example, and of the longest example in the eval set.
-        usual_length: tokens of the longest example of an average step; None for ``length``.
+        typical_length: tokens of the longest example of an average step; None for ``length``.
         tokens: tokens of an average step without padding; None if unknown.
         prompt_length: tokens of the longest sample prompt; 0 if there is no prompt, or if the length is unknown.
         masked: attention needs a mask, because examples are padded or packed.
@@ -174,7 +174,7 @@ class RowShape:
     eval_length: int
     masked: bool = True
     distinct_tokens: int | None = None
-    usual_length: int | None = None
+    typical_length: int | None = None
     tokens: float | None = None
     prompt_length: int = 0
 
@@ -190,14 +190,14 @@ class RowShape:
         # One additional token for padding.
         distinct = int(present.sum()) + 1 + prompt_length
         steps = [rows.lengths[loader.sampler.rows(step)] for step in range(loader.sampler.steps_per_epoch)]
-        usual = sum(step.max() * len(step) for step in steps) / sum(map(len, steps))
+        typical = sum(step.max() * len(step) for step in steps) / sum(map(len, steps))
         in_epoch = sum(rows.num_tokens[loader.sampler.rows(step)].sum() for step in range(len(steps)))
         return cls(
             int(rows.lengths.max()),
             max((int(table.lengths.max()) for table in held_out), default=0),
             masked=any(table.needs_mask for table in (rows, *held_out)),
             distinct_tokens=distinct,
-            usual_length=round(usual),
+            typical_length=round(typical),
             tokens=float(in_epoch) / len(steps),
             prompt_length=prompt_length,
         )

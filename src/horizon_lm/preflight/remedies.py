@@ -26,9 +26,9 @@ def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
 
 
 def _outline(
-    source: Source, run: RunConfig, usual_length: int, length: int | None = None, mlp_chunk_tokens: int | None = None
+    source: Source, run: RunConfig, typical_length: int, length: int | None = None, mlp_chunk_tokens: int | None = None
 ) -> ModelOutline:
-    return source.outline(run, length=length or usual_length, mlp_chunk_tokens=mlp_chunk_tokens)
+    return source.outline(run, length=length or typical_length, mlp_chunk_tokens=mlp_chunk_tokens)
 
 
 def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
