@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
@@ -146,11 +147,11 @@ def save_time(
     with_save = simulate([*passes * _STEPS, *step.passes_with_save(), *passes], cost, speed)
     without_save = simulate(passes * (_STEPS + 2), cost, speed)
     saved = [span for span in with_save.spans if span.op.kind == Kind.SAVE]
-    delayed, usual = (timeline.last_step(len(passes))[1] for timeline in (with_save, without_save))
+    delayed, undelayed = (timeline.last_step(len(passes))[1] for timeline in (with_save, without_save))
     return SaveTime(
         num_bytes=round(sum(cost(span.op) for span in saved)),
         seconds=max(span.end for span in saved) - min(span.start for span in saved),
-        stall_seconds=max(0.0, delayed - usual),
+        stall_seconds=max(0.0, delayed - undelayed),
     )
 
 
@@ -187,19 +188,19 @@ def _thresholds(step: Step, passes: Sequence[Schedule], cost: StepCost, speed: R
     The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
     proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
     """
-    in_backward = step.settings.update_in_backward
-    loaded, gathered = (
-        sum(cost(op) for op in passes[0].ops if op.kind == kind and (op.unit.is_block or op.unit.is_tile))
-        for kind in (Kind.STREAM_IN, Kind.GATHER)
-    )
+    forward = partial(cost.blocks_seconds, backward=False)
+    overlapping_updates = partial(cost.blocks_seconds, backward=step.settings.update_in_backward)
     updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)
-    found = {"update": _tokens_for(updated / speed.host, lambda t: cost.blocks_seconds(t, backward=in_backward))}
-    if gathered and not speed.through_host:
-        found["gather"] = _tokens_for(gathered / speed.gather, lambda t: cost.blocks_seconds(t, backward=False))
+    of_blocks = [op for op in passes[0].ops if op.unit.is_block or op.unit.is_tile]
+    loaded = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
+    gathered = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)
+    found = {"update": _tokens_for(updated / speed.host, overlapping_updates)}
+    if speed.through_host:
+        loaded += gathered
+    elif gathered:
+        found["gather"] = _tokens_for(gathered / speed.gather, forward)
     if not speed.inline:
-        loaded += gathered if speed.through_host else 0
-        seconds = loaded / min(speed.link_in, speed.host)
-        found["copy_in"] = _tokens_for(seconds, lambda t: cost.blocks_seconds(t, backward=False))
+        found["copy_in"] = _tokens_for(loaded / min(speed.link_in, speed.host), forward)
     return found
 
 
