@@ -198,11 +198,10 @@ class ModelOutline:
         return [found[id(self.kind(index))] for index in range(self.num_blocks)]
 
     def step_flops(self, tokens: int) -> float:
-        """Return the model's operations in a training step: those of three forward passes, or of two if the base is frozen,
-        not counting recomputation.
+        """Return the model's operations in a training step, not counting recomputation: three times those of a forward pass,
+        or twice those of its products with weights if the base is frozen, which gets no gradients.
         """
         rows = tokens / self.length
-        blocks = [kind.forward.at(rows) * len(kind.indices) for kind in self.kinds]
-        attention = sum(work.attention for work in blocks)
-        products = 4.0 if self.base_is_frozen else 6.0
-        return products * self.active * tokens + 3.0 * attention
+        attention = sum((kind.forward.at(rows) * len(kind.indices)).attention for kind in self.kinds)
+        passes = 2.0 if self.base_is_frozen else 3.0
+        return passes * 2.0 * self.active * tokens + 3.0 * attention
