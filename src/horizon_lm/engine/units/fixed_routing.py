@@ -28,8 +28,8 @@ class Choices:
         with _Intercepted(self._record):
             yield
 
-    def _record(self, chosen: Callable[[], Any], scores: torch.Tensor, dim: int) -> Any:
-        found = chosen()
+    def _record(self, choose: Callable[[], Any], scores: torch.Tensor, dim: int) -> Any:
+        found = choose()
         # As small numbers, because they are kept on the device until the backward pass.
         self._made.append(found.indices.to(torch.int16 if scores.shape[dim] < 2**15 else torch.int32))
         return found
@@ -37,10 +37,10 @@ class Choices:
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Context manager: choose the same again, whatever the scores are now."""
-        left = iter(self._made)
+        recorded = iter(self._made)
 
-        def repeat(chosen: Callable[[], Any], scores: torch.Tensor, dim: int) -> Any:
-            indices = next(left).long()
+        def repeat(_: Callable[[], Any], scores: torch.Tensor, dim: int) -> Any:
+            indices = next(recorded).long()
             return torch.return_types.topk((scores.gather(dim, indices), indices))
 
         with _Intercepted(repeat):
@@ -51,12 +51,12 @@ class _Intercepted(TorchFunctionMode):
     """Replaces the choices of the largest scores (N, E) along a dimension.
 
     Args:
-        choose: function of the original choice, the scores and the dimension that returns values and indices (N, K).
+        replacement: function of the original choice, the scores and the dimension that returns values and indices (N, K).
     """
 
-    def __init__(self, choose: Callable[[Callable[[], Any], torch.Tensor, int], Any]) -> None:
+    def __init__(self, replacement: Callable[[Callable[[], Any], torch.Tensor, int], Any]) -> None:
         super().__init__()
-        self._choose = choose
+        self._replacement = replacement
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -66,4 +66,4 @@ class _Intercepted(TorchFunctionMode):
             return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        return self._choose(lambda: func(*args, **kwargs), scores, dim)
+        return self._replacement(lambda: func(*args, **kwargs), scores, dim)
