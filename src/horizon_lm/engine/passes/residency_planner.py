@@ -204,17 +204,17 @@ class Rehearsal:
         self._hidden: torch.Tensor | None = None  # input of the first block for the whole batch, (B, T, H)
 
     def forward(self, index: int, call: BlockCall) -> Any:
-        """Return an output for a block. Raise ProbeDoneError at the last block, when all blocks are measured."""
-        structure = self._structures[index]
+        """Measure the first block of each structure. Return zeros in the shapes of a block's output; raise ProbeDoneError at the last."""
         if self._hidden is None:
             self._hidden = call.tensors[call.hidden]
+        structure = self._structures[index]
         if structure not in self._measured:
             self._measured[structure] = self._measure(index, call)
         if index == len(self._blocks) - 1:
             raise ProbeDoneError
-        outputs = self._measured[structure]
-        self._outputs[index] = [outputs]
-        return outputs.rebuild(outputs.imitate(self._num_rows))[0]
+        like = self._measured[structure]
+        self._outputs[index] = [like]
+        return like.rebuild(like.imitate(self._num_rows))[0]
 
     def _measure(self, index: int, call: BlockCall) -> RowOutputs:
         """Measure a block on the first micro-batch, which is the largest. Return the structure of its output."""
