@@ -12,7 +12,7 @@ import torch
 
 from horizon_lm.engine.calls.calls import Call
 from horizon_lm.engine.calls.chunked_losses import LogprobRun, LossRun, TokenLogprobs, WantedLogprobs
-from horizon_lm.engine.calls.chunked_outputs import aux_losses, by_name, with_loss
+from horizon_lm.engine.calls.chunked_outputs import as_token_logprobs, aux_losses, with_loss
 from horizon_lm.engine.calls.row_probe import RowProbe
 from horizon_lm.engine.passes.lockstep import run_together
 from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead
@@ -82,7 +82,7 @@ class ChunkedForward:
         ]
         values = compute(runs, [hidden for _, hidden in ran], outer)
         return [
-            by_name(names, of_call, each.labels.shape, aux_losses(self._parts.model, output))
+            as_token_logprobs(names, of_call, each.labels.shape, aux_losses(self._parts.model, output))
             for (output, _), of_call, each in zip(ran, values, inputs, strict=True)
         ]
 

@@ -11,14 +11,15 @@ from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.errors import MissingLogitsError
 
 
-def by_name(
+def as_token_logprobs(
     names: Sequence[str], values: Sequence[torch.Tensor], shape: torch.Size, aux_losses: Mapping[str, torch.Tensor]
 ) -> TokenLogprobs:
-    """Return flat values (B * T,) in the shape (B, T) of the labels, or None for values that were not computed."""
+    """Return named values (B * T,) as fields in the shape (B, T) of the labels, with the auxiliary losses."""
     found = {name: value.view(shape) for name, value in zip(names, values, strict=True)}
     # All values come from one autograd node, which marks every floating-point output as differentiable.
-    constant = {name: found[name].detach() for name in WITHOUT_GRADIENT if name in found}
-    return TokenLogprobs(**(found | constant), **aux_losses)
+    for name in found.keys() & set(WITHOUT_GRADIENT):
+        found[name] = found[name].detach()
+    return TokenLogprobs(**found, **aux_losses)
 
 
 def aux_losses(model: Any, output: Any) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from horizon_lm.device.slow_products import warn_of_slow_products
 from horizon_lm.engine.calls.calls import Call, arguments_of, modal_inputs, put_ignored_before
 from horizon_lm.engine.calls.chunked_forward import ChunkedForward
 from horizon_lm.engine.calls.chunked_losses import TokenLogprobs, WantedLogprobs
-from horizon_lm.engine.calls.chunked_outputs import aux_losses, by_name, without_labels
+from horizon_lm.engine.calls.chunked_outputs import as_token_logprobs, aux_losses, without_labels
 from horizon_lm.engine.calls.generation import GenerationMemory
 from horizon_lm.engine.calls.joint_calls import JointCalls, require_joint
 from horizon_lm.engine.calls.merging import MergingLayers
@@ -167,9 +167,7 @@ class ModelForward:
     # Forward
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one forward pass of the model through the engine, with the arguments of the model's own
-        forward method.
-        """
+        """Run one forward pass of the model through the engine, with the arguments of the model's own forward method."""
         self._warn_of_slow_products()
         with outside_inference_mode():
             return self._forward(arguments_of(self._signature, args, kwargs))
@@ -180,7 +178,7 @@ class ModelForward:
         if self.expects_mean_loss and has_labels and torch.is_grad_enabled():
             self._check_loss_scale(call)
         chunked = self._chunked_for(call) if has_labels else None
-        run = partial(self._whole, has_labels) if chunked is None else partial(self._chunked_losses, chunked)
+        run = partial(self._whole_logits, has_labels) if chunked is None else partial(self._chunked_losses, chunked)
         # Chunked and whole losses need different passes, so calls of the two kinds do not meet.
         return self.joint.compute(("loss", chunked is not None), call, run)
 
@@ -200,8 +198,8 @@ class ModelForward:
                 SummedLossWarning,
             )
 
-    def _whole(self, has_labels: bool, calls: list[Call]) -> list[Any]:
-        """Run one forward pass over all calls, as the model's own code does. Return the output of each."""
+    def _whole_logits(self, has_labels: bool, calls: list[Call]) -> list[Any]:
+        """Run one forward pass over all calls, with all logits, as the model's own code does. Return the output of each."""
         outputs = self._run(calls, lambda calls, outer: self._runner.call_all(calls))
         if self.statistics is not None and has_labels:
             for call, output in zip(calls, outputs, strict=True):
@@ -260,7 +258,7 @@ class ModelForward:
         values = logprobs_of_logits(logits.flatten(0, 1)[inputs.trained], labels, wanted.temperature, wanted.names)
         zeros = torch.zeros(inputs.labels.numel(), dtype=torch.float32, device=logits.device)
         by_token = [zeros.index_put((inputs.trained,), value) for value in values]  # (B * T,) each
-        return by_name(wanted.names, by_token, inputs.labels.shape, aux_losses(self.model, output))
+        return as_token_logprobs(wanted.names, by_token, inputs.labels.shape, aux_losses(self.model, output))
 
     def _add_statistics(self, logits: torch.Tensor, inputs: LossInputs) -> None:
         """Collect the statistics of a batch whose logits (B, T, V) were computed as a whole."""
