@@ -88,7 +88,8 @@ class StreamedModel:
         # Not within a pass, whose schedule and buffers are those of the engine that began it.
         if horizon.renew is not None and not horizon.engine.cursor.active:
             horizon.renew()
-        return self.__dict__["_horizon"]  # type: ignore[no-any-return]
+            horizon = self.__dict__["_horizon"]  # another one, if the adapters have changed
+        return horizon
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Mark all gradients empty; no memory is written."""
