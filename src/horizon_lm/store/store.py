@@ -270,14 +270,14 @@ class Store:
     @contextmanager
     def packing(self, name: str) -> Iterator[torch.Tensor]:
         """Context manager: yield memory for the bytes of a quantized parameter. Of several ranks, each keeps its part."""
-        slabs = self.units[self.unit_of[name]]
+        kept = self.packed(name)
         if self.shard.is_whole:
-            yield slabs.packed.bytes_of(name)
+            yield kept
             return
-        # Zeros, because the bytes between components are hashed, too.
-        packed, part = torch.zeros_like(slabs.packed.bytes_of(name)), slabs.packed.own_part(name)
+        packed = torch.zeros_like(kept)  # zeros, because the bytes between components are hashed, too
         yield packed
-        slabs.packed.bytes_of(name)[part] = packed[part]
+        own = self.units[self.unit_of[name]].packed.own_part(name)
+        kept[own] = packed[own]
 
     def weight(self, name: str) -> torch.Tensor:
         """Return the streamed half of a parameter: its part of the slab, as a tensor with a separate storage.
