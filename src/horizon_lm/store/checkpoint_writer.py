@@ -179,24 +179,20 @@ class _Exporter:
         return weight if weight.dtype == dtype else self._store.master(name).to(dtype)
 
 
-Shard = list[tuple[int, dict[str, torch.Tensor]]]  # unit index, and meta tensors of that unit in this file
+Shard = dict[int, dict[str, torch.Tensor]]  # by the index of a unit, its meta tensors in this file
 
 
 def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
-    """Assign tensors to files and return each file's tensors by file name. A tensor above the limit gets a separate
-    file.
-    """
-    shards: list[Shard] = [[]]
-    used = 0
+    """Assign tensors to files and return each file's tensors by file name. A tensor above the limit gets a separate file."""
+    shards: list[Shard] = [{}]
+    used = 0  # bytes of the last file
     for index, tensors in enumerate(plan):
         for name, tensor in tensors.items():
             size = tensor.numel() * tensor.element_size()
             if used and used + size > max_bytes:
-                shards.append([])
+                shards.append({})
                 used = 0
-            if not shards[-1] or shards[-1][-1][0] != index:
-                shards[-1].append((index, {}))
-            shards[-1][-1][1][name] = tensor
+            shards[-1].setdefault(index, {})[name] = tensor
             used += size
     if len(shards) == 1:
         return {_file_name("model.safetensors", variant): shards[0]}
@@ -214,7 +210,7 @@ def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
     """Write a safetensors file: length of the header, header, tensors in the header's order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for _, tensors in shard:
+    for tensors in shard.values():
         for name, tensor in tensors.items():
             end = position + tensor.numel() * tensor.element_size()
             header[name] = {
@@ -226,7 +222,7 @@ def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
     with new_file(disk, path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for index, tensors in shard:
+        for index, tensors in shard.items():
             values = source.unit(index)
             for name in tensors:
                 file.write(values[name].contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -239,13 +235,13 @@ def _write_index(disk: Disk, folder: Path, files: dict[str, Shard], num_params: 
         disk.remove(index)
         return
     weight_map = {name: file for file, shard in files.items() for name in _names(shard)}
-    total = sum(t.numel() * t.element_size() for shard in files.values() for _, ts in shard for t in ts.values())
+    total = sum(t.numel() * t.element_size() for shard in files.values() for ts in shard.values() for t in ts.values())
     content = {"metadata": {"total_parameters": num_params, "total_size": total}, "weight_map": weight_map}
     write_file(disk, index, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _names(shard: Shard) -> Iterator[str]:
-    for _, tensors in shard:
+    for tensors in shard.values():
         yield from tensors
 
 
