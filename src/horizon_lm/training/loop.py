@@ -88,7 +88,7 @@ class Loop:
         self.interrupts.finish_steps(self.saver.kept_artifacts)
         if point is None:
             self.evaluation.loss_before.value = self.evaluation.run(0)
-        elif not self.saver.finished.value:
+        elif not self.saver.step_is_complete.value:
             self.finish_step(step)
         self.ranks.train_in_step()
         return step

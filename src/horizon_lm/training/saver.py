@@ -20,7 +20,7 @@ from horizon_lm.training.run_state import Value
 
 
 class Saver(Part):
-    """Saves a run after a step. It is ``finished`` once all that follows the step is done, but for saving it."""
+    """Saves a run after a step. ``step_is_complete`` once all that follows the step is done, but for saving it."""
 
     def __init__(self, run: Run, training: Training) -> None:
         self._run, self._training, self._config = run, training, run.settings.config
@@ -30,7 +30,7 @@ class Saver(Part):
             save_checkpoint, model=training.model, optimizer=training.optimizer, arrays=training.objectives.reference,
             add_files=lambda part: write_side_files(part, run.tokenizer, session.run_dir.settings),
         )  # fmt: skip
-        self.finished = training.state.keep("finished", Value(True))
+        self.step_is_complete = training.state.keep("finished", Value(True))
         print_fn, point = session.reporter.print, run.settings.point
         self.checkpoints = RunCheckpoints(
             self._config, self._run_dir.path, print_fn, training.model, write, point, self._ranks
@@ -40,10 +40,10 @@ class Saver(Part):
         return self.saving_on_fault(step - 1)
 
     def after_update(self, step: int, loss: float, batch: Batch) -> None:
-        self.finished.value = False
+        self.step_is_complete.value = False
 
     def after_step(self, step: int, due: Intervals) -> None:
-        self.finished.value = True
+        self.step_is_complete.value = True
         if due.saves(step):
             self.save(step)
             self._run.session.callbacks.saved()
