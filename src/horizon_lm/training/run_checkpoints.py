@@ -112,10 +112,13 @@ class RunCheckpoints:
         """
         self.save(step, state)
         self.wait()
-        own = str(self.path(step)) if self.path(step) in self._kept else None
-        found = self._ranks.of_first("the checkpoint", own)  # which alone knows
-        if found is not None or elsewhere is None or self._ranks.mesh is not None:
-            return None if found is None else Path(found)
+        own = self.path(step)
+        # Of the first rank, because the run's folder of another one is a temporary one.
+        written = self._ranks.of_first("the checkpoint", str(own) if own in self._kept else None)
+        if written is not None:
+            return Path(written)
+        if elsewhere is None or self._ranks.mesh is not None:
+            return None
         try:
             self._write(elsewhere, state=state)
         except Exception as error:
