@@ -66,15 +66,21 @@ def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
             raise ConfigError(
                 f"lr_scheduler_kwargs: {name}: {given[name]:g}: is more than the {counted(num_steps, 'step')} of the run; set a smaller number"
             )
+    for step, share in _shares_of_peak(config, num_steps):
+        if not (isinstance(share, int | float) and 0 <= share <= 1 + 1e-9):
+            raise ConfigError(
+                f"lr_scheduler_kwargs: the learning rate of step {step + 1:,} would be {share:g} times learning_rate; correct them"
+            )
+
+
+def _shares_of_peak(config: RunConfig, num_steps: int) -> Iterator[tuple[int, Any]]:
+    """Yield steps of a run, counted from 0, with the share of its learning rate that the schedule gives them."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)
     scheduler = _build_scheduler(optimizer, config, num_steps)
     for step in range(0, num_steps, -(-num_steps // _RATES)):
         with _calling_schedule(config):
             share = scheduler.lr_lambdas[0](step)
-        if not (isinstance(share, int | float) and 0 <= share <= 1 + 1e-9):
-            raise ConfigError(
-                f"lr_scheduler_kwargs: the learning rate of step {step + 1:,} would be {share:g} times learning_rate; correct them"
-            )
+        yield step, share
 
 
 def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | None:
