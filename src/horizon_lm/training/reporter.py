@@ -137,10 +137,11 @@ class Reporter:
 
         Lines that were printed end with one of all work done, also if the last part needed no call.
         """
-        last_print, task, unfinished = time.perf_counter(), None, 0
+        task, last_print = None, time.perf_counter()
+        open_total = 0  # the total of the last line, if that was not of all work
 
         def advance(done: int, total: int) -> None:
-            nonlocal last_print, task, unfinished
+            nonlocal task, last_print, open_total
             if self._bar is not None:
                 with self.attempt("the progress bar"):
                     if task is None:
@@ -148,12 +149,12 @@ class Reporter:
                         self._bar.start()
                     self._bar.update(task, completed=done)
             elif time.perf_counter() - last_print > _PROGRESS_SECONDS:
-                last_print, unfinished = time.perf_counter(), total if done < total else 0
+                last_print, open_total = time.perf_counter(), total if done < total else 0
                 self.print(f"{label}: {done:,} of {total:,}")
 
         yield advance
-        if unfinished:
-            self.print(f"{label}: {unfinished:,} of {unfinished:,}")
+        if open_total:
+            self.print(f"{label}: {open_total:,} of {open_total:,}")
         if task is not None:
             with self.attempt("the progress bar"):
                 self._bar.remove_task(task)
