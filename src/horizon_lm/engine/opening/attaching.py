@@ -43,19 +43,15 @@ def _streamed_class(cls: Any) -> Any:
         if torch.compiler.is_compiling():
             _reject_compile()
         wanted = kwargs.pop(WANTED, None)
-        return (
-            self._horizon.forward(args, kwargs)
-            if wanted is None
-            else self._horizon.token_logprobs(args, kwargs, wanted)
-        )
+        if wanted is None:
+            return self._horizon.forward(args, kwargs)
+        return self._horizon.token_logprobs(args, kwargs, wanted)
 
     def new(_: Any, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)  # a new model is not streamed
 
-    for name in functools.WRAPPER_ASSIGNMENTS:
-        if hasattr(cls.forward, name):
-            setattr(forward, name, getattr(cls.forward, name))
-    # Without __wrapped__, through which other code would bypass this function.
+    functools.update_wrapper(forward, cls.forward, updated=())
+    del forward.__wrapped__  # type: ignore[attr-defined]  # through which other code would bypass this function
     forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
     namespace = {
         "__module__": cls.__module__,
@@ -68,7 +64,7 @@ def _streamed_class(cls: Any) -> Any:
     return type(cls.__name__, (mixed_in, cls), namespace)
 
 
-def _registered(store: Store) -> list[torch.Tensor]:
+def _copied_slabs(store: Store) -> list[torch.Tensor]:
     """Return the host memory of a store that is copied to the device."""
     return [
         slab for each in store.units.values() for slab in (each.weights[each.own], each.packed.data[each.packed.own])
@@ -95,10 +91,9 @@ def attach(
     if isinstance(model, StreamedModel):
         raise StreamingError("the model is streamed already")
     engine = Engine(parts, store, device, options, mesh)
-    slabs = _registered(store)
     # Memory that the model had before is registered already.
-    kept = {slab.data_ptr() for slab in _registered(before)} if before else ()
-    device.register_host([slab for slab in slabs if slab.numel() and slab.data_ptr() not in kept])
+    registered = {slab.data_ptr() for slab in _copied_slabs(before)} if before else ()
+    device.register_host([slab for slab in _copied_slabs(store) if slab.numel() and slab.data_ptr() not in registered])
     plain = {name: ref.param for name, ref in engine.refs.items() if name not in store.codecs and ref.param.numel()}
     assert all(param.data_ptr() == store.weight(name).data_ptr() for name, param in plain.items())
     engine.access.adopt_parameters()
