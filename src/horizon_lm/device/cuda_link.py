@@ -197,7 +197,7 @@ class CudaLink:
         return place
 
     def land_rows(self, table: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, add: bool) -> SquaredNorm:
-        """Land rows (R, H) in a table (V, H). They are not contiguous there, so host threads scatter them."""
+        """Land rows (R, H) in a table (V, H). They are not contiguous there, so host threads scatter and round them."""
         total = 0.0
         for s, r in zip(*_split_rows(source, rows), strict=True):
             staging, event = self._transport.stage(s.numel(), source.dtype)

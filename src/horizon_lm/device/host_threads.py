@@ -89,10 +89,10 @@ class _State:
         self.changed = threading.Condition()
         self.link = link
         self.queue: deque[_Job] = deque()  # jobs with moves that no thread has taken
-        self.unfinished: dict[int, _Job] = {}
-        self.limit = limit
-        self.active = 0
-        self.closed = False
+        self.unfinished: dict[int, _Job] = {}  # by the id of the task, also while it runs
+        self.limit = limit  # threads that may run moves at the same time
+        self.active = 0  # threads that do
+        self.closed = False  # no further move starts
         self.trace: Trace | None = None
 
     def has_work(self) -> bool:
@@ -127,9 +127,7 @@ class HostPool:
         trace: Trace | None = None,
         urgent: bool = False,
     ) -> None:
-        """Run a task's moves after those of earlier tasks, once ``wait_until_ready`` has returned. An urgent task goes
-        first.
-        """
+        """Run a task's moves after those of earlier tasks, once ``wait_until_ready`` has returned. An urgent task goes first."""
         assert task.moves is not None
         if not task.moves:
             task.finish()
