@@ -157,7 +157,7 @@ def _problem(name: str, hint: Any, value: Any) -> str:
         return "" if isinstance(value, str) else "it must be a string"
     if hint in (int, float):
         if not _is_amount(value) or (hint is int and value != int(value)):
-            return "it must be a non-negative number, or 0 if unknown"
+            return f"it must be a non-negative {'whole ' if hint is int else ''}number, or 0 if unknown"
         return "a step cannot be simulated without it" if name in _NEEDED and not value else ""
     if hint == Mapping[str, str]:
         fits = isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
