@@ -58,13 +58,13 @@ class Store:
         self.precision, self.codecs, self.shard = precision, dict(codecs or {}), shard
         self.in_float32 = frozenset(in_float32)
         self.units = {
-            unit: UnitSlabs(tensors, self._codecs_of(tensors), shard, unit == EMBED)
+            unit: UnitSlabs(tensors, self.codecs, shard, is_table=unit == EMBED)
             for unit, tensors in _slabs_of(shapes, self.in_float32).items()
         }
-        # Asked for in every pass.
-        self._parts = {unit: self._find_parts(unit) for unit in self.units if not unit.is_float32}
-        self.frozen = frozenset(unit for unit in self.units if unit.home in frozen)
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
+        self.frozen = frozenset(unit for unit in self.units if unit.home in frozen)
+        self._parts = {unit: self._find_parts(unit) for unit in self.units if not unit.is_float32}  # used in every pass
+
         self.source_dtypes: dict[str, torch.dtype] = {}  # of the files that weights were read from
         self.source_buffers: dict[str, torch.Tensor] = {}  # buffers as they were in a file, in another dtype than now
         self.decoded_dtypes: dict[str, torch.dtype] = {}  # of weights that were read quantized
@@ -94,9 +94,6 @@ class Store:
             found["packed_weights"] = used_bytes([each.packed.own for each in slabs], 1)
         found["low_halves"] = used_bytes([each.own for each in slabs if each.low is not None], torch.int16.itemsize)
         return found
-
-    def _codecs_of(self, names: Iterable[str]) -> dict[str, Codec]:
-        return {name: self.codecs[name] for name in names if name in self.codecs}
 
     def precision_of(self, unit: Unit) -> Precision:
         """Return the storage mode of a unit's slabs."""

@@ -79,7 +79,7 @@ class UnitSlabs:
 
     Args:
         shapes: shapes of its tensors, by full parameter name.
-        codecs: the codecs of those that are quantized.
+        codecs: the codecs of those that are quantized, and maybe of tensors of other units.
         shard: the range of the slabs that this rank owns. The others have addresses, but no memory.
         is_table: the unit is a table, of which whole rows are owned and updated.
 
