@@ -110,13 +110,38 @@ def test_the_plan_says_what_generating_costs(
     assert not list(TrainerPlan(model, arguments(tmp_path, SFTConfig), LENGTH).generation_lines(plan))
 
 
-@pytest.mark.parametrize("settings", [{"save_only_model": True}, {}], ids=str)
+BEST = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save_only_model": True},
+        {},
+        {"save_steps": 3},
+        BEST,
+        BEST | {"eval_steps": 0.5},
+    ],
+    ids=str,
+)
 def test_disk_of_checkpoints(tmp_path: Path, settings: dict[str, Any]) -> None:
     model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master")
-    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, learning_rate=1e-3, **settings)
-    trainer = horizon_lm.trainer(Trainer)(model, args, train_dataset=rows())
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    args = arguments(tmp_path, **given | settings)
+    trainer = horizon_lm.trainer(Trainer)(model, args, train_dataset=rows(), eval_dataset=rows())
     planned = horizon_lm.plan(model, args, length=16)
     trainer.train()
     trainer.save_model()
     weights = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert weights == pytest.approx(planned.disk.num_bytes, rel=0.15)  # headers and padding of a tiny model
+
+
+def test_disk_has_room_for_the_best_checkpoint_and_the_newest(tmp_path: Path) -> None:
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="fp32_master")
+
+    def planned(limit: int, **settings: Any) -> int:
+        args = arguments(tmp_path, max_steps=9, save_total_limit=limit, **BEST | settings)
+        return horizon_lm.plan(model, args, length=16).disk.num_bytes
+
+    assert planned(1) < planned(1, load_best_model_at_end=True) == planned(2)
+    assert planned(3) == planned(3, load_best_model_at_end=True)

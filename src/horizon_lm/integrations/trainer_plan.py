@@ -122,19 +122,23 @@ class TrainerPlan:
         return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
 
     def _saves(self) -> Saves:
-        """Return how often the trainer saves, and what it keeps."""
-        args, num_steps = self._args, self._num_steps
-        strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-        if strategy == "steps" and num_steps is not None:
-            num = num_steps // int(
-                args.save_steps if args.save_steps >= 1 else max(1, int(args.save_steps * num_steps))
-            )
-        elif strategy == "epoch":
-            num = math.ceil(args.num_train_epochs)
+        """Return how often the trainer saves, if each evaluation finds a better model, and what it keeps."""
+        args = self._args
+        if args.save_strategy == "best":
+            num = self._num_times(args.eval_strategy, args.eval_steps)
         else:
-            num = int(strategy == "best")
-        kept = min(num, args.save_total_limit or num)
-        return Saves(num=num, kept=kept, only_model=args.save_only_model, with_model=True)
+            num = self._num_times(args.save_strategy, args.save_steps)
+        # The newest is kept in any case, and the best one if it is loaded at the end.
+        limit = args.save_total_limit and max(args.save_total_limit, 1 + args.load_best_model_at_end)
+        return Saves(num=num, kept=min(num, limit or num), only_model=args.save_only_model, with_model=True)
+
+    def _num_times(self, strategy: str, interval: float) -> int:
+        """Return how often the trainer saves or evaluates by a strategy: also after the last step."""
+        if strategy == "epoch":
+            return math.ceil(self._args.num_train_epochs)
+        if strategy == "no" or self._num_steps is None:
+            return 0
+        return math.ceil(self._num_steps / (interval if interval >= 1 else max(1, int(interval * self._num_steps))))
 
 
 class _StreamedCodecs:
