@@ -586,6 +586,13 @@ def test_processes_of_this_machine_are_planned_without_times(run_file: Path) -> 
 
 
 @pytest.mark.usefixtures("small_models")
+@pytest.mark.parametrize("device", ["cpu", "rtx-3090"])
+def test_largest_models_without_an_amount_are_those_of_a_stated_limit(device: str) -> None:
+    (row,) = plan("--largest", "--device", device)["rows"]
+    assert re.fullmatch(r"\d+\.\d\d [GT]iB \([^()]+\)", row["host_memory"])
+
+
+@pytest.mark.usefixtures("small_models")
 def test_largest_models_of_several_gpus() -> None:
     largest = ("plan", "--largest", "--device", "rtx-3090", "--host-memory", "32GB", "--gpus", "2", "--json")
     result = run(*largest)

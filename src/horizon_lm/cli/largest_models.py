@@ -16,7 +16,7 @@ from horizon_lm.planning.host_memory import SAVED_BYTES
 from horizon_lm.planning.request import Machine
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import Source, open_source
-from horizon_lm.quantities import counted
+from horizon_lm.quantities import counted, format_bytes
 
 MODES: dict[str, dict[str, str]] = {
     "fp32_master": {"precision": "fp32_master", "moments": "float32", "update_in_backward": "false"},
@@ -114,7 +114,8 @@ def plan_largest(
             limited = run if num_bytes is None else run.model_copy(update={"host_memory": num_bytes})
             placed, machine = place_run(limited, hardware, size)
             cells.append(search.largest(placed, machine, size))
-        rows.append((amount or f"{machine.host_limits[0].name}", cells))
+        limit = machine.host_limits[0]
+        rows.append((amount or f"{format_bytes(limit.num_bytes)} ({limit.name})", cells))
     shape = f"{counted(run.rows_per_step * size.num_ranks, 'row')} of {run.max_length:,} tokens"
     return LargestTable(machine.name, shape, list(MODES), rows)
 
