@@ -56,6 +56,39 @@ def test_a_preference_trainer_computes_its_reference_before_training(tmp_path: P
     assert "ref_chosen_logps" in trainer.train_dataset.column_names
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_reference_is_the_model_with_its_present_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL precomputes the same one. By default it loads that of the model's folder, which a given reference is, too."""
+    folder, trained = tiny.save_model(tmp_path / "model"), {}
+    for kind in ("plain", "streamed", "plain of the folder", "streamed of the folder"):
+        is_plain, of_folder = kind.startswith("plain"), kind.endswith("folder")
+        model = (plain if is_plain else streamed)(folder)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.5)
+        more = {"ref_model": streamed(folder)} if of_folder and not is_plain else {}
+        if is_plain and not of_folder:
+            more["precompute_ref_log_probs"] = True
+        cls = trl.DPOTrainer if is_plain else horizon_lm.trainer(trl.DPOTrainer)
+        trained[kind] = make("dpo with a reference", cls, model, tmp_path / kind, **more)
+        printed = capsys.readouterr().out
+        assert ("the reference is the model with its present weights" in printed) == (kind == "streamed")
+        trained[kind].train()
+    lines = {kind: history(each) for kind, each in trained.items()}
+    assert difference(lines["plain"], lines["streamed"], 1e-5) is None
+    assert difference(lines["plain of the folder"], lines["streamed of the folder"], 1e-5) is None
+    assert difference(lines["streamed"], lines["streamed of the folder"], 1e-5) is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_without_a_folder_has_no_reference_to_load(tmp_path: Path) -> None:
+    model = horizon_lm.stream(tiny.build_model(len(tiny.build_tokenizer())), precision="float32")
+    with pytest.raises(ConfigError, match=r"this model has none; write it with model\.save_pretrained\(folder\)"):
+        make("grpo with a reference", horizon_lm.trainer(trl.GRPOTrainer), model, tmp_path)
+
+
 def with_adapters(model: Any) -> Any:
     """Return a model with adapters that are not zero."""
     torch.manual_seed(1)

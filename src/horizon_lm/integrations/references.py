@@ -41,7 +41,10 @@ def prepare_reference(arguments: Mapping[str, Any]) -> None:
         readable = readable and all(each.cache_files for each in given)
     if getattr(args, PRECOMPUTE, None) is False and readable and arguments.get("ref_model") is None:
         setattr(args, PRECOMPUTE, True)
-        print(f"{PRECOMPUTE}=True: the reference is computed once before training, and takes no memory then")
+        print(
+            f"{PRECOMPUTE}=True: the reference is the model with its present weights, computed once before training, and takes no "
+            "memory then"
+        )
 
 
 def _eval_sets(dataset: Any) -> list[Any]:
@@ -57,6 +60,12 @@ def streamed_like(model: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
     def replace_loader(_original: Callable[..., Any]) -> Callable[..., Any]:
         def load(name: str, *_classes: Any, **kwargs: Any) -> Any:
+            if not name:
+                raise ConfigError(
+                    "TRL loads the reference from the folder or hub id of the model, and this model has none; write it with "
+                    "model.save_pretrained(folder) and open it with horizon_lm.from_pretrained(folder), or leave the reference "
+                    "out (beta=0)"
+                )
             options = {key: kwargs[key] for key in ("trust_remote_code", "revision") if kwargs.get(key)}
             reference = from_pretrained(name, str(engine.device.torch_device), precision, **options)
             return reference.requires_grad_(False)
