@@ -7,6 +7,7 @@ import pytest
 from transformers import Trainer
 
 import horizon_lm
+from horizon_lm.errors import StreamingError
 from horizon_lm.integrations.held_batches import HeldBatches
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
@@ -63,3 +64,30 @@ def test_a_failing_batch_ends_the_step_and_not_the_trainer(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="cannot be used"):
         train(cls, model, tmp_path / "failing", eval_strategy="no")
     train(HeldTrainer, model, tmp_path / "again", eval_strategy="no")
+
+
+@pytest.mark.parametrize("use", ["read", "drop"])
+def test_gradients_between_the_micro_batches_of_a_step_are_rejected(tmp_path: Path, use: str) -> None:
+    """A plain trainer has the gradients of the first micro-batches there; none would be a silent difference."""
+
+    class Base(Trainer):
+        def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(model, *args, **kwargs)
+            for param in model.parameters():
+                if use == "drop":
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.mul_(0.5)
+            return loss
+
+    cls = type("Changing", (HeldBatches, Base), {})
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
+    with pytest.raises(StreamingError, match="no gradients between them; read or change gradients in a callback"):
+        train(cls, model, tmp_path / "held", eval_strategy="no")
+    assert next(model.parameters()).grad is None  # the step has ended
+    plain = tiny_models.build("llama")
+    expected = train(Base, plain, tmp_path / "plain", eval_strategy="no", gradient_accumulation_steps=1)
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
+    got = train(cls, model, tmp_path / "single", eval_strategy="no", gradient_accumulation_steps=1)
+    assert difference(history(expected), history(got), 1e-5) is None
+    assert difference(copied_weights(plain), copied_weights(model), 1e-5) is None

@@ -8,11 +8,12 @@ import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from horizon_lm.engine.passes.lockstep import run_together
+from horizon_lm.engine.streamed import engine_of, is_streamed
 from horizon_lm.model.active_adapters import StatePerMember
 
 _computing: ContextVar[bool] = ContextVar("a held loss is being computed", default=False)
@@ -36,6 +37,8 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         compute = partial(_compute, compute_loss, self, model, inputs, **kwargs)
         # A loss may depend on whether its micro-batch is the last one.
         held = self._held = [*(self._held or ()), (compute, partial(state._set_sync_gradients, synchronizes))]
+        access = engine_of(self.model).access
+        access.holds_losses = not synchronizes
         if not synchronizes:
             return torch.zeros((), device=self.args.device, requires_grad=True)
         self._held = None
@@ -88,7 +91,12 @@ class HeldBatches:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, without what an interrupted step before has held back."""
         self._held = None
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            model = cast(Any, self).model
+            if is_streamed(model):
+                engine_of(model).access.holds_losses = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Hold back the losses of a subclass that computes its own, as a whole."""

@@ -43,6 +43,10 @@ class ParameterOwner(Protocol):
         """Wait for updates of weights before a weight is read or written."""
         ...
 
+    def require_known_grad(self, param: nn.Parameter) -> None:
+        """Raise StreamingError if a gradient is read or written before the losses of its step are computed."""
+        ...
+
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Wait until a gradient has landed, before it is read or written."""
         ...
@@ -122,6 +126,8 @@ class StreamedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         owner, grad = self.owner(), landing_grad(self)
+        if owner is not None:
+            owner.require_known_grad(self)
         # Without waiting, because what is returned has no values.
         if owner is not None and owner.has_parts:
             return None if grad is None else PartOfGrad.of(grad)
@@ -133,6 +139,8 @@ class StreamedParameter(nn.Parameter):
         # The old gradient must have landed before another one takes its place. Of several ranks, each has a part:
         # other code may drop a gradient, but set none.
         owner = self.owner()
+        if owner is not None:
+            owner.require_known_grad(self)
         if owner is None or not owner.has_parts:
             self._hand_out_grad()
         elif value is None:

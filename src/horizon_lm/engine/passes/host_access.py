@@ -11,7 +11,13 @@ from horizon_lm.errors import StreamingError
 
 
 class HostAccess:
-    """The owner of the streamed parameters, which they ask before other code reads or writes them."""
+    """The owner of the streamed parameters, which they ask before other code reads or writes them.
+
+    Attributes:
+        holds_losses: losses of the step are held back, to be computed later, so its gradients are not known yet.
+    """
+
+    holds_losses = False
 
     def __init__(self, engine: Machinery, running: Running) -> None:
         self._of = weakref.ref(engine)  # which owns this object
@@ -66,6 +72,15 @@ class HostAccess:
             engine.updates.wait(engine.cursor.update_tasks())
         else:
             engine.updates.finish()
+
+    def require_known_grad(self, param: nn.Parameter) -> None:
+        """Raise StreamingError if losses of the step are held back, before other code reads or writes a gradient."""
+        if self.holds_losses:
+            raise StreamingError(
+                f"{self.engine.name_of(param)}.grad: the micro-batches of a step are computed together, after its last one, so there "
+                "are no gradients between them; read or change gradients in a callback's on_pre_optimizer_step, or set "
+                "gradient_accumulation_steps=1"
+            )
 
     def hand_out_grad(self, param: nn.Parameter) -> None:
         """Wait until a gradient has landed and no update reads it, before other code reads or writes it."""
