@@ -21,8 +21,8 @@ CLS = horizon_lm.trainer(Trainer)
 BETWEEN = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}  # an epoch has four steps
 
 
-def build(precision: str = "float32", **config: Any) -> Any:
-    return horizon_lm.stream(tiny_models.build("llama", **config), precision=precision)
+def build(precision: str = "float32", family: str = "llama", **config: Any) -> Any:
+    return horizon_lm.stream(tiny_models.build(family, **config), precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,8 @@ def test_the_folder_is_an_ordinary_one_and_nothing_of_ours_is_pickled(
     assert [Path(file).name for file in loaded] == ["rng_state.pth"]  # by transformers, with weights_only
 
 
-def test_best_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral"])  # whose folder has other names than the model
+def test_best_model(tmp_path: Path, family: str) -> None:
     settings = BETWEEN | {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -90,7 +91,7 @@ def test_best_model(tmp_path: Path) -> None:
         def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             kept[state.global_step] = masters(model)
 
-    trainer = train(CLS, build("fp32_master"), tmp_path, **settings, callbacks=[Keep()])
+    trainer = train(CLS, build("fp32_master", family), tmp_path, **settings, callbacks=[Keep()])
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
     assert difference(masters(trainer.model), kept[6], 0.0) is not None
     assert difference(masters(trainer.model), kept[2], 0.0) is None
