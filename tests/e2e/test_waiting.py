@@ -4,14 +4,17 @@ import io
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from horizon_lm.cli import plan, waiting
+from horizon_lm import waiting
 from horizon_lm.cli.largest_models import MODES, plan_largest
 from horizon_lm.cli.plan_arguments import Size
-from horizon_lm.cli.waiting import announced
+from horizon_lm.waiting import announced
+from tests.e2e import tiny
 from tests.e2e.command import run
 
 
@@ -54,16 +57,37 @@ def test_a_short_wait_and_a_log_show_nothing(
     assert stream is None or not stream.getvalue()
 
 
-def test_imports_and_arithmetic_of_a_plan_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What commands announce."""
+    texts: list[str] = []
 
     def record(text: str) -> AbstractContextManager[Any]:
-        said.append(text)
+        texts.append(text)
         return nullcontext()
 
-    monkeypatch.setattr(plan, "announced", record)
+    for name in ("cli.plan", "cli.train", "training.train"):
+        monkeypatch.setattr(import_module(f"horizon_lm.{name}"), "announced", record)
+    return texts
+
+
+def test_imports_and_arithmetic_of_a_plan_are_announced(said: list[str]) -> None:
     assert run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200").exit_code == 0
     assert said == ["planning..."]
+
+
+def test_the_start_of_a_run_is_announced(said: list[str], tmp_path: Path) -> None:
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(2))
+    given = {
+        "model_name_or_path": tiny.save_model(tmp_path / "model"),
+        "datasets": rows,
+        "output_dir": tmp_path / "run",
+        "device": "cpu",
+        "max_steps": 1,
+    }
+    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    assert run("train", *arguments).exit_code == 0
+    assert said == ["starting...", "planning..."]
 
 
 def test_each_search_for_the_largest_models_is_announced() -> None:

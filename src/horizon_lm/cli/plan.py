@@ -11,12 +11,12 @@ from horizon_lm.cli import common
 from horizon_lm.cli.common import exits, without_garbage_collection
 from horizon_lm.cli.names import name_lines
 from horizon_lm.cli.plan_arguments import Size, other_hardware, read_amounts, read_arguments
-from horizon_lm.cli.waiting import announced
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.catalog import published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
 from horizon_lm.planning.render import plan_as_json, plan_lines
 from horizon_lm.visible import visible
+from horizon_lm.waiting import announced
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from horizon_lm.cli.common import Model, exits, run_arguments
+from horizon_lm.waiting import announced
 
 
 @exits
@@ -32,8 +33,9 @@ def train(
 
         with failing_together():
             config = read_run_config(*run_arguments(run, model=model))
+        from horizon_lm.training.train import train as run_training
     else:
-        config = read_run_config(*run_arguments(run, model=model))
-    from horizon_lm.training.train import train as run_training
-
+        with announced("starting..."):
+            config = read_run_config(*run_arguments(run, model=model))
+            from horizon_lm.training.train import train as run_training
     run_training(config)

@@ -1,6 +1,7 @@
 """A training run, from its settings to an exported model: prepare it, build its parts, and run its loop."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
 from horizon_lm.training.samples import SamplePrompts
 from horizon_lm.training.second_place import SecondPlace
+from horizon_lm.waiting import announced
 
 
 def train(
@@ -126,7 +128,10 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     require_sane_schedule(config, num_steps)
     intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
     prompts = SamplePrompts(config, tokenizer)
-    plan = admission.admit(data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest)
+    with announced("planning...") if ranks.is_first else nullcontext():
+        plan = admission.admit(
+            data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest
+        )
     reporter.print(*summary_lines(plan))
     settings = RunSettings(given, point, apply_plan(config, plan), plan)
     if point is not None:
