@@ -123,9 +123,8 @@ class TiledBackward:
         run(differentiate)
         if is_trained:
             slot.zero_the_rest()
-            if (
-                engine.memory.accumulates
-            ):  # as the sums of a whole block, so that later ones are added to the same numbers
+            if engine.memory.accumulates:
+                # As the sums of a whole block are, so that a later backward pass adds to the same numbers.
                 slot.round_to(engine.store.precision.grad_dtype)
         adapters.zero_the_rest()
         self.written |= slot.written
