@@ -1,7 +1,8 @@
 """``horizon-lm train``: train a model."""
 
 import os
-from typing import Annotated
+from contextlib import AbstractContextManager
+from typing import Annotated, Any
 
 import typer
 
@@ -28,14 +29,12 @@ def train(
     if settings:
         print(describe_settings())
         return
+    starting: AbstractContextManager[Any] = announced("starting...")
     if "RANK" in os.environ:  # one of several processes; torch is imported late otherwise
         from horizon_lm.distributed.rendezvous import failing_together
 
-        with failing_together():
-            config = read_run_config(*run_arguments(run, model=model))
+        starting = failing_together()
+    with starting:
+        config = read_run_config(*run_arguments(run, model=model))
         from horizon_lm.training.train import train as run_training
-    else:
-        with announced("starting..."):
-            config = read_run_config(*run_arguments(run, model=model))
-            from horizon_lm.training.train import train as run_training
     run_training(config)
