@@ -1,5 +1,7 @@
 """Targets of conversations with unusual templates, tokenizers or answers."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,15 +195,58 @@ def test_spaces_around_marked_answers(answer: str) -> None:
     assert trained_text(tokenizer, row) == f"{answer}no"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
-def test_the_file_of_a_template_that_locates_calls_is_named(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
+@pytest.mark.parametrize("text", ["", "Let me look."])
+def test_calls_of_a_template_without_a_training_version(name: str, text: str) -> None:
+    """Llama 3.1 prints a call in a form of its own, and drops a text before it, which is reported."""
+    trl = pytest.importorskip("trl.chat_template_utils")
+    template = (Path(trl.__file__).with_name("chat_templates") / f"{name}.jinja").read_text()
+    tokenizer = build_tokenizer(template)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]}
+    )
+    turns = [USER, {**ROUND[1], "content": text}, *ROUND[2:], USER, {**ROUND[1], "content": ""}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    row = ChatRenderer(tokenizer).render(Conversation(turns, tools=tools))
+    call = f'{{"name": "f", "parameters": {json.dumps(CALL["function"]["arguments"], ensure_ascii=False)}}}<|eot_id|>'
+    assert trained_text(tokenizer, row) == f"{call}{ROUND[3]['content']}<|eot_id|>{call}"
+    assert (row.has_end, row.is_complete) == (True, not text)
+
+
+def without_marks(template: str) -> str:
+    """Return a template without marks, which opens a turn of the assistant if it is asked to."""
+    text = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    return text + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+def test_located_calls_are_the_marked_ones() -> None:
+    template = with_calls("call.function.name + ' ' + call.function.arguments.city")
+    assert trained(without_marks(template), ROUND * 2) == trained(template, ROUND * 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda template: "{{ messages | length }}" + template, "tool calls cannot be located"),
+        (lambda template: template.replace("add_generation_prompt", "false"), "tool calls cannot be located"),
+        (lambda template: template.replace("{{ message['content'] }}", "{{ message['content'] | upper }}"), "is not in"),
+        (lambda template: "{% if messages[-1].role != 'assistant' %}{{ raise_exception('?') }}{% endif %}" + template, "tool calls"),
+    ],
+    ids=["the start is printed in another way", "no opening", "an answer is changed", "a start is rejected"],
+)  # fmt: skip
+def test_calls_whose_place_is_not_certain(changed: Callable[[str], str], message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        trained(changed(without_marks(with_calls("call.function.name"))), ROUND)
+
+
+def test_the_file_of_a_template_that_locates_calls_is_named() -> None:
     """TRL's version renders thinking in other places, so it is not used by itself; with it, the row is trained on."""
     trl = pytest.importorskip("trl.chat_template_utils")
     folder = Path(trl.__file__).with_name("chat_templates")
     with pytest.raises(RowError, match=r"tool calls cannot be located .* set chat_template_path: ") as error:
-        ChatRenderer(build_tokenizer((folder / f"{name}.jinja").read_text())).render(Conversation(ROUND))
+        ChatRenderer(build_tokenizer((folder / "qwen3.jinja").read_text())).render(Conversation(ROUND))
     named = Path(str(error.value).rpartition("chat_template_path: ")[2])
-    assert named == folder / f"{name}_training.jinja"
+    assert named == folder / "qwen3_training.jinja"
     tokenizer = build_tokenizer(named.read_text())
     answers = trained_text(tokenizer, ChatRenderer(tokenizer).render(Conversation(ROUND)))
     assert "Zürich" in answers

@@ -11,7 +11,7 @@ from functools import partial
 
 from horizon_lm.data.conversations import Message, RowError
 
-_USE_MARKS = "use a template with {% generation %} marks"
+USE_MARKS = "use a template with {% generation %} marks"
 
 Span = tuple[int, int]
 
@@ -49,8 +49,6 @@ def locate_answers(
     Raises:
         RowError: an answer is not in the text, or could be in several places.
     """
-    if any(message.get("tool_calls") for message in messages):
-        raise RowError(f"tool calls cannot be located in the rendered conversation; {_USE_MARKS}")
     find = _place_by_search if ends is None else partial(_place_by_ends, ends=ends)
     placed, spans, last = find(text, messages, style), [], -1
     for index, (start, end) in sorted(placed.items()):
@@ -65,10 +63,11 @@ def locate_answers(
     return spans
 
 
-def _changed(content: str) -> RowError:
+def changed_answer(content: str) -> RowError:
+    """Return the error for an answer that the template does not render as it is."""
     return RowError(
         f"the assistant's answer {shorten(content)} is not in the rendered conversation, because the chat "
-        f"template changes it; {_USE_MARKS}"
+        f"template changes it; {USE_MARKS}"
     )
 
 
@@ -86,7 +85,7 @@ def _place_by_ends(
         if start >= 0 and text[start : start + len(content)] == content:
             placed[index] = (start, start + len(content))
         elif is_answer:
-            raise _changed(content)
+            raise changed_answer(content)
     return placed
 
 
@@ -101,7 +100,7 @@ def _place_by_search(text: str, messages: Sequence[Message], style: TemplateStyl
         if messages[index]["role"] == "assistant" and early[index] != late[index]:
             raise RowError(
                 f"the assistant's answer {shorten(contents[index])} (message {index + 1}) occurs in several places "
-                f"of the rendered conversation, so its tokens are ambiguous; reword or drop the row, or {_USE_MARKS}"
+                f"of the rendered conversation, so its tokens are ambiguous; reword or drop the row, or {USE_MARKS}"
             )
     return {index: (early[index], early[index] + len(contents[index])) for index in anchors}
 
@@ -115,7 +114,7 @@ def _rendered_content(text: str, message: Message, trims: bool) -> str:
         content = content.strip()
     if content in text or message["role"] != "assistant":
         return content if content in text else ""
-    raise _changed(content)
+    raise changed_answer(content)
 
 
 def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:
@@ -126,7 +125,7 @@ def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict
         if starts[index] < 0:
             raise RowError(
                 f"message {index + 1} {shorten(contents[index])} is out of order in the rendered conversation; drop "
-                f"the row, or {_USE_MARKS}"
+                f"the row, or {USE_MARKS}"
             )
         position = starts[index] + len(contents[index])
     return starts

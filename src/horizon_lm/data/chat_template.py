@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.answer_spans import Span, TemplateStyle, locate_answers
+from horizon_lm.data.answer_spans import USE_MARKS, Span, TemplateStyle, locate_answers
 from horizon_lm.data.conversations import Conversation, Message, RowError, has_content
 from horizon_lm.data.template_coverage import RenderedConversation, argument_variants, render_checked
 from horizon_lm.data.template_limits import limit_templates
 from horizon_lm.data.trl_compat import training_template, training_template_file
+from horizon_lm.data.turn_prefixes import locate_turns
 from horizon_lm.errors import ConfigError, first_line
 
 
@@ -92,6 +93,7 @@ class ChatRenderer:
         self._tokenizer = with_offsets(tokenizer)
         self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
+        self._special_tokens = tokenizer.convert_ids_to_tokens(self._special_ids.tolist())
         self._styles: dict[str, TemplateStyle] = {}
 
     def render(self, conversation: Conversation) -> TokenizedConversation:
@@ -118,12 +120,20 @@ class ChatRenderer:
         for variant in argument_variants(conversation) if self._training is not None else ():
             if self._training_template_matches(variant, found.text):
                 return self._tokenize_with_marks(variant, self._training)
-        style = self._template_style(conversation)
         try:
-            spans = locate_answers(found.text, found.messages, style, found.ends)
+            spans = self._locate(found)
         except RowError as error:
             raise RowError(f"{error}{self._marked_template()}") from error
         return self._tokenize_with_spans(found.text, spans)
+
+    def _locate(self, found: RenderedConversation) -> list[Span]:
+        """Return the character spans of the assistant's turns in a rendered conversation, without their end-of-turn tokens."""
+        style = self._template_style(found.conversation)
+        if not any(message.get("tool_calls") for message in found.conversation.messages):
+            return locate_answers(found.text, found.messages, style, found.ends)
+        if not style.opening:  # so that the header of a turn cannot be told from what follows
+            raise RowError(f"tool calls cannot be located in the rendered conversation; {USE_MARKS}")
+        return locate_turns(found.text, found.conversation, self._text_before_thinking, self._special_tokens)
 
     def _marked_template(self) -> str:
         """Name TRL's template with generation marks, which renders a row in another way than the model's own."""
@@ -136,6 +146,10 @@ class ChatRenderer:
             return text == self.text(conversation, chat_template=self._training)
         except Exception:  # a template is a program and may raise any exception
             return False
+
+    def _text_before_thinking(self, conversation: Conversation, **options: Any) -> str:
+        """Return the text of a conversation without a thinking block at its end, which the model has to generate."""
+        return _THINKING.sub("", self.text(conversation, **options))
 
     def text(self, conversation: Conversation, **options: Any) -> str:
         """Return the text of a conversation as rendered by the template."""
