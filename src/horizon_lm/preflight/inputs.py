@@ -48,6 +48,7 @@ class Source:
     adapters: Any = None
     quantized: Any = None
     _outlines: dict[Any, ModelOutline] = field(default_factory=dict, init=False)
+    _cache_bytes: dict[Any, int] = field(default_factory=dict, init=False)
 
     @property
     def config(self) -> Any:
@@ -64,7 +65,10 @@ class Source:
 
     def cache_bytes(self, run: RunConfig, length: int) -> int:
         """Return the device bytes of the key-value cache of a row with this number of tokens, over all blocks."""
-        return CacheProbe(self.model, compute_dtype(run), run.device != "cpu").cache_bytes(Generation(1, 1, length))
+        key = compute_dtype(run), run.device != "cpu", length
+        if key not in self._cache_bytes:
+            self._cache_bytes[key] = CacheProbe(self.model, *key[:2]).cache_bytes(Generation(1, 1, length))
+        return self._cache_bytes[key]
 
     def outline(
         self, run: RunConfig, *, length: int, masked: bool = True, mlp_chunk_tokens: int | None = None
