@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from horizon_lm.cost import block_probe, model_outline
+from horizon_lm.cost.cache_probe import CacheProbe
 from tests.support import remembered
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control has put pytest into the background
@@ -69,6 +70,26 @@ def outlines() -> Iterator[Callable[..., Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_outline, "outline_model", remembered.remember(outline_model))
         yield outline_model
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_sizes() -> Iterator[None]:
+    """Measure the key-value cache of a model once for all runs in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CacheProbe, "cache_bytes", remembered.remember_cache_bytes(CacheProbe.cache_bytes))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unsynced_files() -> Iterator[None]:
+    """Leave files to the system's cache: no test cuts the power, and waiting for disks takes some percent of the time."""
+
+    def require_open(file: Any) -> None:
+        os.fstat(file if isinstance(file, int) else file.fileno())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", require_open)
+        yield
 
 
 @pytest.fixture

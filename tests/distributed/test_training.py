@@ -138,7 +138,7 @@ def in_tiles(name: str) -> Training:
     return replace(training, settings=training.settings | {"expert_tile": int(name.rpartition(" ")[2])})
 
 
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("name", thinned(TILED, every=2))
 def test_bits_of_one_process_in_tiles(pool: Pool, name: str) -> None:
     """And those of one process that moves whole blocks."""
     training = in_tiles(name)

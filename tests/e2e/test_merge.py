@@ -1,5 +1,6 @@
 """Adapters are merged as PEFT merges them, bit for bit, with one unit of the model in memory."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from horizon_lm.errors import ConfigError
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS: dict[str, dict[str, Any]] = {
@@ -56,8 +58,7 @@ def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     return plain.merge_and_unload().state_dict()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), thinned(itertools.product(KINDS, (torch.float32, torch.bfloat16))), ids=str)
 def test_merged_weights_equal_those_of_peft(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     model = tiny_models.build("qwen3_moe" if kind == "experts" else "llama")
     base, adapter = save(tmp_path, model, dtype, **KINDS[kind])

@@ -9,6 +9,7 @@ pytest.importorskip("peft", reason="needs the whole installation")
 
 from tests.census.tiny_models import model_types
 from tests.support import merged_adapters
+from tests.support.thinned_cases import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROVEN = set(json.loads((Path(__file__).parents[2] / "src/horizon_lm/model/proven.json").read_text())["types"])
@@ -23,7 +24,7 @@ SAMPLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("base", "kind"), SAMPLE)
+@pytest.mark.parametrize(("base", "kind"), thinned(SAMPLE, every=2))
 def test_merged_folders(tmp_path: Path, base: str, kind: str) -> None:
     assert merged_adapters.compare(tmp_path, base, kind) == []
 

@@ -1,6 +1,7 @@
 """Muon equals torch's, with AdamW for all but hidden matrices, and has what AdamW has: modes, resume, ranks, bytes of the plan."""
 
 import copy
+import itertools
 import random
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from horizon_lm.units import HEAD, OUTER, block
 from tests.support import tiny_models
 from tests.support.pass_sequences import SETTINGS
 from tests.support.schedule_proofs import each_wait, without_wait
+from tests.support.thinned_cases import thinned
 from tests.support.threaded_device import ThreadedDevice
 from tests.support.training_steps import feed, masters, same, train
 
@@ -92,9 +94,17 @@ def test_matrices_of_other_models(model_type: str) -> None:
     assert all(not torch.equal(master, before[name]) for name, master in masters(model).items() if "wpe" not in name)
 
 
-@pytest.mark.parametrize("device", ["cpu", "simulated"])
-@pytest.mark.parametrize("name", ["boundaries on the host", "micro-batches", "resident blocks"])
-@pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "name", "device"),
+    thinned(
+        itertools.product(
+            ("float32", "fp32_master", "bf16"),
+            ("boundaries on the host", "micro-batches", "resident blocks"),
+            ("cpu", "simulated"),
+        ),
+        every=5,
+    ),
+)
 def test_schedules_change_no_bit(precision: str, name: str, device: str) -> None:
     draw = random.Random(f"{precision} {name}")
     rows = SETTINGS[name].get("device_micro_batch_size")  # the order of a sum depends on it

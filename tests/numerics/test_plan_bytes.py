@@ -89,10 +89,10 @@ LONG = {"shape": (2, 480), "device_micro_batch_size": 1}  # longer than any wind
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        *thinned(itertools.product(tiny_models.FAMILIES, SETTINGS[:2]), every=5),
+        *thinned(itertools.product(tiny_models.FAMILIES, SETTINGS[:2]), every=7),
         *thinned(
             itertools.product(("llama", "gpt2", "gemma2", "mixtral", "qwen3_next", "deepseek_v3"), SETTINGS[2:]),
-            every=7,
+            every=11,
         ),
         *thinned((family, LONG) for family in ("gemma2", "gpt_oss", "gemma3_text", "cohere2", "llama")),
     ],

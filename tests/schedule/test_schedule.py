@@ -46,7 +46,7 @@ def problems(layouts: Iterable[tuple[build.Layout, bool]]) -> Iterator[str]:
                     yield f"{layout} {head_grads=} {first_trained=} {outer=}, {name}: {problem}"
 
 
-@pytest.mark.parametrize(("num_blocks", "offloaded", "resident"), thinned(PLACES, every=4))
+@pytest.mark.parametrize(("num_blocks", "offloaded", "resident"), thinned(PLACES, every=7))
 def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, resident: int) -> None:
     layouts = [
         x for x in LAYOUTS if (x[0].num_blocks, x[0].offloaded, x[0].resident) == (num_blocks, offloaded, resident)

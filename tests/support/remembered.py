@@ -8,8 +8,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from horizon_lm.cost import block_probe, model_outline
+from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
+from horizon_lm.model.generation import Generation
 
 Outliner = Callable[..., Any]
 
@@ -21,8 +23,7 @@ def remember(outline_model: Outliner) -> Outliner:
     def outline(source: Any, **options: Any) -> Any:
         if not isinstance(options.get("adapters"), Adapters | None):  # those of a model, which would be kept
             return outline_model(source, **options)
-        config = source.config.to_json_string(use_diff=False)
-        key = (config, source.place, *source._options.values(), *options.values())
+        key = (*_identity(source), *options.values())
         if key not in known:
             known[key] = outline_model(source, **options)
         return known[key]
@@ -30,10 +31,29 @@ def remember(outline_model: Outliner) -> Outliner:
     return outline
 
 
+def _identity(source: Any) -> tuple[Any, ...]:
+    """Return what decides which model a source builds."""
+    return source.config.to_json_string(use_diff=False), source.place, *source._options.values()
+
+
 def remember_for_good() -> None:
     """Do so in this process until its end."""
     model_outline.outline_model = remember(model_outline.outline_model)  # type: ignore[assignment]
     block_probe._written = remember_written(block_probe._written)
+    CacheProbe.cache_bytes = remember_cache_bytes(CacheProbe.cache_bytes)  # type: ignore[method-assign]
+
+
+def remember_cache_bytes(measure: Callable[..., int]) -> Callable[..., int]:
+    """Return the method that measures a key-value cache, with a memory for equal models and generations."""
+    known: dict[Any, int] = {}
+
+    def cache_bytes(probe: CacheProbe, generation: Generation) -> int:
+        key = (*_identity(probe._source), probe._dtype, probe._accelerated, generation)
+        if key not in known:
+            known[key] = measure(probe, generation)
+        return known[key]
+
+    return cache_bytes
 
 
 def remember_written(find: Callable[..., frozenset[str]]) -> Callable[..., frozenset[str]]:
