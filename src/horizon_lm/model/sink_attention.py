@@ -11,6 +11,8 @@ O' and L'. The gradient of a sink is the sum of -exp(s - L') * (dO' . O') over t
 Shapes: B batch, T tokens, S keys, D head dimension; queries are (B, heads, T, D), outputs (B, T, heads, D), log-sum-exps (B, T, heads, 1).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional as F  # noqa: N812
 
@@ -48,10 +50,10 @@ def sink_attention(
     return output
 
 
-def add_sinks(output: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale an output (B, T, heads, D) in place; return it, and the log-sum-exps (B, T, heads, 1) with the sinks (heads,)."""
-    total = torch.logaddexp(sums, sinks[:, None])
-    return output.mul_((sums - total).exp_()), total
+    total = torch.logaddexp(lse, sinks[:, None])
+    return output.mul_((lse - total).exp_()), total
 
 
 def grad_of_sinks(grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -68,20 +70,24 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, mask: torch.Tensor | None,
     offsets: torch.Tensor | None, ends: torch.Tensor | None, scaling: float, causal: bool, window: int | None, plain: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output (B, T, heads, D), and log-sum-exps (B, T, heads, 1) for the backward pass."""
+    """Return the output (B, T, heads, D), and log-sum-exps with sinks (B, T, heads, 1) for the backward pass.
+
+    Without a kernel for segments, the rows are computed segment by segment; ``offsets`` and ``ends`` are `Offsets`.
+    """
     width = value.shape[-1]
     query, key, value = _of_one_width(query, key, value)
     if _has_kernel(query, value, mask, causal, plain):
-        output, sums = flash_forward(query, key, value, offsets, ends, scaling, window)
-        sums = sums.t().unflatten(0, output.shape[:2]).unsqueeze(-1)
+        output, lse = flash_forward(query, key, value, offsets, ends, scaling, window)
+        lse = lse.t().unflatten(0, output.shape[:2]).unsqueeze(-1)
     else:
         pieces = []
         for q, k, v in _pieces((query, key, value), ends):
-            bias, causes = _bias(q, k, mask, causal, window)
-            out, per_query = (_on_cpu if _is_on_cpu(q) else _on_accelerator)(q, k, v, bias, causes, scaling)
-            pieces.append((out, per_query.unsqueeze(-1)))
-        output, sums = (_joined(parts, query, ends) for parts in zip(*pieces, strict=True))
-    return add_sinks(output[..., :width].contiguous(), sums.contiguous(), sinks)
+            bias, is_causal = _bias(q, k, mask, causal, window)
+            forward = _on_cpu if _is_on_cpu(q) else _on_accelerator
+            pieces.append(forward(q, k, v, bias, is_causal, scaling))
+        outputs, lses = zip(*pieces, strict=True)
+        output, lse = _join(outputs, query, ends), _join([each.unsqueeze(-1) for each in lses], query, ends)
+    return add_sinks(output[..., :width].contiguous(), lse.contiguous(), sinks)
 
 
 @_attend.register_fake
@@ -100,16 +106,16 @@ def _differentiate(
     widths = query.shape[-1], key.shape[-1], value.shape[-1]
     query, key, value, output, grad = _of_one_width(query, key, value, output, grad)
     if _has_kernel(query, value, mask, causal, plain):
-        sums = total.squeeze(-1).flatten(0, 1).t().contiguous()
-        grads = flash_backward(grad, query, key, value, output, sums, offsets, ends, scaling, window)
+        lse = total.squeeze(-1).flatten(0, 1).t().contiguous()
+        grads = flash_backward(grad, query, key, value, output, lse, offsets, ends, scaling, window)
     else:
         tensors = (query, key, value, output.transpose(1, 2), grad.transpose(1, 2), total.transpose(1, 2))
         pieces = []
-        for q, k, v, out, of_out, sums in _pieces(tensors, ends):
-            bias, causes = _bias(q, k, mask, causal, window)
+        for q, k, v, out, of_out, lse in _pieces(tensors, ends):
+            bias, is_causal = _bias(q, k, mask, causal, window)
             backward = _back_on_cpu if _is_on_cpu(q) else _back_on_accelerator
-            pieces.append(backward(of_out, q, k, v, bias, out, sums.squeeze(-1), causes, scaling))
-        grads = tuple(_joined(parts, query, ends) for parts in zip(*pieces, strict=True))  # type: ignore[assignment]
+            pieces.append(backward(of_out, q, k, v, bias, out, lse.squeeze(-1), is_causal, scaling))
+        grads = tuple(_join(parts, query, ends) for parts in zip(*pieces, strict=True))  # type: ignore[assignment]
     return tuple(g[..., :width].contiguous() for g, width in zip(grads, widths, strict=True))  # type: ignore[return-value]
 
 
@@ -141,7 +147,7 @@ _attend.register_autograd(_grads, setup_context=_keep)
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, plain: bool) -> bool:
-    """Return whether torch's flash kernel for segments computes this."""
+    """Return whether torch's flash kernel, which takes segments, computes this."""
     square = query.shape[2] == value.shape[2]
     return not plain and mask is None and causal and square and segment_attention.has_kernel(query, value, dropout=0.0)
 
@@ -154,18 +160,18 @@ def _on_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (B, heads, T, D) and log-sum-exps (B, heads, T) of torch's flash kernel for CPUs."""
-    output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=bias, scale=scaling
     )
-    return output, sums
+    return output, lse
 
 
 def _back_on_cpu(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
-    output: torch.Tensor, sums: torch.Tensor, causal: bool, scaling: float,
+    output: torch.Tensor, lse: torch.Tensor, causal: bool, scaling: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     grads: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, output, sums, 0.0, causal, attn_mask=bias, scale=scaling
+        grad, query, key, value, output, lse, 0.0, causal, attn_mask=bias, scale=scaling
     )
     return grads
 
@@ -175,22 +181,22 @@ def _on_accelerator(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and log-sum-exps of torch's memory-efficient kernel, which takes masks, float32 and all widths of heads."""
     key, value = _for_all_heads(query, key, value)
-    output, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, _aligned(bias, query), True, 0.0, causal, scale=scaling
     )
-    return output, sums[..., : query.shape[2]]
+    return output, lse[..., : query.shape[2]]
 
 
 def _back_on_accelerator(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
-    output: torch.Tensor, sums: torch.Tensor, causal: bool, scaling: float,
+    output: torch.Tensor, lse: torch.Tensor, causal: bool, scaling: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     keys, values = _for_all_heads(query, key, value)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which there is none of
     # The kernel reads log-sum-exps in blocks of 32 queries, and its own forward pass fills the last one with infinity.
-    sums = F.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
     of_query, of_keys, of_values, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, keys, values, _aligned(bias, query), output, sums, seed, seed, 0.0, [True, True, True, False], causal,
+        grad, query, keys, values, _aligned(bias, query), output, lse, seed, seed, 0.0, [True, True, True, False], causal,
         scale=scaling,
     )  # fmt: skip
     # Query heads that share a key and value head add up their gradients.
@@ -239,8 +245,8 @@ def _pieces(tensors: tuple[torch.Tensor, ...], ends: torch.Tensor | None) -> Pie
     return [tensors] if ends is None else cut(tensors, ends.tolist())
 
 
-def _joined(pieces: tuple[torch.Tensor, ...], query: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    """Return pieces as one tensor (B, T, heads, D)."""
+def _join(pieces: Sequence[torch.Tensor], query: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+    """Return the pieces (B, heads, T, D) of a batch, whole or in segments, as one tensor (B, T, heads, D)."""
     if ends is None:
         return pieces[0].transpose(1, 2)
     return torch.cat([piece[0].transpose(0, 1) for piece in pieces]).unflatten(0, (query.shape[0], query.shape[2]))
