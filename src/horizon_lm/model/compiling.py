@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -99,19 +99,19 @@ def _forward_in_chunks(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     size = max(1, self._chunk_tokens // hidden.shape[0])
     if hidden.ndim != 3 or hidden.shape[1] <= size:
         return _marked(function(self, _marked(hidden)))
-    bound = [(module, dict(module._parameters)) for module in self.modules()]
+    on_device = [(module, dict(module._parameters)) for module in self.modules()]
 
     def compute(piece: torch.Tensor) -> torch.Tensor:
         # When the backward pass recomputes a chunk, the layer has its host parameters again, so bind the device tensors
         # again.
-        present = [(module, dict(module._parameters)) for module, _ in bound]
+        before = [(module, dict(module._parameters)) for module, _ in on_device]
         try:
-            for module, parameters in bound:
+            for module, parameters in on_device:
                 module._parameters.update(parameters)
             output: torch.Tensor = function(self, _marked(piece))
             return output
         finally:
-            for module, parameters in present:
+            for module, parameters in before:
                 module._parameters.update(parameters)
 
     # Chunks (B, size, H) of nearly equal length, because a last chunk of a single token would need a separate graph.
@@ -121,13 +121,9 @@ def _forward_in_chunks(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         piece.clone(memory_format=torch.contiguous_format)
         for piece in hidden.tensor_split(-(-hidden.shape[1] // size), dim=1)
     ]
-    if not torch.is_grad_enabled():
-        return _marked(torch.cat([compute(piece) for piece in pieces], dim=1))
-    return _marked(
-        torch.cat(
-            [checkpoint(compute, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces], dim=1
-        )
-    )
+    checkpointed = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    run = checkpointed if torch.is_grad_enabled() else compute
+    return _marked(torch.cat([run(piece) for piece in pieces], dim=1))
 
 
 def _marked(hidden: torch.Tensor) -> torch.Tensor:
