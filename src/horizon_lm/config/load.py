@@ -157,13 +157,13 @@ def _apply(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     """Return the settings with the changes applied, leaving out settings that only these changes made unused."""
     if not changes:
         return dict(settings)
-    lengths = [key for key in _LENGTHS if changes.get(key) not in (None, -1)]
-    kept = {key: value for key, value in settings.items() if len(lengths) != 1 or key not in _LENGTHS}
+    kept = dict(settings)
+    new_lengths = [key for key in _LENGTHS if changes.get(key) not in (None, -1)]  # -1: not set
+    if len(new_lengths) == 1:  # it replaces the length of the settings; two are an error, which validation reports
+        kept = {key: value for key, value in kept.items() if key not in _LENGTHS}
     unused_before = _unused(kept)  # errors of the file itself, which must be reported
-    for _ in range(len(kept)):
-        unused = _unused({**kept, **changes}) - changes.keys() - unused_before
-        if not unused:
-            break
+    # Repeated, because a setting may be used only together with one that was left out.
+    while unused := _unused({**kept, **changes}).intersection(kept) - changes.keys() - unused_before:
         kept = {key: value for key, value in kept.items() if key not in unused}
     return {**kept, **changes}
 
