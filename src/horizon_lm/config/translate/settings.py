@@ -169,13 +169,13 @@ def _translate_setting(
 
 
 def _translate_interval(key: str, value: Any, theirs: Mapping[str, Any], result: Translation) -> None:
-    """Translate a number of times per epoch (`evals_per_epoch`) to a strategy and an interval, a share of the run."""
+    """Translate a number of times per epoch (`evals_per_epoch`) to a strategy and an interval: a share of the run, below 1."""
     strategy, interval = _PER_EPOCH[key]
     times = float(value) * float(theirs.get("num_epochs", 1))
-    if not times:
-        result.settings[strategy] = "no"
+    if times > 1:
+        result.settings |= {strategy: "steps", interval: round(1 / times, 6)}
     else:
-        result.settings |= {strategy: "steps", interval: round(1 / times, 6)} if times > 1 else {strategy: "epoch"}
+        result.settings[strategy] = "epoch" if times else "no"
 
 
 def _leave_out(key: str, value: Any, table: Mapping[str, Any], result: Translation) -> None:
