@@ -201,7 +201,7 @@ def _kind(
 
 
 def _core(calls: BlockCalls, experts: RoutedExperts, length: int, dtype: torch.dtype, accelerated: bool) -> CoreCosts:
-    """Measure blocks of one structure without their experts, and the experts alone."""
+    """Measure blocks of one structure without their experts, and the experts alone, as `_kind` does."""
     one, two = (calls.run_core(experts, rows, length, dtype, accelerated) for rows in (1, 2))
     return CoreCosts(
         count=experts.count,
@@ -209,7 +209,7 @@ def _core(calls: BlockCalls, experts: RoutedExperts, length: int, dtype: torch.d
         peak=Linear(one.footprint.peak, two.footprint.peak),
         experts=Linear(one.footprint.experts, two.footprint.experts),
         held=Linear(one.footprint.held, two.footprint.held),
-        grad=one.grad,
+        grad=one.grad,  # of weights, so it is the same for all numbers of rows
         before=Linear(one.before, two.before),
         forward=Linear(one.forward, two.forward),
         backward=Linear(one.backward, two.backward),

@@ -190,10 +190,10 @@ def _is_amount(value: Any) -> bool:
 def published() -> Mapping[str, Hardware]:
     """Return the published hardware profiles by their ``--device`` names."""
     folder = resources.files(__package__) / "profiles"
+    files = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
     return {
-        file.name.removesuffix(".json"): parse_profile(json.loads(file.read_text(encoding="utf-8")), file.name)
-        for file in sorted(folder.iterdir(), key=lambda file: file.name.removesuffix(".json"))
-        if file.name.endswith(".json")
+        name: parse_profile(json.loads(file.read_text(encoding="utf-8")), file.name)
+        for name, file in sorted(files.items())
     }
 
 

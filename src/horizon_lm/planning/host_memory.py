@@ -52,8 +52,8 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
     """
     has_masters = _has_masters(trained, settings)
     kinds: Counter[str] = Counter()
-    for part in _by_precision(sizes, trained, settings):
-        kinds.update(_slab_bytes(*part, has_masters))
+    for each in _by_precision(sizes, trained, settings):
+        kinds.update(_slab_bytes(*each, has_masters))
     kinds["boundaries"] = settings.offloaded * settings.boundary
     return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
 
@@ -61,7 +61,7 @@ def host_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings) -
 def _by_precision(
     sizes: ModelSizes, trained: ModelSizes, settings: HostSettings
 ) -> list[tuple[ModelSizes, ModelSizes, HostSettings]]:
-    """Return sizes and settings of the weights in the precision of the run and, if there are any, of those kept in float32."""
+    """Return ``sizes, trained, settings`` of the weights in the precision of the run and, if there are any, of those in float32."""
     own = (sizes, trained, settings)
     if sizes.in_float32 is None:
         return [own]
@@ -94,7 +94,7 @@ def checkpoint_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSetti
     """Return the bytes of the slabs in a checkpoint. The arguments are those of `host_bytes`."""
     has_masters = _has_masters(trained, settings)
     of_all_ranks = replace(settings, shard=WHOLE)
-    return sum(_saved_bytes(*part, has_masters) for part in _by_precision(sizes, trained, of_all_ranks))
+    return sum(_saved_bytes(*each, has_masters) for each in _by_precision(sizes, trained, of_all_ranks))
 
 
 def _saved_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSettings, has_masters: Sequence[bool]) -> int:
@@ -111,7 +111,7 @@ def largest_file_bytes(sizes: ModelSizes, trained: ModelSizes, settings: HostSet
     `host_bytes`.
     """
     has_masters = _has_masters(trained, settings)
-    files = (size for part in _by_precision(sizes, trained, settings) for size in _file_bytes(*part, has_masters))
+    files = (size for each in _by_precision(sizes, trained, settings) for size in _file_bytes(*each, has_masters))
     return max(files) // settings.shard.count
 
 
@@ -122,7 +122,7 @@ def _file_bytes(
     moments = zip(*(held.units for held in settings.optimizer.moments_of(trained)), strict=True)
     units = zip(sizes.units, has_masters, moments, strict=True)
     return [
-        SAVED_BYTES[settings.precision] * slab_elements(tensors) * is_saved
+        (SAVED_BYTES[settings.precision] * slab_elements(tensors) if is_saved else 0)
         + MOMENT_BYTES[settings.moments] * sum(map(slab_elements, held))
         for tensors, is_saved, held in units
     ]

@@ -116,6 +116,7 @@ def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     length = plan.step.outline.length
     if length <= _LONG_ROWS:
         return []
+    # Below half of the length: `_shorter_rows` has the half itself.
     lengths = [2**power for power in range(_SHORTEST_ROWS.bit_length() - 1, (length // 2 - 1).bit_length())]
     others = Remedy({}, "", _shortened(plan, plan.request, lengths[0], outline_for))
     if others.plan.memory_deficit:
@@ -241,8 +242,9 @@ def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
 def _shorter_rows(plan: Plan) -> Iterator[Change]:
     """Yield the changes by which a block computes fewer tokens of a sequence at once."""
     length = plan.step.outline.length
-    chunk_tokens = next((tokens for tokens in (max(4096, length // _MOST_CHUNKS), 1024) if tokens < length), None)
-    if chunk_tokens is not None:
+    large = max(4096, length // _MOST_CHUNKS)
+    chunk_tokens = large if large < length else 1024
+    if chunk_tokens < length:
         cost = "feed-forward layers run in chunks of tokens, and again in the backward pass"
         yield Change({"mlp_chunk_tokens": chunk_tokens}, cost, of_outline={"mlp_chunk_tokens": chunk_tokens})
     if length >= 512:

@@ -158,15 +158,16 @@ _SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
 
 
 def _save_advice(plan: Plan) -> str:
-    """Return the distance of checkpoints from which they cost less than a fiftieth of the time; empty if they do already."""
+    """Return a `save_steps` with which checkpoints cost at most `_SAVE_SHARE` of the time; empty if they cost no more already."""
     assert plan.save is not None
     assert plan.time is not None
-    apart = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
+    save_steps = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
     steps, saves = plan.request.num_steps, plan.request.saves
     num_regular = saves.num - saves.of_best
-    if steps is None or not num_regular or apart <= steps / (num_regular + 1):
+    # Regular saves cut the steps of the run into one interval more than there are saves.
+    if steps is None or not num_regular or save_steps <= steps / (num_regular + 1):
         return ""
-    return f"; save_steps: {apart} would keep that below {_SAVE_SHARE:.0%} of the time"
+    return f"; save_steps: {save_steps} would keep that below {_SAVE_SHARE:.0%} of the time"
 
 
 def summary_lines(plan: Plan) -> Iterator[str]:
