@@ -29,18 +29,19 @@ def pack(part: Part, strategy: str, length: int) -> Part:
     usable = np.zeros(len(table), dtype=bool)
     usable[part.indices] = True
 
-    def with_rows(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        """Return the rows in use, with the source row of each token, which packing itself does not keep."""
-        used = [n for n, number in enumerate(numbers) if usable[number]]
+    def usable_rows(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        """Return the usable rows of a batch, with the index in the table for each token, which packing itself does not keep."""
+        rows = zip(indices, columns["input_ids"], columns["trained"], strict=True)
+        used = [(index, ids, trained) for index, ids, trained in rows if usable[index]]
         return {
-            "input_ids": [columns["input_ids"][n] for n in used],
-            "trained": [columns["trained"][n] for n in used],
-            _ROW_COLUMN: [[numbers[n]] * len(columns["input_ids"][n]) for n in used],
+            "input_ids": [ids for _, ids, _ in used],
+            "trained": [trained for _, _, trained in used],
+            _ROW_COLUMN: [[index] * len(ids) for index, ids, _ in used],
         }
 
     batch_size = max(1, min(1000, int(_TOKENS_PER_BATCH / max(1.0, float(part.lengths.mean())))))
     rows = table.map(
-        with_rows, batched=True, batch_size=batch_size, with_indices=True, remove_columns=table.column_names, features=features,
+        usable_rows, batched=True, batch_size=batch_size, with_indices=True, remove_columns=table.column_names, features=features,
         new_fingerprint=fingerprint, desc="selecting rows to pack",
     )  # fmt: skip
     # Rows are packed within a batch of rows; every file on the way is in the cache under a key of its own.
