@@ -130,8 +130,9 @@ def _answers(run: Run) -> dict[str, list[tuple[str, str]]]:
 
 
 def _settings(run: Run) -> list[tuple[str, str, str | None, str | None]]:
-    """Return the name, description, value and planned value of all settings. A planned value that is used is None."""
-    given, planned = run.settings or {}, {} if run.plan is None else run.plan.run.settings
+    """Return the name, description, value and planned value of each setting; None for a planned value that is the run's own."""
+    given = run.settings or {}
+    planned = {} if run.plan is None else run.plan.run.settings
     rows = []
     for name in dict.fromkeys([*given, *planned]):
         field = RunConfig.model_fields.get(name)  # None if this version does not have the setting
