@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from horizon_lm.quantities import format_bytes
 from horizon_lm.store.checkpoint_reader import Checkpoint
 
 _OF_MACHINE = ("_name_or_path", "transformers_version")  # settings of a config that may differ
-_Range = tuple[int, int, int]  # a tensor's place among the sorted names, and its first and last row; -1 for all rows
+_Range = tuple[int, int, int]  # a tensor's index among the sorted names, and its first and last row; -1 for all rows
 
 
 class SameWeights:
@@ -37,19 +38,20 @@ class SameWeights:
 
     def __init__(self, mesh: Mesh | None, checkpoint: Checkpoint, config: Any) -> None:
         self._mesh, self._checkpoint = mesh, checkpoint
-        self._hashes: dict[_Range, str] = {}
-        if mesh is None:
+        self._hashes: dict[_Range, str] = {}  # of what this rank has read
+        if mesh is None:  # nothing to compare
             return
         _require_alike(mesh, checkpoint, config)
         self._tensors = sorted(checkpoint.files)
-        self._places = {name: place for place, name in enumerate(self._tensors)}
+        self._index_of = {name: index for index, name in enumerate(self._tensors)}
         self._seen = SeenFiles(mesh, checkpoint.folder, sorted(set(checkpoint.files.values())))
         # Ranks of one machine that read the same files have nothing to compare.
         if not self._seen.are_one:
             checkpoint.when_read = self._add
 
     def _add(self, name: str, rows: slice | None, tensor: torch.Tensor) -> None:
-        self._hashes[self._places[name], *((0, -1) if rows is None else (rows.start, rows.stop))] = hash_tensor(tensor)
+        first, last = (0, -1) if rows is None else (rows.start, rows.stop)
+        self._hashes[self._index_of[name], first, last] = hash_tensor(tensor)
 
     def require(self) -> None:
         """Raise ConfigError on all ranks if one has read other bytes. Call it on all ranks once the weights are loaded."""
@@ -57,17 +59,18 @@ class SameWeights:
         self._checkpoint.when_read = None
         if self._mesh is None or self._seen.are_one:
             return
-        everyone, first, second = self._exchange(), self._seen.readers, self._seen.other_readers
+        loaded = self._exchange()
         # The copy of the first rank's machine is the reference; the second copy covers what only that machine has
         # read.
+        first, second = self._seen.readers, self._seen.other_readers
         others = [rank for rank in range(self._mesh.size) if rank not in first]
-        again = {**self._unread(everyone, others, first), **self._unread(everyone, first, second)}
-        if again:
-            everyone += self._read_again(again)
+        reader_of = {**self._unread(loaded, others, first), **self._unread(loaded, first, second)}
+        self._require_equal([loaded, self._read_again(reader_of)] if reader_of else [loaded])
+
+    def _require_equal(self, readings: list[list[dict[_Range, str]]]) -> None:
+        """Raise ConfigError if two ranks have different hashes of a range. A reading has the hashes of each rank."""
         known: dict[_Range, tuple[int, str]] = {}
-        for number, hashes in enumerate(everyone):
-            # What the ranks have read again follows what they train with.
-            rank = number % self._mesh.size
+        for rank, hashes in chain.from_iterable(map(enumerate, readings)):
             for place, found in hashes.items():
                 other, expected = known.setdefault(place, (rank, found))
                 if found != expected:
@@ -76,21 +79,21 @@ class SameWeights:
                         f"{min(rank, other)} in {self._tensors[place[0]]}; give all machines the same files"
                     )
 
-    def _unread(self, everyone: list[dict[_Range, str]], users: list[int], readers: list[int]) -> dict[_Range, int]:
-        """Return the ranges that some ranks have read from files that others have copies of, and who of these shall read them."""
+    def _unread(self, loaded: list[dict[_Range, str]], users: list[int], readers: list[int]) -> dict[_Range, int]:
+        """Return the ranges that users have loaded from files of which the readers have another copy, with a reader for each."""
         if not readers:
             return {}
-        known = {place for rank in readers for place in everyone[rank]}
+        known = {place for rank in readers for place in loaded[rank]}
         unread = {
             place
             for rank in users
-            for place in everyone[rank].keys() - known
+            for place in loaded[rank].keys() - known
             if not self._seen.are_same(rank, readers[0], self._checkpoint.files[self._tensors[place[0]]])
         }
         return {place: readers[number % len(readers)] for number, place in enumerate(sorted(unread))}
 
-    def _read_again(self, again: dict[_Range, int]) -> list[dict[_Range, str]]:
-        """Read ranges on these ranks, in addition to what they train with. Return the hashes that each rank has found."""
+    def _read_again(self, reader_of: dict[_Range, int]) -> list[dict[_Range, str]]:
+        """Read each range on its reader, in addition to what it trains with. Return the hashes that each rank has found."""
         assert self._mesh is not None
         if self._mesh.rank == 0:
             files = {self._checkpoint.folder / name for name in self._checkpoint.files.values()}
@@ -101,8 +104,8 @@ class SameWeights:
             )
         self._hashes = {}
         with fail_together(self._mesh, "the comparison of weights"):
-            for place, first, last in [place for place, rank in again.items() if rank == self._mesh.rank]:
-                name, rows = self._tensors[place], None if last < 0 else slice(first, last)
+            for index, first, last in [place for place, rank in reader_of.items() if rank == self._mesh.rank]:
+                name, rows = self._tensors[index], None if last < 0 else slice(first, last)
                 self._add(name, rows, Checkpoint.read(self._checkpoint, [name], rows)[name])  # as it is in the file
         return self._exchange()
 
