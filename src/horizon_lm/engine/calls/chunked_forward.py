@@ -60,14 +60,14 @@ class ChunkedForward:
         statistics: TokenStatistics | None,
     ) -> list[Any]:  # fmt: skip
         """Run the trunk once over whole batches, then norm, head and loss over chunks of their trained tokens."""
-        ran = self._run_trunk(calls)
+        outputs, hidden = self._run_trunk(calls)
         runs = [
             LossRun(self.head, each, self._head_options(call), statistics)
             for call, each in zip(calls, inputs, strict=True)
         ]
-        losses = compute(runs, [hidden for _, hidden in ran], outer)
+        losses = compute(runs, hidden, outer)
         # A run returns a tuple of tensors for autograd; that of a loss has one.
-        return [with_loss(output, loss) for (output, _), (loss,) in zip(ran, losses, strict=True)]
+        return [with_loss(output, loss) for output, (loss,) in zip(outputs, losses, strict=True)]
 
     def logprobs(
         self, calls: list[Call], outer: dict[str, torch.Tensor], inputs: list[LossInputs],
@@ -75,26 +75,27 @@ class ChunkedForward:
     ) -> list[TokenLogprobs]:  # fmt: skip
         """Run the trunk once over whole batches, then norm, head and log-probabilities over chunks of trained tokens."""
         temperature, names = wanted
-        ran = self._run_trunk(calls)
+        outputs, hidden = self._run_trunk(calls)
         runs = [
             LogprobRun(self.head, each, self._head_options(call), temperature, names, statistics)
             for call, each in zip(calls, inputs, strict=True)
         ]
-        values = compute(runs, [hidden for _, hidden in ran], outer)
+        results = compute(runs, hidden, outer)
         return [
-            as_token_logprobs(names, of_call, each.labels.shape, aux_losses(self._parts.model, output))
-            for (output, _), of_call, each in zip(ran, values, inputs, strict=True)
+            as_token_logprobs(names, values, each.labels.shape, aux_losses(self._parts.model, output))
+            for output, values, each in zip(outputs, results, inputs, strict=True)
         ]
 
-    def _run_trunk(self, calls: Sequence[Call]) -> list[tuple[Any, torch.Tensor]]:
-        """Run the model without its head for each call. Return each output and the hidden states (B, T, H)."""
+    def _run_trunk(self, calls: Sequence[Call]) -> tuple[list[Any], list[torch.Tensor]]:
+        """Run the model without its head for each call. Return the outputs, and the hidden states (B, T, H)."""
 
         def run(call: Call) -> tuple[Any, torch.Tensor]:
             # Both in the same thread: of calls in lock-step, each finds its own hidden states by its place.
             return self._call_model(**call), self.head.take_hidden()
 
         with self._probe.of(calls), self.head.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):
-            return run_together([partial(run, call) for call in calls])
+            ran = run_together([partial(run, call) for call in calls])
+        return [output for output, _ in ran], [hidden for _, hidden in ran]
 
     def _needs_normed_hidden(self, call: Call) -> bool:
         """Return whether the caller or a hook uses the last hidden states, so that the final norm must be computed."""
@@ -102,11 +103,10 @@ class ChunkedForward:
         # A skipped norm returns its input, which the hook would take for normed states.
         if norm is not None and has_foreign_hooks(norm):
             return True
-        wanted = call.get("output_hidden_states")
+        if (wanted := call.get("output_hidden_states")) is not None:
+            return bool(wanted)
         config = self._parts.model.config
-        return bool(
-            config.output_hidden_states or config.get_text_config().output_hidden_states if wanted is None else wanted
-        )
+        return bool(config.output_hidden_states or config.get_text_config().output_hidden_states)
 
     def _head_options(self, call: Call) -> dict[str, Any]:
         """Return the arguments of a call that are also passed to the model for each chunk."""
