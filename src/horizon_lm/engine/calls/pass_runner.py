@@ -76,11 +76,11 @@ class PassRunner:
         if recording and self.planner.is_needed(size):
             self._plan(batches, size)
         # After planning, whose rehearsal announces a batch of its own.
-        embed = self._announce(batches)
+        self._announce(batches)
         request = ForwardRequest(
             recording=recording,
             rows=[batch.rows for batch in batches],
-            embed=embed,
+            embed=batches[0].call.get("inputs_embeds") is None,
             inputs_need_grad=inputs_need_grad,
             # The head has one buffer for gradients, which a pass that awaits its backward pass may be using.
             may_have_head_grads=may_have_head_grads and recording and engine.between.head_grads_lease.holder is None,
@@ -105,8 +105,8 @@ class PassRunner:
             keep_graph_together(outputs)
         return outputs
 
-    def _announce(self, batches: list[Batch]) -> bool:
-        """Tell blocks and embedding what the next forward pass computes. Return whether it looks up tokens."""
+    def _announce(self, batches: list[Batch]) -> None:
+        """Announce to blocks and embedding what the next forward pass computes."""
         calls = [batch.call for batch in batches]
         for table in self._tables:
             # The lookup needs ids on the host; those of the caller save a copy from the device that would stop the
@@ -116,7 +116,6 @@ class PassRunner:
         self._blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
         self._blocks.signatures = [tuple(sorted((k, rank(v)) for k, v in call.items())) for call in calls]
         self._blocks.segments = [batch.segments for batch in batches]
-        return calls[0].get("inputs_embeds") is None
 
     def _size_of(self, batches: list[Batch]) -> BatchSize:
         """Return the size of a step with these batches."""
@@ -162,19 +161,19 @@ class PassRunner:
         state = engine.device.rng_state()
         largest = max(batches, key=self._tokens_at_once)
         num_micro_batches = len(split_batches([batch.rows for batch in batches], engine.options))
-        embed = self._announce([largest])
+        self._announce([largest])
+        embed = largest.call.get("inputs_embeds") is None
+        request = ForwardRequest(recording=False, rows=[largest.rows], embed=embed)
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         with self.planner.planning(size) as plans:
             rehearsal = self._blocks.rehearse()
             try:
                 with (
                     torch.no_grad(),
-                    # In this order: recording, rows, embed, inputs_need_grad, may_have_head_grads. Nothing of a rehearsal is
-                    # recorded.
-                    engine.forward_pass(ForwardRequest(False, [largest.rows], embed, False, False, draws=False)),
+                    engine.forward_pass(request),
                     self._outer.in_place(self._outer.load()),
                     self._stand_ins(),
-                ):  # fmt: skip
+                ):
                     self.call_all([largest.call])
             except ProbeDoneError:  # at the last block
                 plans.append(rehearsal.plan(size.tokens, num_micro_batches))

@@ -37,9 +37,9 @@ class ForwardRequest:
     recording: bool
     rows: Sequence[int]
     embed: bool
-    inputs_need_grad: bool
-    may_have_head_grads: bool
-    draws: bool
+    inputs_need_grad: bool = False
+    may_have_head_grads: bool = False
+    draws: bool = False
     whole_batch: bool = False
     routed: frozenset[int] = frozenset()
 
@@ -108,13 +108,14 @@ class ForwardPass:
     def end(self) -> None:
         """End the pass, whose units are computed."""
         engine, between = self._engine, self._between
-        engine.updates.add(engine.cursor.update_tasks())  # the embedding's remaining rows, still being updated
+        # The update of those rows of the embedding that this pass has not read; it may go on after the pass.
+        engine.updates.add(engine.cursor.update_tasks())
         engine.cursor.finish()
         self.randomness.finish()
         # Only now, because a pass that fails may not have loaded them.
         between.outer_version, between.resident_version = engine.store.version, engine.store.block_version
+        # All of the embedding's update was issued in this pass, so its part of a checkpoint can follow.
         engine.updates.table = None
-        # The embedding's update was issued in this pass, so its part of a checkpoint can follow.
         engine.saves.issue_table()
 
     def _record(self, keeps: frozenset[int], has_head_grads: bool) -> ForwardState:
