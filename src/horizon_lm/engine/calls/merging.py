@@ -34,7 +34,9 @@ def _watch_new_layers() -> None:
 
 
 def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None) -> None:
-    """Replace the methods of a layer of PEFT that gets a streamed base; called for each child of any module."""
+    """Replace the methods of a layer of PEFT that gets a streamed base. A hook of torch: called for each child that any
+    module gets.
+    """
     if base is None or not is_adapter_layer(layer):
         return
     # The new layer does not know the model; the streamed weights inside it do.
@@ -81,6 +83,7 @@ class MergingLayers:
 
 def _runs_unmerged(layer: Any) -> bool:
     """Return whether a layer computes without its adapters, although they may be merged into its base."""
+    # As PEFT's forward methods do: that of trainable tokens also without an active adapter.
     replaces_tokens = hasattr(layer, "trainable_tokens_delta")
     return bool(layer.disable_adapters or (replaces_tokens and not layer.active_adapters))
 

@@ -173,6 +173,7 @@ class Chunk:
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (1, N, V) of hidden states (1, N, H)."""
         head = self.owner.head
+        # The bias of a tied head is an outer parameter.
         weights = self.owner.by_attribute(head.weights() | {name: self.outer[name] for name in head.outer_places})
         grads = self.owner.by_attribute(self.grads)
         return ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.first)

@@ -67,20 +67,22 @@ class TiledBackward:
         pairs_of: Callable[[int, Graph], Pairs],
     ) -> Graph:
         """Find the gradient of the experts' output of one micro-batch. Return the graph of the micro-batch."""
-        outputs: list[torch.Tensor] = []
-        with self._experts.replaced(self._keeping(before, outputs)):
+        expert_outputs: list[torch.Tensor] = []  # one: a block calls its experts once
+        with self._experts.replaced(self._keeping(before, expert_outputs)):
             graph = recompute(number)
         pairs = pairs_of(number, graph)
-        (grad,) = torch.autograd.grad(
-            [output for output, _ in pairs], outputs, [grad for _, grad in pairs], retain_graph=True, allow_unused=True
-        )  # fmt: skip
-        self._calls[number].begin_backward(torch.zeros_like(outputs[0]) if grad is None else grad)
+        outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
+        (grad,) = torch.autograd.grad(outputs, expert_outputs, grads, retain_graph=True, allow_unused=True)
+        # No gradient: no output that a loss depends on is computed from that of the experts.
+        self._calls[number].begin_backward(torch.zeros_like(expert_outputs[0]) if grad is None else grad)
         return graph
 
     def _keeping(
         self, before: ExpertCall, outputs: list[torch.Tensor]
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return a replacement of the experts that returns their former output, and adds it to a list."""
+        """Return a replacement of the experts that computes nothing: it returns the output of the forward pass. Append the
+        output to ``outputs``, and the call to `_calls`.
+        """
 
         def keep(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             call = self._experts.call(hidden, ids, weights, before)
