@@ -326,7 +326,13 @@ class _Issuer:
             self._finished.wait_for(lambda: self._unfinished == 0)
 
     def _run(self, device_ref: "weakref.ref[StreamDevice]", stream: Any, link: Link, enter: Callable[[], None]) -> None:
-        """Enqueue tasks, and waits for events, in the order of the queue, until its end or that of the device."""
+        """Enqueue tasks, or waits for events, in the order of the queue, until the queue ends or the device is gone.
+
+        Args:
+            device_ref: the device.
+            stream, link: where tasks are enqueued.
+            enter: prepares this thread for the device.
+        """
         enter()
         while (item := self._queue.get()) is not None:
             device = device_ref()
