@@ -9,7 +9,7 @@ import numpy as np
 
 from horizon_lm.kernels.bits import F32, U16, U32, bits_of, float_of, inlined, nan_bits, nearest, stochastic, widen
 
-# Weights, in one array or two. ``noise``: 16 random bits.
+# Weights, in one array or two. ``noise``: 16 random bits, which only stochastic rounding uses.
 
 
 @inlined
@@ -44,7 +44,8 @@ def _read_split(weights: Any, low: Any, i: int) -> Any:
 
 @inlined
 def _write_split(weights: Any, low: Any, i: int, value: Any, noise: Any) -> None:
-    bits = bits_of(value)  # the same halves as in store.precision.split_master
+    """Write the halves of store.precision.split_master: the nearest bf16, and the low 16 bits."""
+    bits = bits_of(value)
     weights[i] = U16((U32(bits + U32(0x8000)) | nan_bits(value)) >> U32(16))
     low[i] = np.int16(bits)
 

@@ -30,9 +30,10 @@ def _numbers(step: int, lr: float, betas: tuple[float, float]) -> _Numbers:
 
 @inlined
 def _advance(grad: Any, first: Any, second: Any, n: Any) -> Any:
+    """Return the moment after a step, and for `_move` the direction, -1, 0 or 1, in place of a second moment."""
     mean = first * n.beta1 + grad * n.one_minus_beta1
     direction = F32(mean > F32(0)) - F32(mean < F32(0))
-    return fma(n.one_minus_beta2, grad, first * n.beta2), direction  # which takes the place of a second moment
+    return fma(n.one_minus_beta2, grad, first * n.beta2), direction
 
 
 @inlined

@@ -1,6 +1,6 @@
 """An optimizer's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as passed to the kernels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,12 @@ class MomentSlabs:
     own_scales: slice
     scales: torch.Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of values and scales that belong to this rank."""
+        values, scales = self.values.element_size(), self.scales.element_size()
+        return used_bytes([self.own], values) + used_bytes([self.own_scales], scales)
+
 
 class Moments:
     """The moments of a model, initially zero.
@@ -57,29 +63,21 @@ class Moments:
         if kind not in _DTYPES:
             raise ConfigError(f"moments is {kind!r}; choose one of {', '.join(_DTYPES)}")
         self.kind = kind
-        held = {
-            unit: {name: [moment.name for moment in rules[name].moments] for name in slabs.grad_layout}
-            for unit, slabs in store.units.items()
+        moments_of = {
+            name: [moment.name for moment in rules[name].moments]
+            for slabs in store.units.values()
+            for name in slabs.grad_layout
         }
-        of_any = (moment for moments in held.values() for names in moments.values() for moment in names)
-        self._moments = tuple(dict.fromkeys(of_any))
+        self._moments = tuple(dict.fromkeys(moment for moments in moments_of.values() for moment in moments))
         self.units: dict[Unit, dict[str, MomentSlabs]] = {unit: {} for unit in store.units}
         for moment in self._moments:
-            self._allocate(store, moment, held)
-        store.num_bytes["moments"] = sum(
-            used_bytes([each.own], each.values.element_size())
-            + used_bytes([each.own_scales], each.scales.element_size())
-            for moments in self.units.values()
-            for each in moments.values()
-        )
+            self._allocate(store, moment, {name for name, moments in moments_of.items() if moment in moments})
+        store.num_bytes["moments"] = sum(each.num_bytes for slabs in self.units.values() for each in slabs.values())
 
-    def _allocate(self, store: Store, moment: str, held: Mapping[Unit, Mapping[str, Sequence[str]]]) -> None:
-        """Allocate one moment of all units: an arena of values, and one of scales."""
+    def _allocate(self, store: Store, moment: str, parameters: Set[str]) -> None:
+        """Allocate one moment of these parameters: an arena of values, and one of scales."""
         dtype = _DTYPES[self.kind]
-        layouts = {
-            unit: slabs.grad_layout.restrict(name for name, moments in held[unit].items() if moment in moments)
-            for unit, slabs in store.units.items()
-        }
+        layouts = {unit: slabs.grad_layout.restrict(parameters) for unit, slabs in store.units.items()}
         scales = {unit: self._place_scales(layout, store.units[unit]) for unit, layout in layouts.items()}
         arena = store.new_arena([layout.numel for layout in layouts.values()], dtype)
         scale_arena = store.new_arena([count for _, count in scales.values()], torch.float32)
