@@ -158,7 +158,8 @@ class _MergedFolder:
         self._converted = set(self._first)
         if dtype is not None:
             self._converted -= kept_in_float32(plain, self._first, dtype) | created_in_float32(plain, self._first)
-        self._weights = {n for name, t in self._target.items() if name in self._converted for n in t.sources}
+        converted = [target for name, target in self._target.items() if name in self._converted]
+        self._weights = {source for target in converted for source in target.sources}
         self._layers = MergedLayers(adapted, adapter, dtypes, self._read)
         self._groups = self._layers.groups
         self.untied = self._find_untied()
@@ -184,23 +185,25 @@ class _MergedFolder:
         return found
 
     def _find_untied(self) -> list[str]:
-        """Return the names of all places of the parameters whose places get different values."""
-        places: dict[str, list[str]] = {}
+        """Return all names of the parameters that are one in the base, and have different values once adapters are merged."""
+        names_of: dict[str, list[str]] = {}  # by the first name of a parameter
         for name, first in self._first.items():
-            places.setdefault(first, []).append(name)
-        changed = {name: index for index, names in enumerate(self._groups) for name in names}
+            names_of.setdefault(first, []).append(name)
+        group_of = {name: index for index, names in enumerate(self._groups) for name in names}
         untied = []
-        for names in places.values():
-            if len(names) == 1 or changed.keys().isdisjoint(names):
-                continue
-            values = []
-            for name in names:
-                base = self._read(name)
-                group = {each: self._read(each) for each in self._groups[changed[name]]} if name in changed else {}
-                values.append(self._layers.merge(changed[name], _copies_of(group))[name] if group else base)
-            if not all(torch.equal(each, values[0]) for each in values[1:]):
-                untied += names
+        for names in names_of.values():
+            if len(names) > 1 and not group_of.keys().isdisjoint(names):
+                values = [self._value(name, group_of.get(name)) for name in names]
+                if not all(torch.equal(each, values[0]) for each in values[1:]):
+                    untied += names
         return untied
+
+    def _value(self, name: str, group: int | None) -> torch.Tensor:
+        """Return a tensor of the merged model, given the group of adapters that is merged into it; None for none."""
+        if group is None:
+            return self._read(name)
+        base = {each: self._read(each) for each in self._groups[group]}
+        return self._layers.merge(group, _copies_of(base))[name]
 
     def _find_units(self, targets: Sequence[Target]) -> list[_Unit]:
         """Return the tensors that are written together, in the order of the checkpoint.
@@ -208,7 +211,7 @@ class _MergedFolder:
         Groups of adapters whose weights are one tensor in the checkpoint, as stacked experts are, share a unit. Units that only
         add tensors come last.
         """
-        by_target: dict[int, _Unit] = {}
+        by_target: dict[int, _Unit] = {}  # by the id of the target
         merged: list[_Unit] = []
         for index, names in enumerate(self._groups):
             own = {id(self._target[name]): self._target[name] for name in names if name in self._target}
