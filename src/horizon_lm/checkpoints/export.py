@@ -43,14 +43,15 @@ class _CheckpointStore:
     """The weights of a checkpoint on disk, with the interface of `Store` that exporting needs."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._parts: dict[str, list[TensorEntry]] = {}  # by tensor; several if several ranks have written it
         shapes: dict[Unit, dict[str, torch.Size]] = {}
-        self._folder, self._parts = folder, dict[str, list[TensorEntry]]()
-        for each in manifest.tensors:
-            self._parts.setdefault(each.tensor, []).append(each)
-            if each.tensor in manifest.dtypes:
-                shapes.setdefault(Unit(unit_of(each.file)), {})[each.tensor] = torch.Size(each.shape)
-        self.units = {unit: _Unit(found) for unit, found in shapes.items()}
-        self.unit_of = {name: unit for unit, each in self.units.items() for name in each.layout}
+        for entry in manifest.tensors:
+            self._parts.setdefault(entry.tensor, []).append(entry)
+            if entry.tensor in manifest.dtypes:  # a weight, and no low half or moment of one
+                shapes.setdefault(Unit(unit_of(entry.file)), {})[entry.tensor] = torch.Size(entry.shape)
+        self.units = {unit: _Unit(of_unit) for unit, of_unit in shapes.items()}
+        self.unit_of = {name: unit for unit, of_unit in shapes.items() for name in of_unit}
         self.source_dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
         self.shard = WHOLE
         self.written_dtype = torch.float32 if manifest.precision == "float32" else None

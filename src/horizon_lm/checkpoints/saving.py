@@ -205,7 +205,7 @@ class CheckpointWriter:
         """Write all units' files now, while nothing changes them."""
         with ThreadPoolExecutor(DISK_THREADS) as threads:
             for unit, file in self._files.items():
-                threads.submit(deque, self._write(unit, file), 0)
+                threads.submit(deque, self._write(unit, file), 0)  # runs the iterator to its end
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Issue or wait for the moves. If they fail, because an update before them has, so does the checkpoint."""
@@ -253,7 +253,9 @@ class CheckpointWriter:
             self._finish()
 
     def _write_file(self, unit: Unit, file: UnitFile) -> Iterator[None]:
-        """Write and hash a unit's file, and note its entries for the manifest; stop early once the checkpoint has failed."""
+        """Write and hash a unit's file, chunk by chunk, and add its entries for the manifest; stop once the checkpoint has
+        failed. Yield after each chunk, because a simulated device does other work in between (`_WriteChunk`).
+        """
         name, digest = file_name(unit, self._rank, self._num_ranks), xxhash.xxh3_128()
         with self._disk.create(self._part / name, direct=True) as output:
             for chunk in file.chunks():
