@@ -57,15 +57,15 @@ class Bnb4Bit(Codec):
         return found
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
-        # Cut where a scale begins, or with double quantization a scale of scales: `first` and `last` count these.
-        step = self.blocksize * (_NESTED_BLOCK if self.nested else 1)
-        bytes_of_step = step // 2 + step // self.blocksize * 4  # codes, and scales in 4 bytes at most
-        for first, last in spans(-(-prod(shape) // step), bytes_of_step, max_bytes):
-            start, stop = first * step, min(prod(shape), last * step)
+        # Groups begin where a scale begins, or with double quantization a scale of scales.
+        group = self.blocksize * (_NESTED_BLOCK if self.nested else 1)  # elements
+        group_bytes = group // 2 + group // self.blocksize * 4  # codes, and scales in 4 bytes at most
+        whole = slice(None)
+        for first, last in spans(-(-prod(shape) // group), group_bytes, max_bytes):
+            start, stop = first * group, min(prod(shape), last * group)
             blocks = slice(start // self.blocksize, -(-stop // self.blocksize))
-            rows = {"weight": slice(start // 2, (stop + 1) // 2), "absmax": blocks, "quant_map": slice(None)}
+            rows = {"weight": slice(start // 2, (stop + 1) // 2), "absmax": blocks, "quant_map": whole}
             if self.nested:
-                whole = slice(None)
                 rows |= {"nested_absmax": slice(first, last), "nested_quant_map": whole, "nested_offset": whole}
             yield Part(start, stop, torch.Size((stop - start,)), rows)
 

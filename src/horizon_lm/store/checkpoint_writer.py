@@ -163,6 +163,7 @@ class _Exporter:
         return self._dtype or (self._store.source_dtypes[name] if given is None else given.dtype)
 
     def _describe(self, name: str) -> torch.Tensor:
+        """Return a meta tensor with the shape and dtype of a tensor that `_value` returns."""
         if name in self._buffers:
             return self._buffers[name].to("meta")
         return torch.empty(self._store.shape(name), dtype=self._dtype_of(name), device="meta")

@@ -139,13 +139,13 @@ def _find_int4(checkpoint: Checkpoint, codec: Int4, headers: Mapping[str, Header
     """
     found = {}
     for name, header in headers.items():
-        stem = name.removesuffix("weight_packed")
+        stem = name.removesuffix("weight_packed")  # ends with a dot
         if stem == name:
             continue
         _require_int4(checkpoint.file_of(name), stem, headers)
         scale, shape = f"{stem}weight_scale", f"{stem}weight_shape"
         # Missing dimensions count as 0; a weight without elements is rejected with its components.
-        height, words, *_ = (*header.shape, 0, 0)
+        height, words = (*header.shape, 0, 0)[:2]
         dtype = _INT4_SCALE_DTYPES.get(headers[scale].dtype, torch.bfloat16) if scale in headers else torch.bfloat16
         found[f"{stem}weight"] = QuantizedWeight(
             torch.Size((height, words * CODES_OF_WORD)), Int4(codec.group_size, dtype),

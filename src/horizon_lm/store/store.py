@@ -346,10 +346,10 @@ class Store:
         return slice(first, max(first + 1, -(-own.stop // width)))
 
     def _own_part(self, slabs: UnitSlabs, name: str, first_row: int = 0) -> tuple[slice, slice]:
-        """Return the part of a parameter that this rank owns, as a range of the slab, and of the parameter from a row on."""
+        """Return the elements of a parameter that this rank owns: their range in the slab, and in the parameter from a row on."""
         entry, part = slabs.layout.entries[name], slabs.layout.part_of(name, slabs.own)
-        skipped = entry.offset + first_row * math.prod(entry.shape[1:])
-        return part, slice(part.start - skipped, part.stop - skipped)
+        start_of_row = entry.offset + first_row * math.prod(entry.shape[1:])
+        return part, slice(part.start - start_of_row, part.stop - start_of_row)
 
     def weights_changed(self, blocks: bool = True) -> None:
         """Record that the weights are new, or will be once the pending updates are done.
