@@ -64,7 +64,7 @@ class Evaluation(Part):
         return cast(float | None, self._last.value[1])
 
     def load_best(self, step: int) -> None:
-        """Evaluate the last model, and load the best one unless it is that."""
+        """Load the best model, after an evaluation of the last one, if `load_best_model_at_end` is set."""
         if self._config.load_best_model_at_end:
             with self._saver.saving_on_fault(step):
                 self.run(step)

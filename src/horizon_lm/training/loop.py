@@ -131,9 +131,11 @@ class Loop:
             part.after_step(step, self.due)
 
     def stop_if_interrupted(self, step: int) -> None:
-        """Save, finish what the parts do and raise InterruptedRunError if a signal has arrived or a part requests it, at any rank."""
-        of_parts = max(part.control.interrupt for part in self.parts)
-        reason = self.ranks.agree("the end of a step", self.interrupts.requested or of_parts)
+        """Raise InterruptedRunError if a signal has arrived or a part interrupts the run, on any rank. Before that, save if the
+        settings say so, and finish what the parts do.
+        """
+        from_parts = max(part.control.interrupt for part in self.parts)  # the reason of a part; empty if none has one
+        reason = self.ranks.agree("the end of a step", self.interrupts.requested or from_parts)
         if not reason:  # a signal may have arrived since, which counts after the next step
             return
         self.interrupts.requested = reason

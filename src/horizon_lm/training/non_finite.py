@@ -71,7 +71,7 @@ class NonFinite:
         return problem, " ".join(filter(None, sentences))
 
     def _search(self, batch: Batch, with_gradient: bool) -> BadRows | None:
-        """Return the rows that cause it; None if they are unknown."""
+        """Return the rows whose loss or gradient is not finite; None if they are unknown."""
         self._num_searches += 1
         if self._num_searches > _MOST_SEARCHES or self._ranks.mesh is not None:
             return None  # ranks would have to search equally long
