@@ -270,14 +270,14 @@ def trainer(cls: type) -> Any:
 
 
 def _named(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trainer's constructor by name. A subclass may pass them on as ``*args, **kwargs``."""
+    """Return the arguments of a trainer's constructor by name: those of the first class of ``cls.__mro__`` that takes a model."""
     signatures = [inspect.signature(vars(each)["__init__"]) for each in cls.__mro__ if "__init__" in vars(each)]
+    with_model = next(each for each in signatures if "model" in each.parameters)
     first = next((each for each in signatures if not _passes_on(each)), signatures[0])
-    taken = next(each for each in signatures if "model" in each.parameters)
-    # One with arguments of its own passes on the rest, of which only those by name can be told apart.
-    positional = args if first is taken else ()
-    known = {name: value for name, value in kwargs.items() if name in taken.parameters}
-    return taken.bind_partial(None, *positional, **known).arguments
+    # A subclass that takes arguments of its own may order them otherwise; only those given by name are known.
+    positional = args if first is with_model else ()
+    known = {name: value for name, value in kwargs.items() if name in with_model.parameters}
+    return with_model.bind_partial(None, *positional, **known).arguments  # None: self
 
 
 def _passes_on(signature: inspect.Signature) -> bool:

@@ -24,7 +24,7 @@ class TrainerCheckpoints:
         scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
         saves = getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy) != "no"
         if trainer.streamed_optimizer is not None and saves and not trainer.args.save_only_model:
-            _scheduler_state(trainer)
+            _scheduler_state(trainer)  # raises ConfigError if it is no data for JSON
         return scheduler
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
