@@ -12,7 +12,8 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, masking_utils
 
-from horizon_lm.checkpoints import gguf_export, gguf_tokenizer
+from horizon_lm.checkpoints import gguf_export, gguf_reading, gguf_tokenizer
+from horizon_lm.checkpoints.gguf_architectures import ARCHITECTURES, Architecture
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model.gguf_weights import load_gguf
 from horizon_lm.store.checkpoint_reader import Checkpoint
@@ -123,7 +124,7 @@ def test_a_model_that_was_a_gguf_file(tmp_path: Path) -> None:
 
 def test_all_keys_that_code_looks_for_are_compared() -> None:
     """Keys that transformers reads only if a config has them are compared where a type of config lacks them."""
-    for model_type in gguf_export._TYPES:
+    for model_type in ARCHITECTURES:
         config = CONFIG_MAPPING[model_type]()
         modules = (import_module(f"transformers.models.{model_type}.modeling_{model_type}"), masking_utils)
         sought = {
@@ -132,7 +133,7 @@ def test_all_keys_that_code_looks_for_are_compared() -> None:
             for name in re.findall(r'(?:get|has)attr\(\w*config, "(\w+)"', inspect.getsource(module))
         }
         assert "head_dim" in sought
-        assert sought <= gguf_export._computed_from(config)
+        assert sought <= gguf_reading.computed_from(config)
 
 
 def test_other_dtypes(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_other_dtypes(tmp_path: Path) -> None:
 def test_queries_that_are_not_permuted_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a file in the wrong layout differs when it is read."""
     source = save(tmp_path / "model", "llama")
-    monkeypatch.setattr(gguf_export, "_rotary_layouts", lambda config: {})
+    monkeypatch.setitem(ARCHITECTURES, "llama", Architecture("llama"))
     gguf_export.export_gguf(source, tmp_path / "out")
     read = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
