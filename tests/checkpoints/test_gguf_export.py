@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +21,17 @@ from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests.e2e import tiny
 from tests.e2e.command import run
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 256, "tie_word_embeddings": False,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 TEXT = "It's 1234567 stars:\n\n  the keeper's ünïcode <|im_start|>user\r\n\t... don't"
 
 
@@ -80,6 +86,74 @@ def test_read_back(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
         other.bos_token_id,
         other.chat_template,
     )
+
+
+def metadata(file: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+
+
+def tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file in float32, in the layout of the file."""
+    found = {}
+    for each in gguf.GGUFReader(file).tensors:
+        values = gguf.dequantize(each.data, each.tensor_type).copy()
+        found[each.name] = torch.from_numpy(values).view(*reversed(each.shape.tolist()))
+    return found
+
+
+def factors_of_llama_3(dim: int, scaling: dict[str, Any]) -> list[float]:
+    """Return what llama.cpp's converter divides frequencies by: 1 for short waves, the factor for long ones, a ramp between."""
+    factors = []
+    for index in range(dim // 2):
+        turns = scaling["original_max_position_embeddings"] / (2 * math.pi * scaling["rope_theta"] ** (2 * index / dim))
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        ramp = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - ramp) / scaling["factor"] + ramp))
+    return factors
+
+
+def test_scaling_of_llama_3(tmp_path: Path) -> None:
+    """The factors are those of llama.cpp's converter, and frequencies divided by them those of transformers."""
+    source = save(tmp_path / "model", "llama", head_dim=32, rope_parameters=LLAMA3, max_position_embeddings=512)
+    result = run("export", source, tmp_path / "out", "--format", "gguf")
+    assert result.exit_code == 0, result.output
+    assert "note: llama.cpp reads the rotary scaling (llama3) from the file, but transformers' reader ignores it" in (
+        result.stdout.splitlines()
+    )
+    factors = tensors(tmp_path / "out" / "model.gguf")["rope_freqs.weight"]
+    assert torch.allclose(factors, torch.tensor(factors_of_llama_3(32, LLAMA3)), rtol=1e-5)
+    assert {1.0, 8.0} < set(factors.tolist())  # and some between
+
+    rotary = AutoModelForCausalLM.from_pretrained(source).model.rotary_emb
+    plain = 5e5 ** -(torch.arange(0, 32, 2) / 32)
+    assert torch.allclose(plain / factors, rotary.inv_freq, rtol=1e-6)
+    assert not torch.allclose(plain, rotary.inv_freq, rtol=1e-2)
+
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    assert torch.allclose(read.model.rotary_emb.inv_freq, plain)  # as the note says
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_scalings_in_metadata(tmp_path: Path, model_type: str) -> None:
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2}
+    notes = gguf_export.export_gguf(
+        save(tmp_path / "linear", model_type, rope_parameters=linear), tmp_path / "linear-out"
+    )
+    assert len(notes) == 1
+    assert "(linear)" in notes[0]
+    found = metadata(tmp_path / "linear-out" / "model.gguf")
+    assert found[f"{model_type}.rope.scaling.type"] == "linear"
+    assert found[f"{model_type}.rope.scaling.factor"] == 2.0
+
+    yarn = YARN | {"beta_fast": 32, "beta_slow": 1.0, "truncate": True, "mscale": None}  # as llama.cpp assumes
+    gguf_export.export_gguf(save(tmp_path / "yarn", model_type, rope_parameters=yarn), tmp_path / "yarn-out")
+    found = metadata(tmp_path / "yarn-out" / "model.gguf")
+    assert {name: value for name, value in found.items() if ".rope.scaling." in name} == {
+        f"{model_type}.rope.scaling.type": "yarn",
+        f"{model_type}.rope.scaling.factor": 4.0,
+        f"{model_type}.rope.scaling.original_context_length": 64,
+    }
+    assert "rope_freqs.weight" not in tensors(tmp_path / "yarn-out" / "model.gguf")
 
 
 def add_to_config(folder: Path, **keys: Any) -> None:
@@ -203,9 +277,12 @@ def test_splits(tmp_path: Path, split: str) -> None:
         ),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_parameters: .* cannot",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_parameters: .*dynamic.* cannot be written as GGUF; it would be read as .*default",
         ),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": 16.0}}, "beta_fast': 16.0.* cannot be written as GGUF"),
+        ("llama", {"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor': 1.0.* cannot be written"),
+        ("qwen2", {"rope_parameters": LLAMA3}, "rope_parameters: .*llama3.* cannot be written as GGUF"),
         ("qwen2", {"head_dim": 16}, "head_dim: 16 cannot be written as GGUF; it would be read as None"),
         ("llama", {"is_causal": False}, "is_causal: False cannot be written as GGUF"),
         ("qwen3", {"head_dim": 16}, "head_dim: 16 cannot be written as GGUF; it would be read as 128"),

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from horizon_lm.checkpoints.gguf_rotary import parameters_of, scaling_metadata
+
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
 _NUMBERS = {
@@ -32,11 +34,13 @@ class Architecture:
         name: its name in a file.
         numbers: keys of a config and their names in the metadata, beside those that all architectures have.
         layouts: function that returns the layouts of a config's tensors, by their name in a block, such as ``attn_q``.
+        scalings: types of scaled rotary embeddings that llama.cpp computes from what the file has.
     """
 
     name: str
     numbers: Mapping[str, str] = field(default_factory=dict)
     layouts: Callable[[Any], Mapping[str, Layout]] = _unchanged
+    scalings: frozenset[str] = frozenset({"linear", "yarn"})
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Return the metadata of a model, by names without that of the architecture."""
@@ -46,7 +50,8 @@ class Architecture:
             "attention.key_length": head_dim,
             "attention.value_length": head_dim,
             "rope.dimension_count": head_dim,
-            "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+            "rope.freq_base": float(parameters_of(config)["rope_theta"]),
+            **scaling_metadata(config),
         }
 
 
@@ -62,7 +67,7 @@ def _neighbours(config: Any) -> Mapping[str, Layout]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", layouts=_neighbours),
+    "llama": Architecture("llama", layouts=_neighbours, scalings=frozenset({"linear", "llama3", "yarn"})),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
 }

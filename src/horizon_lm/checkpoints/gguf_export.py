@@ -1,7 +1,7 @@
 """Write a Hugging Face folder as a GGUF file, one tensor at a time, for llama.cpp and programs that are built on it.
 
 Names and the format are those of the package gguf, layouts and metadata those of llama.cpp's ``convert_hf_to_gguf.py``. What
-transformers would not read back from the file as it was is rejected.
+transformers would not read back from the file as it was is rejected, except for what only llama.cpp reads from it.
 """
 
 import tempfile
@@ -25,8 +25,10 @@ from horizon_lm.store.checkpoint_reader import Checkpoint
 FILE = "model.gguf"
 
 
-def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None) -> None:
+def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None) -> list[str]:
     """Write the model of a Hugging Face folder as ``model.gguf`` in a new folder. Memory is needed for one tensor at a time.
+
+    Return notes, each a line, on what llama.cpp reads from the file and transformers does not.
 
     Args:
         model: folder or hub id of a model, such as ``OUTPUT_DIR/model``, or of merged adapters.
@@ -50,15 +52,13 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
         raise ModelNotSupportedError(
             f"{source}: models of type {config.model_type} are not written as GGUF; those of type {known} are"
         )
-    gguf = _package()
+    gguf, architecture = _package(), ARCHITECTURES[config.model_type]
     with tempfile.TemporaryDirectory() as name:
         header = Path(name) / FILE
         with closing(_describe(gguf, config, source, header)) as writer:
             _write_header(writer)
-        require_kept(config, header, source)
-    tensors = Tensors(
-        gguf, ARCHITECTURES[config.model_type], config, checkpoint, getattr(torch, dtype) if dtype else None
-    )
+        notes = require_kept(architecture, config, header, source)
+    tensors = Tensors(gguf, architecture, config, checkpoint, getattr(torch, dtype) if dtype else None)
 
     def fill(part: Path) -> None:
         with closing(_describe(gguf, config, source, part / FILE)) as writer:
@@ -67,6 +67,7 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
             tensors.write(writer)
 
     write_new_folder(folder, fill)
+    return notes
 
 
 def _package() -> Any:

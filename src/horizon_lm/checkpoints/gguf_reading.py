@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.checkpoints.gguf_architectures import Architecture
+from horizon_lm.checkpoints.gguf_rotary import parameters_of, without_scaling
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import hf_config
 
@@ -16,21 +18,31 @@ _WITHOUT_EFFECT = {  # on what a trained model computes; tokens are in the token
 _READ_IF_PRESENT = {"attention_chunk_size", "head_dim", "is_causal", "layer_types", "sliding_window"}
 
 
-def require_kept(config: Any, header: Path, source: Path) -> None:
-    """Raise ModelNotSupportedError if transformers reads another config from a file.
+def require_kept(architecture: Architecture, config: Any, header: Path, source: Path) -> list[str]:
+    """Compare a config with what transformers reads from a file, and return notes on what only llama.cpp reads.
 
     Args:
+        architecture: that of the model.
         config: that of the model.
         header: a GGUF file with the model's metadata, which needs no tensors.
         source: the folder of the model, for the message.
+
+    Raises:
+        ModelNotSupportedError: another config would be read.
     """
     own = config.to_dict()
+    own["rope_parameters"] = without_scaling(own["rope_parameters"], architecture.scalings)
     read = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name).to_dict()
     for key in sorted(computed_from(config)):
         if not _equal(own.get(key), read.get(key)):
             raise ModelNotSupportedError(
-                f"{source}: {key}: {own.get(key)} cannot be written as GGUF; it would be read as {read.get(key)}"
+                f"{source}: {key}: {getattr(config, key, None)} cannot be written as GGUF; "
+                f"it would be read as {read.get(key)}"
             )
+    scaling = parameters_of(config)["rope_type"]
+    if scaling == "default":
+        return []
+    return [f"llama.cpp reads the rotary scaling ({scaling}) from the file, but transformers' reader ignores it"]
 
 
 def computed_from(config: Any) -> set[str]:

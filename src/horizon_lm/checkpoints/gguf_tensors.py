@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from horizon_lm.checkpoints.gguf_architectures import Architecture
+from horizon_lm.checkpoints.gguf_rotary import FACTORS, frequency_factors
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.finite import require_finite
 from horizon_lm.store.checkpoint_reader import Checkpoint
@@ -32,7 +33,7 @@ class Tensors:
             ConfigError: a tensor has no name or no dtype in the format.
         """
         self._gguf, self._checkpoint, self._headers = gguf, checkpoint, checkpoint.headers()
-        self._layouts = architecture.layouts(config)
+        self._layouts, self._factors = architecture.layouts(config), frequency_factors(config)
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
         names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         self._names: dict[str, str] = {}
@@ -57,11 +58,16 @@ class Tensors:
         for name, found in self._names.items():
             shape, kind = self._headers[name].shape, self._gguf.GGMLQuantizationType[_KINDS[self._dtypes[name]]]
             writer.add_tensor_info(found, shape, None, shape.numel() * self._dtypes[name].itemsize, kind)
+        if self._factors is not None:
+            kind = self._gguf.GGMLQuantizationType.F32
+            writer.add_tensor_info(FACTORS, self._factors.shape, None, self._factors.nbytes, kind)
 
     def write(self, writer: Any) -> None:
         """Write all tensors, in the order in which they were announced."""
         for name in self._names:
             writer.write_tensor_data(self._bytes(name))
+        if self._factors is not None:
+            writer.write_tensor_data(self._factors.numpy())
 
     def _bytes(self, name: str) -> Any:
         tensor = self._checkpoint.read([name])[name].to(self._dtypes[name])

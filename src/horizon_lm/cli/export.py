@@ -35,8 +35,10 @@ def export(
     if format == "gguf":
         from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
 
-        export_gguf(checkpoint, folder, dtype)
+        notes = export_gguf(checkpoint, folder, dtype)
         common.print_written(folder, f" --gguf-file {FILE}")
+        for note in notes:
+            print(f"note: {note}")
         return
     from horizon_lm.checkpoints.export import export_checkpoint
 
