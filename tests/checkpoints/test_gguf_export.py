@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, masking_utils
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, masking_utils
 
 from horizon_lm.checkpoints import gguf_export, gguf_reading, gguf_tokenizer
 from horizon_lm.checkpoints.gguf_architectures import ARCHITECTURES, Architecture
@@ -32,6 +33,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 TEXT = "It's 1234567 stars:\n\n  the keeper's ünïcode <|im_start|>user\r\n\t... don't"
 
 
@@ -54,6 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, wide heads, a tied head": ("llama", {"head_dim": 16, "tie_word_embeddings": True, "rope_theta": 5e5}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral, a window over the whole context": ("mistral", {"sliding_window": 256}),
+    "qwen2_moe": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2}),  # experts of the default size
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
 }
 
 
@@ -70,7 +76,7 @@ def test_read_back(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
     expected, found = model.state_dict(), read.state_dict()
-    assert type(read) is type(model)
+    assert type(read) is (LlamaForCausalLM if model_type == "mistral" else type(model))
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     ids = torch.arange(24).view(2, 12)
@@ -138,7 +144,7 @@ def test_scalings_in_metadata(tmp_path: Path, model_type: str) -> None:
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2}
     notes = gguf_export.export_gguf(
         save(tmp_path / "linear", model_type, rope_parameters=linear), tmp_path / "linear-out"
-    )
+    ).notes
     assert len(notes) == 1
     assert "(linear)" in notes[0]
     found = metadata(tmp_path / "linear-out" / "model.gguf")
@@ -245,6 +251,81 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(calls) == sorted([name] for name in Checkpoint(source).names)
 
 
+def test_experts(tmp_path: Path) -> None:
+    """A Mixtral, which transformers does not read from GGUF, has the names and the layouts of llama.cpp's converter."""
+    source = save(tmp_path / "model", "mixtral", **MIXTURE)
+    result = run("export", source, tmp_path / "out", "--format", "gguf")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        f"The model is in {tmp_path / 'out' / 'model.gguf'}",
+        "note: llama.cpp reads the file, but transformers' reader does not know models of type mixtral",
+    ]
+    found, read = metadata(tmp_path / "out" / "model.gguf"), tensors(tmp_path / "out" / "model.gguf")
+    assert found["general.architecture"] == "llama"
+    assert (found["llama.expert_count"], found["llama.expert_used_count"]) == (4, 2)
+    weights = Checkpoint(source).read(Checkpoint(source).names)
+    expected = {
+        "token_embd": weights["model.embed_tokens.weight"],
+        "output": weights["lm_head.weight"],
+        "output_norm": weights["model.norm.weight"],
+    }
+    for layer in range(2):
+        own, moe = f"model.layers.{layer}", f"model.layers.{layer}.block_sparse_moe"
+        for name, heads in (("q", 4), ("k", 2)):
+            rows = weights[f"{own}.self_attn.{name}_proj.weight"].view(heads, 2, 4, 32)  # two halves of a head of 8
+            expected[f"blk.{layer}.attn_{name}"] = rows.transpose(1, 2).reshape(-1, 32)
+        expected |= {
+            f"blk.{layer}.attn_v": weights[f"{own}.self_attn.v_proj.weight"],
+            f"blk.{layer}.attn_output": weights[f"{own}.self_attn.o_proj.weight"],
+            f"blk.{layer}.attn_norm": weights[f"{own}.input_layernorm.weight"],
+            f"blk.{layer}.ffn_norm": weights[f"{own}.post_attention_layernorm.weight"],
+            f"blk.{layer}.ffn_gate_inp": weights[f"{moe}.gate.weight"],
+        }
+        for name, part in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+            experts = [weights[f"{moe}.experts.{index}.{name}.weight"] for index in range(4)]
+            expected[f"blk.{layer}.ffn_{part}_exps"] = torch.stack(experts)
+    assert read.keys() == {f"{name}.weight" for name in expected}
+    assert [name for name, value in expected.items() if not torch.equal(value, read[f"{name}.weight"])] == []
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_in_one_tensor(tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give the same file as experts in modules of their own, and one expert is in memory at a time."""
+    settings = {"norm_topk_prob": True} if model_type == "qwen3_moe" else {}
+    source = save(tmp_path / "model", model_type, torch.bfloat16, **MIXTURE, **settings)
+    notes = gguf_export.export_gguf(source, tmp_path / "modules").notes
+    if model_type == "qwen3_moe":
+        assert notes == ["moe_intermediate_size: llama.cpp reads 24 from the file, but transformers' reader takes 768"]
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, source / "model.safetensors")
+    read, sizes = Checkpoint.read, []
+
+    def watched(checkpoint: Checkpoint, names: list[str], rows: slice | None = None) -> Any:
+        found = read(checkpoint, names, rows)
+        sizes.extend(value.shape[0] for name, value in found.items() if "experts." in name)
+        return found
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    gguf_export.export_gguf(source, tmp_path / "fused")
+    assert set(sizes) == {1}
+    modules, fused = tensors(tmp_path / "modules" / "model.gguf"), tensors(tmp_path / "fused" / "model.gguf")
+    assert modules.keys() == fused.keys()
+    assert [name for name, value in modules.items() if not torch.equal(value, fused[name])] == []
+    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "fused" / "model.gguf").tensors}
+    assert {kind for name, kind in kinds.items() if "_exps." in name} == {"BF16"}
+    assert {kind for name, kind in kinds.items() if "ffn_gate_inp." in name} == {"F32"}
+
+
+def test_a_missing_expert(tmp_path: Path) -> None:
+    source = save(tmp_path / "model", "mixtral", **MIXTURE)
+    weights = Checkpoint(source).read(Checkpoint(source).names)
+    del weights["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers\.1\.block_sparse_moe\.experts\.w3 of expert 2 is missing"):
+        gguf_export.export_gguf(source, tmp_path / "out")
+
+
 @pytest.mark.parametrize("split", [gguf_tokenizer._QWEN2, gguf_tokenizer._LLAMA3])
 def test_splits(tmp_path: Path, split: str) -> None:
     source = save(tmp_path / "model", "llama")
@@ -265,11 +346,14 @@ def test_splits(tmp_path: Path, split: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        (
-            "gemma2",
-            {"head_dim": 8},
-            "models of type gemma2 are not written as GGUF; those of type llama, qwen2, qwen3 are",
-        ),
+        ("olmo2", {}, f"models of type olmo2 are not written as GGUF; those of type {', '.join(ARCHITECTURES)} are"),
+        ("mistral", {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF; it would be read as None"),
+        ("mixtral", MIXTURE | {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF"),
+        ("mixtral", MIXTURE | {"hidden_act": "gelu"}, "hidden_act: gelu cannot be written as GGUF; it .* read as silu"),
+        ("qwen2_moe", MIXTURE | {"norm_topk_prob": True}, "norm_topk_prob: True cannot be written as GGUF"),
+        ("qwen2_moe", MIXTURE | {"tie_word_embeddings": True}, "tie_word_embeddings: True cannot be written as GGUF"),
+        ("qwen3_moe", MIXTURE, "norm_topk_prob: False cannot be written as GGUF; it would be read as True"),
+        ("qwen3_moe", MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": [1]}, "mlp_only_layers"),
         (
             "llama",
             {"attention_bias": True},

@@ -10,7 +10,7 @@ from horizon_lm.checkpoints.gguf_rotary import parameters_of, scaling_metadata
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
-_NUMBERS = {
+NUMBERS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "max_position_embeddings": "context_length",
@@ -26,6 +26,10 @@ def _unchanged(config: Any) -> Mapping[str, Layout]:
     return {}
 
 
+def _nothing(config: Any) -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """An architecture of GGUF.
@@ -33,20 +37,26 @@ class Architecture:
     Attributes:
         name: its name in a file.
         numbers: keys of a config and their names in the metadata, beside those that all architectures have.
+        unread: those of them that transformers' reader does not read.
+        assumed: function that returns settings that are not in a file, with the values with which llama.cpp computes.
         layouts: function that returns the layouts of a config's tensors, by their name in a block, such as ``attn_q``.
         scalings: types of scaled rotary embeddings that llama.cpp computes from what the file has.
+        in_transformers: whether transformers reads such files.
     """
 
     name: str
     numbers: Mapping[str, str] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
+    assumed: Callable[[Any], Mapping[str, Any]] = _nothing
     layouts: Callable[[Any], Mapping[str, Layout]] = _unchanged
     scalings: frozenset[str] = frozenset({"linear", "yarn"})
+    in_transformers: bool = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Return the metadata of a model, by names without that of the architecture."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return {
-            **{name: getattr(config, key) for key, name in {**_NUMBERS, **self.numbers}.items()},
+            **{name: getattr(config, key) for key, name in {**NUMBERS, **self.numbers}.items()},
             "attention.key_length": head_dim,
             "attention.value_length": head_dim,
             "rope.dimension_count": head_dim,
@@ -66,8 +76,40 @@ def _neighbours(config: Any) -> Mapping[str, Layout]:
     return {"attn_q": interleaved(config.num_attention_heads), "attn_k": interleaved(config.num_key_value_heads)}
 
 
+def _flat_gate(config: Any) -> Mapping[str, Layout]:
+    """Return the layout of the gate of shared experts, which is a vector in GGUF."""
+    return {"ffn_gate_inp_shexp": lambda tensor: tensor.reshape(-1)}
+
+
+_LLAMA_SCALINGS = frozenset({"linear", "llama3", "yarn"})
+_MIXTURE = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_EXPERT_SIZE = {"moe_intermediate_size": "expert_feed_forward_length"}
+_SHARED_EXPERT_SIZE = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+
 ARCHITECTURES = {
-    "llama": Architecture("llama", layouts=_neighbours, scalings=frozenset({"linear", "llama3", "yarn"})),
+    "llama": Architecture("llama", layouts=_neighbours, scalings=_LLAMA_SCALINGS),
+    "mistral": Architecture(
+        "llama",
+        assumed=lambda config: {"model_type": "mistral", "sliding_window": None},
+        layouts=_neighbours,
+        scalings=_LLAMA_SCALINGS,
+    ),
+    "mixtral": Architecture(
+        "llama",
+        numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        assumed=lambda config: {"hidden_act": "silu", "sliding_window": None},
+        layouts=_neighbours,
+        scalings=_LLAMA_SCALINGS,
+        in_transformers=False,
+    ),
     "qwen2": Architecture("qwen2"),
+    "qwen2_moe": Architecture(
+        "qwen2moe",
+        numbers=_MIXTURE | _EXPERT_SIZE | _SHARED_EXPERT_SIZE,
+        unread=frozenset(_EXPERT_SIZE | _SHARED_EXPERT_SIZE),
+        assumed=lambda config: {"tie_word_embeddings": False},  # llama.cpp wants a head
+        layouts=_flat_gate,
+    ),
     "qwen3": Architecture("qwen3"),
+    "qwen3_moe": Architecture("qwen3moe", numbers=_MIXTURE | _EXPERT_SIZE, unread=frozenset(_EXPERT_SIZE)),
 }

@@ -7,7 +7,7 @@ transformers would not read back from the file as it was is rejected, except for
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,10 +25,15 @@ from horizon_lm.store.checkpoint_reader import Checkpoint
 FILE = "model.gguf"
 
 
-def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None) -> list[str]:
-    """Write the model of a Hugging Face folder as ``model.gguf`` in a new folder. Memory is needed for one tensor at a time.
+class Exported(NamedTuple):
+    """A file that was written: lines on what only llama.cpp reads from it, and whether transformers reads it at all."""
 
-    Return notes, each a line, on what llama.cpp reads from the file and transformers does not.
+    notes: list[str]
+    in_transformers: bool
+
+
+def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None) -> Exported:
+    """Write the model of a Hugging Face folder as ``model.gguf`` in a new folder. Memory is needed for one tensor at a time.
 
     Args:
         model: folder or hub id of a model, such as ``OUTPUT_DIR/model``, or of merged adapters.
@@ -67,7 +72,7 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
             tensors.write(writer)
 
     write_new_folder(folder, fill)
-    return notes
+    return Exported(notes, architecture.in_transformers)
 
 
 def _package() -> Any:

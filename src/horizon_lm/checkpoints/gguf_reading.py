@@ -5,21 +5,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.checkpoints.gguf_architectures import Architecture
+from horizon_lm.checkpoints.gguf_architectures import NUMBERS, Architecture
 from horizon_lm.checkpoints.gguf_rotary import parameters_of, without_scaling
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import hf_config
 
 _WITHOUT_EFFECT = {  # on what a trained model computes; tokens are in the tokenizer's part of the file
-    "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "max_window_layers", "pad_token_id",
-    "pretraining_tp", "tie_word_embeddings", "use_cache",
+    "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "max_window_layers",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise",
+    "tie_word_embeddings", "use_cache",
 }  # fmt: skip
 # Read by the models' code and by that of masks, also where the type of config does not have them.
 _READ_IF_PRESENT = {"attention_chunk_size", "head_dim", "is_causal", "layer_types", "sliding_window"}
 
 
 def require_kept(architecture: Architecture, config: Any, header: Path, source: Path) -> list[str]:
-    """Compare a config with what transformers reads from a file, and return notes on what only llama.cpp reads.
+    """Compare a config with what is read from a file, and return notes on what only llama.cpp reads.
 
     Args:
         architecture: that of the model.
@@ -32,17 +33,51 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
     """
     own = config.to_dict()
     own["rope_parameters"] = without_scaling(own["rope_parameters"], architecture.scalings)
-    read = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name).to_dict()
-    for key in sorted(computed_from(config)):
-        if not _equal(own.get(key), read.get(key)):
+    if architecture.in_transformers:
+        read = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name).to_dict()
+        kept = {key: own[key] for key in architecture.unread}
+    else:
+        read, kept = {}, _written(architecture, config, own)
+    assumed = architecture.assumed(config)
+    found = {**read, **kept, **assumed}
+    _align(config, own, found)
+    for key in sorted(computed_from(config) | assumed.keys()):
+        if not _equal(own.get(key), found.get(key)):
             raise ModelNotSupportedError(
                 f"{source}: {key}: {getattr(config, key, None)} cannot be written as GGUF; "
-                f"it would be read as {read.get(key)}"
+                f"it would be read as {found.get(key)}"
             )
+    notes = [
+        f"{key}: llama.cpp reads {own[key]} from the file, but transformers' reader takes {read[key]}"
+        for key in sorted(architecture.unread)
+        if not _equal(own[key], read[key])
+    ]
     scaling = parameters_of(config)["rope_type"]
-    if scaling == "default":
-        return []
-    return [f"llama.cpp reads the rotary scaling ({scaling}) from the file, but transformers' reader ignores it"]
+    if not architecture.in_transformers:
+        notes.append(
+            f"llama.cpp reads the file, but transformers' reader does not know models of type {config.model_type}"
+        )
+    elif scaling != "default":
+        notes.append(
+            f"llama.cpp reads the rotary scaling ({scaling}) from the file, but transformers' reader ignores it"
+        )
+    return notes
+
+
+def _written(architecture: Architecture, config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a file has."""
+    theta = parameters_of(config)["rope_theta"]
+    keys = ("head_dim", "model_type", *NUMBERS, *architecture.numbers)
+    return {**{key: own[key] for key in keys}, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+def _align(config: Any, own: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Give values of a config the form in which others are read that mean the same."""
+    if own.get("head_dim") is None and found.get("head_dim") == config.hidden_size // config.num_attention_heads:
+        own["head_dim"] = found["head_dim"]
+    window = own.get("sliding_window")
+    if window is not None and found.get("sliding_window") is None and window >= config.max_position_embeddings:
+        own["sliding_window"] = None  # it reaches over the whole context
 
 
 def computed_from(config: Any) -> set[str]:

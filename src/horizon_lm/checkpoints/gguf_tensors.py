@@ -1,21 +1,57 @@
-"""The tensors of a folder with their names, dtypes and layouts in GGUF."""
+"""The tensors of a GGUF file: names, dtypes and layouts, and their bytes, which are read while they are written."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from horizon_lm.checkpoints.gguf_architectures import Architecture
+from horizon_lm.checkpoints.gguf_architectures import Architecture, Layout
 from horizon_lm.checkpoints.gguf_rotary import FACTORS, frequency_factors
+from horizon_lm.checkpoints.gguf_sources import Source, sources
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.finite import require_finite
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.checkpoint_writer import dtype_of
 
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_IN_FLOAT32 = {"ffn_gate_inp"}  # routers, as llama.cpp's converter writes them
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the file."""
+
+    name: str
+    source: Source
+    dtype: torch.dtype
+    layout: Layout | None
+
+    @property
+    def shape(self) -> torch.Size:
+        shape = self.source.shape
+        return shape if self.layout is None else self.layout(torch.empty(shape, device="meta")).shape
+
+
+class _Bytes:
+    """The bytes of a tensor, with all that the package's writer asks of an array. One piece is in memory at a time."""
+
+    def __init__(self, tensor: _Tensor, checkpoint: Checkpoint) -> None:
+        self._tensor, self._checkpoint = tensor, checkpoint
+        self.nbytes = tensor.shape.numel() * tensor.dtype.itemsize
+
+    def tofile(self, file: BinaryIO) -> None:
+        for values in self._pieces():
+            values.contiguous().view(torch.uint8).numpy().tofile(file)
+
+    def _pieces(self) -> Iterator[torch.Tensor]:
+        for piece in self._tensor.source.pieces:
+            values = piece.read(self._checkpoint).to(self._tensor.dtype)
+            if values.dtype == torch.float16:
+                require_finite(piece.tensor, values, self._checkpoint.file_of(piece.tensor))
+            yield values if self._tensor.layout is None else self._tensor.layout(values)
 
 
 class Tensors:
-    """The tensors of a folder, read and written one at a time."""
+    """The tensors of a folder, as they are in a GGUF file."""
 
     def __init__(
         self, gguf: Any, architecture: Architecture, config: Any, checkpoint: Checkpoint, dtype: torch.dtype | None
@@ -27,51 +63,45 @@ class Tensors:
             architecture: that of the model.
             config: its config.
             checkpoint: its folder.
-            dtype: that of matrices; None for that of each. Vectors are always in float32.
+            dtype: that of matrices; None for that of each. Vectors and routers are always in float32.
 
         Raises:
             ConfigError: a tensor has no name or no dtype in the format.
         """
-        self._gguf, self._checkpoint, self._headers = gguf, checkpoint, checkpoint.headers()
-        self._layouts, self._factors = architecture.layouts(config), frequency_factors(config)
+        self._gguf, self._checkpoint, self._factors = gguf, checkpoint, frequency_factors(config)
+        headers, layouts = checkpoint.headers(), architecture.layouts(config)
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
         names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-        self._names: dict[str, str] = {}
-        for name in self._headers:
+        self._tensors = []
+        for name, source in sources(headers, checkpoint.folder).items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue  # readers take the embedding
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if found is None:
                 raise ConfigError(f"{checkpoint.folder}: the tensor {name} has no name in GGUF; remove it")
-            self._names[name] = found
-        self._dtypes = {
-            name: torch.float32 if len(self._headers[name].shape) == 1 else dtype or dtype_of(self._headers[name])
-            for name in self._names
-        }
-        if foreign := next((name for name, each in self._dtypes.items() if each not in _KINDS), None):
-            raise ConfigError(
-                f"{checkpoint.folder}: the tensor {foreign} has the dtype {self._dtypes[foreign]}; choose another: --dtype"
-            )
+            if len(source.pieces) > 1:
+                found += ".weight"
+            part = found.rsplit(".", 2)[-2]
+            exact = len(source.shape) == 1 or part in _IN_FLOAT32
+            chosen = torch.float32 if exact else dtype or dtype_of(headers[source.pieces[0].tensor])
+            if chosen not in _KINDS:
+                raise ConfigError(
+                    f"{checkpoint.folder}: the tensor {name} has the dtype {chosen}; choose another: --dtype"
+                )
+            self._tensors.append(_Tensor(found, source, chosen, layouts.get(part)))
 
     def announce(self, writer: Any) -> None:
         """Add the names, shapes and dtypes of all tensors to a writer."""
-        for name, found in self._names.items():
-            shape, kind = self._headers[name].shape, self._gguf.GGMLQuantizationType[_KINDS[self._dtypes[name]]]
-            writer.add_tensor_info(found, shape, None, shape.numel() * self._dtypes[name].itemsize, kind)
+        kinds = self._gguf.GGMLQuantizationType
+        for each in self._tensors:
+            num_bytes = each.shape.numel() * each.dtype.itemsize
+            writer.add_tensor_info(each.name, each.shape, None, num_bytes, kinds[_KINDS[each.dtype]])
         if self._factors is not None:
-            kind = self._gguf.GGMLQuantizationType.F32
-            writer.add_tensor_info(FACTORS, self._factors.shape, None, self._factors.nbytes, kind)
+            writer.add_tensor_info(FACTORS, self._factors.shape, None, self._factors.nbytes, kinds.F32)
 
     def write(self, writer: Any) -> None:
         """Write all tensors, in the order in which they were announced."""
-        for name in self._names:
-            writer.write_tensor_data(self._bytes(name))
+        for each in self._tensors:
+            writer.write_tensor_data(_Bytes(each, self._checkpoint))
         if self._factors is not None:
             writer.write_tensor_data(self._factors.numpy())
-
-    def _bytes(self, name: str) -> Any:
-        tensor = self._checkpoint.read([name])[name].to(self._dtypes[name])
-        if tensor.dtype == torch.float16:
-            require_finite(name, tensor, self._checkpoint.file_of(name))
-        layout = self._layouts.get(self._names[name].rsplit(".", 2)[-2])
-        return (tensor if layout is None else layout(tensor)).contiguous().view(torch.uint8).numpy()

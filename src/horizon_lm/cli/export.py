@@ -24,7 +24,9 @@ def export(
     ] = None,
     format: Annotated[
         str,
-        typer.Option(help="safetensors; or gguf, one file for llama.cpp (llama, qwen2 and qwen3 models; extra gguf)."),
+        typer.Option(
+            help="safetensors; or gguf, one file for llama.cpp (Llama, Mistral, Mixtral and Qwen models; extra gguf)."
+        ),
     ] = "safetensors",
     max_shard_size: common.ShardSize = "50GB",
     trust_remote_code: common.RemoteCode = False,
@@ -35,9 +37,12 @@ def export(
     if format == "gguf":
         from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
 
-        notes = export_gguf(checkpoint, folder, dtype)
-        common.print_written(folder, f" --gguf-file {FILE}")
-        for note in notes:
+        exported = export_gguf(checkpoint, folder, dtype)
+        if exported.in_transformers:
+            common.print_written(folder, f" --gguf-file {FILE}")
+        else:
+            print(f"The model is in {folder / FILE}")
+        for note in exported.notes:
             print(f"note: {note}")
         return
     from horizon_lm.checkpoints.export import export_checkpoint
