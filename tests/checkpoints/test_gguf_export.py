@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, masking_utils
 
 from horizon_lm.checkpoints import gguf_export, gguf_reading, gguf_tokenizer
-from horizon_lm.checkpoints.gguf_architectures import ARCHITECTURES, Architecture
+from horizon_lm.checkpoints.gguf_architectures import ARCHITECTURES
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model.gguf_weights import load_gguf
 from horizon_lm.store.checkpoint_reader import Checkpoint
@@ -34,6 +35,13 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 8}
+PHI3 = {"eos_token_id": 1, "pad_token_id": 1}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+OTHER_WINDOW_THETA = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+}
 TEXT = "It's 1234567 stars:\n\n  the keeper's ünïcode <|im_start|>user\r\n\t... don't"
 
 
@@ -58,9 +66,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral, a window over the whole context": ("mistral", {"sliding_window": 256}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
+    "phi3": ("phi3", PHI3 | {"sliding_window": 256}),
     "qwen2_moe": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2}),  # experts of the default size
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
 }
+
+
+def add_and_subtract_one(model: Any) -> None:
+    """Round norms as they are by llama.cpp's converter, which adds one, and by the reader, which subtracts it."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.add_(1).sub_(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -75,6 +93,8 @@ def test_read_back(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
+    if model_type.startswith("gemma"):
+        add_and_subtract_one(model)
     expected, found = model.state_dict(), read.state_dict()
     assert type(read) is (LlamaForCausalLM if model_type == "mistral" else type(model))
     assert expected.keys() == found.keys()
@@ -206,7 +226,8 @@ def test_all_keys_that_code_looks_for_are_compared() -> None:
     """Keys that transformers reads only if a config has them are compared where a type of config lacks them."""
     for model_type in ARCHITECTURES:
         config = CONFIG_MAPPING[model_type]()
-        modules = (import_module(f"transformers.models.{model_type}.modeling_{model_type}"), masking_utils)
+        own = import_module(type(config).__module__.replace("configuration_", "modeling_"))
+        modules = (own, masking_utils)
         sought = {
             name
             for module in modules
@@ -214,6 +235,37 @@ def test_all_keys_that_code_looks_for_are_compared() -> None:
         }
         assert "head_dim" in sought
         assert sought <= gguf_reading.computed_from(config)
+
+
+def test_gemma(tmp_path: Path) -> None:
+    """The first Gemma, which transformers does not read from GGUF: llama.cpp multiplies by norms that include the one."""
+    source = save(tmp_path / "model", "gemma", head_dim=16, tie_word_embeddings=True)
+    exported = gguf_export.export_gguf(source, tmp_path / "out")
+    assert exported.notes == ["llama.cpp reads the file, but transformers' reader does not know models of type gemma"]
+    found, read = metadata(tmp_path / "out" / "model.gguf"), tensors(tmp_path / "out" / "model.gguf")
+    assert (found["general.architecture"], found["gemma.attention.key_length"]) == ("gemma", 16)
+    own = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    own |= {f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")}
+    own |= {f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"} | {"self_attn.o_proj": "attn_output"}
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    names |= {
+        f"model.layers.{index}.{name}": f"blk.{index}.{other}" for index in range(2) for name, other in own.items()
+    }
+    assert read.keys() == {f"{name}.weight" for name in names.values()}
+    weights = Checkpoint(source).read([f"{name}.weight" for name in names])
+    for name, other in names.items():
+        weight = weights[f"{name}.weight"]
+        assert torch.equal(read[f"{other}.weight"], weight + 1 if "norm" in name else weight), name
+
+
+@pytest.mark.parametrize(("model_type", "num_layers"), [("gemma2", 46), ("gemma3_text", 62)])
+def test_scores_of_gemma_27b(tmp_path: Path, model_type: str, num_layers: int) -> None:
+    """llama.cpp knows the models of 27B by their layers, and transformers' reader does not."""
+    settings = GEMMA | {"head_dim": 16, "num_hidden_layers": num_layers, "query_pre_attn_scalar": 8}
+    exported = gguf_export.export_gguf(save(tmp_path / "model", model_type, **settings), tmp_path / "out")
+    assert exported.notes == [
+        "query_pre_attn_scalar: llama.cpp computes with 8, but transformers' reader takes 256",
+    ]
 
 
 def test_other_dtypes(tmp_path: Path) -> None:
@@ -226,17 +278,23 @@ def test_other_dtypes(tmp_path: Path) -> None:
         assert torch.equal(read[name], value if value.dim() == 1 else value.bfloat16().float()), name
 
 
-def test_queries_that_are_not_permuted_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a file in the wrong layout differs when it is read."""
-    source = save(tmp_path / "model", "llama")
-    monkeypatch.setitem(ARCHITECTURES, "llama", Architecture("llama"))
+@pytest.mark.parametrize(
+    ("model_type", "settings", "parts"),
+    [("llama", {}, {"q_proj", "k_proj"}), ("gemma2", GEMMA, {"norm"})],
+)
+def test_tensors_in_another_layout_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, settings: dict[str, Any], parts: set[str]
+) -> None:
+    """The control: a file with queries that are not permuted, or norms without the one, differs when it is read."""
+    source = save(tmp_path / "model", model_type, **settings)
+    monkeypatch.setitem(ARCHITECTURES, model_type, replace(ARCHITECTURES[model_type], layouts=lambda config: {}))
     gguf_export.export_gguf(source, tmp_path / "out")
     read = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
     ).state_dict()
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
-    different = {name.split(".")[-2] for name in expected if not torch.equal(read[name], expected[name])}
-    assert different == {"q_proj", "k_proj"}
+    different = {name.split(".")[-2] for name in expected if not torch.allclose(read[name], expected[name], atol=1e-5)}
+    assert {"norm" if "norm" in name else name for name in different} == parts
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +353,7 @@ def test_experts_in_one_tensor(tmp_path: Path, model_type: str, monkeypatch: pyt
     source = save(tmp_path / "model", model_type, torch.bfloat16, **MIXTURE, **settings)
     notes = gguf_export.export_gguf(source, tmp_path / "modules").notes
     if model_type == "qwen3_moe":
-        assert notes == ["moe_intermediate_size: llama.cpp reads 24 from the file, but transformers' reader takes 768"]
+        assert notes == ["moe_intermediate_size: llama.cpp computes with 24, but transformers' reader takes 768"]
 
     model = AutoModelForCausalLM.from_pretrained(source)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, source / "model.safetensors")
@@ -350,6 +408,25 @@ def test_splits(tmp_path: Path, split: str) -> None:
         ("mistral", {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF; it would be read as None"),
         ("mixtral", MIXTURE | {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF"),
         ("mixtral", MIXTURE | {"hidden_act": "gelu"}, "hidden_act: gelu cannot be written as GGUF; it .* read as silu"),
+        ("phi3", PHI3 | {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF"),
+        ("phi3", PHI3 | {"rope_parameters": PARTIAL}, "'partial_rotary_factor': 0.5.* cannot be written as GGUF"),
+        ("gemma2", GEMMA | {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar: 144 cannot .* be read as 256"),
+        (
+            "gemma2",
+            GEMMA | {"final_logit_softcapping": 20.0},
+            "final_logit_softcapping: 20.0 cannot be written as GGUF",
+        ),
+        ("gemma2", GEMMA | {"attn_logit_softcapping": None}, "attn_logit_softcapping: None cannot be written as GGUF"),
+        ("gemma2", GEMMA | {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("gemma3_text", GEMMA | {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar: 168 cannot .* be read as 256"),
+        (
+            "gemma3_text",
+            GEMMA | {"rope_parameters": OTHER_WINDOW_THETA},
+            "rope_parameters: .*20000.* cannot be written",
+        ),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act: relu cannot be written as GGUF"),
+        ("gemma", {}, "tie_word_embeddings: False cannot be written as GGUF; it would be read as True"),
+        ("gemma2", GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings: False cannot be written as GGUF"),
         ("qwen2_moe", MIXTURE | {"norm_topk_prob": True}, "norm_topk_prob: True cannot be written as GGUF"),
         ("qwen2_moe", MIXTURE | {"tie_word_embeddings": True}, "tie_word_embeddings: True cannot be written as GGUF"),
         ("qwen3_moe", MIXTURE, "norm_topk_prob: False cannot be written as GGUF; it would be read as True"),

@@ -55,8 +55,9 @@ class Architecture:
     def metadata(self, config: Any) -> dict[str, Any]:
         """Return the metadata of a model, by names without that of the architecture."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        numbers = {name: getattr(config, key) for key, name in {**NUMBERS, **self.numbers}.items()}
         return {
-            **{name: getattr(config, key) for key, name in {**NUMBERS, **self.numbers}.items()},
+            **{name: value for name, value in numbers.items() if value is not None},
             "attention.key_length": head_dim,
             "attention.value_length": head_dim,
             "rope.dimension_count": head_dim,
@@ -81,12 +82,45 @@ def _flat_gate(config: Any) -> Mapping[str, Layout]:
     return {"ffn_gate_inp_shexp": lambda tensor: tensor.reshape(-1)}
 
 
+def _offset_norms(config: Any) -> Mapping[str, Layout]:
+    """Return the layouts of norms that scale by one plus their weight, which is added in float32."""
+    names = ("attn", "attn_k", "attn_q", "ffn", "output", "post_attention", "post_ffw")
+    return {f"{name}_norm": lambda tensor: tensor + 1 for name in names}
+
+
+def _attention_scale(config: Any, num_layers_of_27b: int) -> Mapping[str, Any]:
+    """Return by which root llama.cpp divides scores: that of a head's size, but not in the model of 27B with these layers."""
+    mean_head = config.hidden_size // config.num_attention_heads
+    return {"query_pre_attn_scalar": mean_head if config.num_hidden_layers == num_layers_of_27b else config.head_dim}
+
+
 _LLAMA_SCALINGS = frozenset({"linear", "llama3", "yarn"})
+_WINDOW = {"sliding_window": "attention.sliding_window"}
+_SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _MIXTURE = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _EXPERT_SIZE = {"moe_intermediate_size": "expert_feed_forward_length"}
 _SHARED_EXPERT_SIZE = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 
 ARCHITECTURES = {
+    "gemma": Architecture(
+        "gemma",
+        assumed=lambda config: {
+            "attention_bias": False,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        layouts=_offset_norms,
+        in_transformers=False,
+    ),
+    "gemma2": Architecture(
+        "gemma2",
+        numbers=_WINDOW | _SOFTCAPS,
+        assumed=lambda config: {**_attention_scale(config, 46), "tie_word_embeddings": True},
+        layouts=_offset_norms,
+    ),
+    "gemma3_text": Architecture(
+        "gemma3", numbers=_WINDOW, assumed=lambda config: _attention_scale(config, 62), layouts=_offset_norms
+    ),
     "llama": Architecture("llama", layouts=_neighbours, scalings=_LLAMA_SCALINGS),
     "mistral": Architecture(
         "llama",
@@ -102,6 +136,7 @@ ARCHITECTURES = {
         scalings=_LLAMA_SCALINGS,
         in_transformers=False,
     ),
+    "phi3": Architecture("phi3", assumed=lambda config: {"sliding_window": None}),
     "qwen2": Architecture("qwen2"),
     "qwen2_moe": Architecture(
         "qwen2moe",

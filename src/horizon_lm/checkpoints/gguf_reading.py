@@ -41,16 +41,17 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
     assumed = architecture.assumed(config)
     found = {**read, **kept, **assumed}
     _align(config, own, found)
-    for key in sorted(computed_from(config) | assumed.keys()):
+    keys = sorted(computed_from(config))
+    for key in sorted({*keys, *assumed}):
         if not _equal(own.get(key), found.get(key)):
             raise ModelNotSupportedError(
                 f"{source}: {key}: {getattr(config, key, None)} cannot be written as GGUF; "
                 f"it would be read as {found.get(key)}"
             )
     notes = [
-        f"{key}: llama.cpp reads {own[key]} from the file, but transformers' reader takes {read[key]}"
-        for key in sorted(architecture.unread)
-        if not _equal(own[key], read[key])
+        f"{key}: llama.cpp computes with {own.get(key)}, but transformers' reader takes {read[key]}"
+        for key in keys
+        if key in read.keys() - {"model_type"} and not _equal(own.get(key), read[key])
     ]
     scaling = parameters_of(config)["rope_type"]
     if not architecture.in_transformers:
