@@ -14,7 +14,7 @@ import torch
 from horizon_lm.checkpoints.gguf_architectures import ARCHITECTURES
 from horizon_lm.checkpoints.gguf_reading import require_kept
 from horizon_lm.checkpoints.gguf_tensors import Tensors
-from horizon_lm.checkpoints.gguf_tokenizer import add_tokenizer
+from horizon_lm.checkpoints.gguf_tokenizer import Tokenizer, read_tokenizer
 from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hf_config, hub
@@ -26,7 +26,7 @@ FILE = "model.gguf"
 
 
 class Exported(NamedTuple):
-    """A file that was written: lines on what only llama.cpp reads from it, and whether transformers reads it at all."""
+    """A file that was written: lines on what llama.cpp does differently, and whether transformers reads it at all."""
 
     notes: list[str]
     in_transformers: bool
@@ -58,21 +58,22 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
             f"{source}: models of type {config.model_type} are not written as GGUF; those of type {known} are"
         )
     gguf, architecture = _package(), ARCHITECTURES[config.model_type]
+    tokenizer = read_tokenizer(gguf, source, config.vocab_size)
     with tempfile.TemporaryDirectory() as name:
         header = Path(name) / FILE
-        with closing(_describe(gguf, config, source, header)) as writer:
+        with closing(_describe(gguf, config, tokenizer, header)) as writer:
             _write_header(writer)
         notes = require_kept(architecture, config, header, source)
     tensors = Tensors(gguf, architecture, config, checkpoint, getattr(torch, dtype) if dtype else None)
 
     def fill(part: Path) -> None:
-        with closing(_describe(gguf, config, source, part / FILE)) as writer:
+        with closing(_describe(gguf, config, tokenizer, part / FILE)) as writer:
             tensors.announce(writer)
             _write_header(writer)
             tensors.write(writer)
 
     write_new_folder(folder, fill)
-    return Exported(notes, architecture.in_transformers)
+    return Exported(notes + tokenizer.notes, architecture.in_transformers)
 
 
 def _package() -> Any:
@@ -83,14 +84,14 @@ def _package() -> Any:
     return gguf
 
 
-def _describe(gguf: Any, config: Any, source: Path, path: Path) -> Any:
+def _describe(gguf: Any, config: Any, tokenizer: Tokenizer, path: Path) -> Any:
     """Return a writer with the metadata of a model and its tokenizer."""
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture.name)
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in architecture.metadata(config).items():
         add[type(value)](f"{architecture.name}.{name}", value)
-    add_tokenizer(gguf, writer, source, config.vocab_size)
+    tokenizer.add_to(writer)
     return writer
 
 
