@@ -39,6 +39,8 @@ TEXTS = [
         (gguf_tokenizer._QWEN2, False, "qwen2"),
         (gguf_tokenizer._LLAMA3, True, "llama-bpe"),
         (gguf_tokenizer._LLAMA3, False, "dbrx"),
+        (gguf_tokenizer._TEKKEN, True, "tekken"),
+        (gguf_tokenizer._GPT4O, False, "gpt-4o"),
     ],
 )
 def test_splits(tmp_path: Path, split: str, ignore_merges: bool, name: str) -> None:
