@@ -19,7 +19,7 @@ _CASED += r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED.replace("SUFFIX", "").replace("DIGITS", r"\p{N}")
 _GPT4O = _CASED.replace("SUFFIX", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", r"\p{N}{1,3}")
 # llama.cpp's names of ways to split text, by the expression and whether tokens are found without merges.
-_SPLITS = {
+SPLITS = {
     (None, False): "gpt-2",
     (_QWEN2, False): "qwen2",
     (_LLAMA3, True): "llama-bpe",
@@ -173,11 +173,11 @@ def _split(described: dict[str, Any], path: Path) -> str:
             f"{path}: only tokenizers of BPE, byte-level or with byte fallback, are written as GGUF"
         )
     way = (pattern, bool(model.get("ignore_merges")))
-    if way not in _SPLITS or (split is None) != level.get("use_regex", True) or level.get("add_prefix_space"):
+    if way not in SPLITS or (split is None) != level.get("use_regex", True) or level.get("add_prefix_space"):
         raise ModelNotSupportedError(
             f"{path}: llama.cpp has no known name for the way in which this tokenizer splits text"
         )
-    return _SPLITS[way]
+    return SPLITS[way]
 
 
 def _tokens(gguf: Any, described: dict[str, Any]) -> tuple[dict[int, str], dict[int, int]]:

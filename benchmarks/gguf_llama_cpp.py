@@ -1,0 +1,282 @@
+"""Compare exported GGUF files in llama.cpp with their models and tokenizers in transformers.
+
+    python benchmarks/gguf_llama_cpp.py --library LIBRARY [--output FILE.md]
+
+LIBRARY is a shared library with llama.cpp's functions: libllama.so, or the extension module of the package xllamacpp. Models are
+tiny and have random weights, large enough that positions matter; tokenizers are trained on the pages of docs.
+"""
+
+import argparse
+import ctypes
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers_cpu import processor, versions
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import generate_merges
+
+from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
+from horizon_lm.checkpoints.gguf_tokenizer import SPLITS
+
+TOKENS, CONTEXT = 120, 256
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False, "bos_token_id": 0,
+    "eos_token_id": 1, "pad_token_id": 1,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GEMMA = {"tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ORIGINAL = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+WINDOW = {"rope_type": "default", "rope_theta": 1e4}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, llama3 scaling": ("llama", {"rope_parameters": LLAMA3 | ORIGINAL}),
+    "llama, yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0} | ORIGINAL}),
+    "llama, linear": ("llama", {"rope_parameters": LINEAR}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "mixtral": ("mixtral", EXPERTS),
+    "qwen2": ("qwen2", {}),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0} | ORIGINAL}),
+    "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 32}),
+    "gemma": ("gemma", {"tie_word_embeddings": True, "head_dim": 32}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2, layers of 27B": ("gemma2", GEMMA | {"num_hidden_layers": 46, "query_pre_attn_scalar": 16}),
+    "gemma3_text": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
+    "gemma3_text, linear": (
+        "gemma3_text",
+        GEMMA | {"num_hidden_layers": 7, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": WINDOW}},
+    ),
+    "gemma3_text, layers of 27B": ("gemma3_text", GEMMA | {"num_hidden_layers": 62, "query_pre_attn_scalar": 16}),
+    "phi3": ("phi3", {"sliding_window": None}),
+}
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embedding", ctypes.c_void_p),
+        ("position", ctypes.POINTER(ctypes.c_int32)),
+        ("num_sequences", ctypes.POINTER(ctypes.c_int32)),
+        ("sequence", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("wanted", ctypes.POINTER(ctypes.c_int8)),
+    )
+
+
+class _Params(ctypes.Structure):
+    """Parameters of a model or a context: larger than any version's, because only the first fields are used."""
+
+    _fields_ = (("numbers", ctypes.c_uint32 * 256),)
+
+
+_Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
+class LlamaCpp:
+    """Functions of llama.cpp (https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h)."""
+
+    def __init__(self, library: Path) -> None:
+        self._lib, self._log = ctypes.CDLL(str(library)), _Log(lambda level, text, data: None)
+        for name in ("llama_model_default_params", "llama_context_default_params"):
+            getattr(self._lib, name).restype = _Params
+        for name, argument in (
+            ("llama_model_load_from_file", ctypes.c_char_p),
+            ("llama_init_from_model", ctypes.c_void_p),
+        ):
+            function = getattr(self._lib, name)
+            function.argtypes, function.restype = [argument, _Params], ctypes.c_void_p
+        self._lib.llama_model_get_vocab.argtypes, self._lib.llama_model_get_vocab.restype = (
+            [ctypes.c_void_p],
+            ctypes.c_void_p,
+        )
+        self._lib.llama_batch_init.restype = _Batch
+        self._lib.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
+        self._lib.llama_get_logits_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+        self._lib.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
+        self._lib.llama_model_free.argtypes = self._lib.llama_free.argtypes = [ctypes.c_void_p]
+        self._lib.llama_tokenize.argtypes = [
+            ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32,
+            ctypes.c_bool, ctypes.c_bool,
+        ]  # fmt: skip
+        self._lib.llama_log_set(self._log, None)
+        self._lib.llama_backend_init()
+
+    @contextmanager
+    def opened(self, file: Path) -> Iterator[int]:
+        """Context manager: open a model."""
+        model = self._lib.llama_model_load_from_file(str(file).encode(), self._lib.llama_model_default_params())
+        if not model:
+            raise RuntimeError(f"llama.cpp does not open {file}")
+        yield model
+        self._lib.llama_model_free(model)
+
+    def logits(self, model: int, ids: list[int], vocab_size: int) -> torch.Tensor:
+        """Return the logits of a text, shape (T, V)."""
+        params = self._lib.llama_context_default_params()
+        params.numbers[:3] = [CONTEXT, CONTEXT, CONTEXT]  # context, logical and physical batch
+        context, batch = self._lib.llama_init_from_model(model, params), self._lib.llama_batch_init(len(ids), 0, 1)
+        batch.num_tokens = len(ids)
+        for index, token in enumerate(ids):
+            batch.token[index], batch.position[index], batch.num_sequences[index] = token, index, 1
+            batch.sequence[index][0], batch.wanted[index] = 0, 1
+        if self._lib.llama_decode(context, batch) != 0:
+            raise RuntimeError("llama.cpp does not compute the model")
+        rows = [self._lib.llama_get_logits_ith(context, index)[:vocab_size] for index in range(len(ids))]
+        self._lib.llama_free(context)
+        return torch.tensor(rows)
+
+    def tokens(self, model: int, text: str) -> list[int]:
+        """Return the tokens of a text, with those that are added."""
+        buffer, encoded = (ctypes.c_int32 * 4096)(), text.encode()
+        vocab = self._lib.llama_model_get_vocab(model)
+        return buffer[: self._lib.llama_tokenize(vocab, encoded, len(encoded), buffer, 4096, True, True)]
+
+
+def byte_level(pattern: str | None, ignore_merges: bool, text: str) -> Any:
+    """Return a tokenizer of byte-level BPE that splits text in one of the ways that llama.cpp knows."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZES["vocab_size"], special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def byte_fallback(prepend: bool, text: str) -> Any:
+    """Return a tokenizer of BPE with byte fallback, whose merges are those that transformers makes of scores."""
+    draft = Tokenizer(models.BPE())
+    draft.pre_tokenizer = pre_tokenizers.Metaspace()
+    draft.train_from_iterator([text], trainers.BpeTrainer(vocab_size=700, show_progress=False))
+    learned = sorted(draft.get_vocab(), key=draft.get_vocab().__getitem__)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256)), *learned]
+    vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    merges = generate_merges(vocab, {token: -float(number) for token, number in vocab.items()})
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    spaces = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prepend else spaces
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def save_model(folder: Path, model_type: str, settings: dict[str, Any]) -> None:
+    """Write a model whose matrices are random and whose norms are not equal."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | settings))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.2)
+        else:
+            parameter.data.add_(torch.randn(parameter.shape), alpha=0.1)
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def compare(
+    llama_cpp: LlamaCpp, folder: Path, model_type: str, settings: dict[str, Any], tokenizer: Any
+) -> list[float]:
+    """Return the median relative errors of logits in llama.cpp: to transformers', and to its own with swapped positions."""
+    save_model(folder / "model", model_type, settings)
+    tokenizer.save_pretrained(folder / "model")
+    export_gguf(folder / "model", folder / "out")
+    ids = torch.randint(5, SIZES["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
+    with llama_cpp.opened(folder / "out" / FILE) as opened:
+        found = llama_cpp.logits(opened, ids[0].tolist(), SIZES["vocab_size"])
+    positions = torch.arange(TOKENS)[None]
+    errors = []
+    for chosen in (positions, 2 * positions):
+        expected = model(ids, position_ids=chosen).logits[0]
+        errors.append(((found - expected).norm(dim=1) / expected.norm(dim=1)).median().item())
+    return errors
+
+
+def sample_texts(text: str) -> list[str]:
+    """Return pieces of a text, and random characters of many scripts."""
+    drawn = random.Random(0)
+    starts = [drawn.randrange(len(text)) for _ in range(300)]
+    pieces = [text[start : start + drawn.randrange(1, 200)] for start in starts]
+    ranges = (
+        range(32, 127),
+        range(32, 127),
+        range(160, 0x3000),
+        range(0x4E00, 0x5000),
+        range(0x1F600, 0x1F640),
+        (10, 32),
+    )
+    scripts = [
+        "".join(chr(drawn.choice(drawn.choice(ranges))) for _ in range(drawn.randrange(1, 40))) for _ in range(200)
+    ]
+    return pieces + scripts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--release", default="", help="the release of llama.cpp, for the page")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    llama_cpp = LlamaCpp(args.library)
+    text = "\n".join(path.read_text("utf-8") for path in sorted((Path(__file__).parents[1] / "docs").glob("*.md"))[:12])
+    lines = [
+        "# Exported GGUF files in llama.cpp",
+        "",
+        f"{date.today().isoformat()}, {processor()}. {versions('torch', 'transformers', 'gguf')}. {args.release}".rstrip(),
+        "Tiny models with random weights in float32; llama.cpp keeps keys and values in float16.",
+        "",
+        "Command: `python benchmarks/gguf_llama_cpp.py --library LIBRARY`",
+        "",
+        f"The median relative error of the logits of {TOKENS} tokens, beside that to the same model with positions twice as far apart, as a control.",
+        "",
+        "| model | error | control |",
+        "|---|---|---|",
+    ]
+    for name, (model_type, settings) in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            error, control = compare(llama_cpp, Path(folder), model_type, settings, byte_level(None, False, text))
+        lines.append(f"| {name} | {error:.4f} | {control:.2f} |")
+        print(lines[-1], flush=True)
+    texts = sample_texts(text)
+    lines += [
+        "",
+        f"Texts of {len(texts)} that have other tokens in llama.cpp than in transformers.",
+        "",
+        "| tokenizer | other |",
+        "|---|---|",
+    ]
+    tokenizers = {name: byte_level(*way, text) for way, name in SPLITS.items()}
+    tokenizers |= {
+        "byte fallback, a space before text": byte_fallback(True, text),
+        "byte fallback, none": byte_fallback(False, text),
+    }
+    for name, tokenizer in tokenizers.items():
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(Path(folder) / "model", "llama", {"vocab_size": len(tokenizer)})
+            tokenizer.save_pretrained(Path(folder) / "model")
+            export_gguf(Path(folder) / "model", Path(folder) / "out")
+            with llama_cpp.opened(Path(folder) / "out" / FILE) as opened:
+                other = sum(llama_cpp.tokens(opened, each) != tokenizer(each).input_ids for each in texts)
+        lines.append(f"| {name} | {other} |")
+        print(lines[-1], flush=True)
+    if args.output is not None:
+        args.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
