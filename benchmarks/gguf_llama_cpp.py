@@ -36,6 +36,10 @@ GEMMA = {"tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 3
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+LONGROPE = {
+    "rope_type": "longrope", "partial_rotary_factor": 0.75, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    "short_factor": [1.0] * 6,
+}  # fmt: skip
 WINDOW = {"rope_type": "default", "rope_theta": 1e4}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -59,6 +63,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_text, layers of 27B": ("gemma3_text", GEMMA | {"num_hidden_layers": 62, "query_pre_attn_scalar": 16}),
     "phi3": ("phi3", {"sliding_window": None}),
+    "phi3, longrope, three quarters of a head": (
+        "phi3",
+        {"sliding_window": None, "original_max_position_embeddings": 32, "rope_parameters": LONGROPE | ORIGINAL},
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from horizon_lm.checkpoints import gguf_export
 from horizon_lm.errors import ConfigError
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests.e2e.command import run
-from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, YARN, metadata, save, tensors
+from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PHI3, YARN, metadata, save, tensors
 
 gguf = pytest.importorskip("gguf")
 
@@ -62,7 +62,13 @@ def test_scalings_in_metadata(tmp_path: Path, model_type: str) -> None:
     assert found[f"{model_type}.rope.scaling.type"] == "linear"
     assert found[f"{model_type}.rope.scaling.factor"] == 2.0
 
-    yarn = YARN | {"beta_fast": 32, "beta_slow": 1.0, "truncate": True, "mscale": None}  # as llama.cpp assumes
+    yarn = YARN | {
+        "type": "yarn",
+        "beta_fast": 32,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "mscale": None,
+    }  # as llama.cpp assumes
     gguf_export.export_gguf(save(tmp_path / "yarn", model_type, rope_parameters=yarn), tmp_path / "yarn-out")
     found = metadata(tmp_path / "yarn-out" / "model.gguf")
     assert {name: value for name, value in found.items() if ".rope.scaling." in name} == {
@@ -71,6 +77,28 @@ def test_scalings_in_metadata(tmp_path: Path, model_type: str) -> None:
         f"{model_type}.rope.scaling.original_context_length": 64,
     }
     assert "rope_freqs.weight" not in tensors(tmp_path / "yarn-out" / "model.gguf")
+
+
+def test_scaling_of_long_phi(tmp_path: Path) -> None:
+    """Factors for short and for long contexts, of a part of each head."""
+    scaling = {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64,
+        "long_factor": [1.0, 1.5, 4.0], "short_factor": [1.0, 1.25, 2.0],
+    }  # fmt: skip
+    settings = PHI3 | {"rope_parameters": scaling, "original_max_position_embeddings": 64, "sliding_window": None}
+    exported = gguf_export.export_gguf(save(tmp_path / "model", "phi3", **settings), tmp_path / "out")
+    assert [note.split(":")[0] for note in exported.notes] == [
+        "original_max_position_embeddings",
+        "rope_parameters",
+        "llama.cpp reads the rotary scaling (longrope) from the file, but transformers' reader ignores it",
+        "llama.cpp takes the factors for long texts if its context is larger than 64, however long the text is",
+    ]
+    found, read = metadata(tmp_path / "out" / "model.gguf"), tensors(tmp_path / "out" / "model.gguf")
+    assert found["phi3.rope.dimension_count"] == 6
+    assert found["phi3.rope.scaling.original_context_length"] == 64
+    assert math.isclose(found["phi3.rope.scaling.attn_factor"], math.sqrt(1 + math.log(4) / math.log(64)), rel_tol=1e-6)
+    assert read["rope_factors_long.weight"].tolist() == [1.0, 1.5, 4.0]
+    assert read["rope_factors_short.weight"].tolist() == [1.0, 1.25, 2.0]
 
 
 def test_gemma(tmp_path: Path) -> None:

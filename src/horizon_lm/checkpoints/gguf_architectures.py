@@ -41,6 +41,7 @@ class Architecture:
         assumed: function that returns settings that are not in a file, with the values with which llama.cpp computes.
         layouts: function that returns the layouts of a config's tensors, by their name in a block, such as ``attn_q``.
         scalings: types of scaled rotary embeddings that llama.cpp computes from what the file has.
+        partial_rotary: whether a part of each head may be rotated.
         in_transformers: whether transformers reads such files.
     """
 
@@ -50,17 +51,19 @@ class Architecture:
     assumed: Callable[[Any], Mapping[str, Any]] = _nothing
     layouts: Callable[[Any], Mapping[str, Layout]] = _unchanged
     scalings: frozenset[str] = frozenset({"linear", "yarn"})
+    partial_rotary: bool = False
     in_transformers: bool = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Return the metadata of a model, by names without that of the architecture."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         numbers = {name: getattr(config, key) for key, name in {**NUMBERS, **self.numbers}.items()}
+        part = parameters_of(config).get("partial_rotary_factor", 1.0) if self.partial_rotary else 1.0
         return {
             **{name: value for name, value in numbers.items() if value is not None},
             "attention.key_length": head_dim,
             "attention.value_length": head_dim,
-            "rope.dimension_count": head_dim,
+            "rope.dimension_count": int(head_dim * part),
             "rope.freq_base": float(parameters_of(config)["rope_theta"]),
             **scaling_metadata(config),
         }
@@ -136,7 +139,13 @@ ARCHITECTURES = {
         scalings=_LLAMA_SCALINGS,
         in_transformers=False,
     ),
-    "phi3": Architecture("phi3", assumed=lambda config: {"sliding_window": None}),
+    "phi3": Architecture(
+        "phi3",
+        unread=frozenset({"original_max_position_embeddings"}),  # without effect, or a part of the scaling
+        assumed=lambda config: {"sliding_window": None},
+        scalings=frozenset({"linear", "longrope", "yarn"}),
+        partial_rotary=True,
+    ),
     "qwen2": Architecture("qwen2"),
     "qwen2_moe": Architecture(
         "qwen2moe",

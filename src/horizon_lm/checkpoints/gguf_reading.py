@@ -36,6 +36,9 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
     if architecture.in_transformers:
         read = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name).to_dict()
         kept = {key: own[key] for key in architecture.unread}
+        if architecture.partial_rotary:
+            part = own["rope_parameters"].get("partial_rotary_factor")
+            kept["rope_parameters"] = {**read["rope_parameters"], "partial_rotary_factor": part}
     else:
         read, kept = {}, _written(architecture, config, own)
     assumed = architecture.assumed(config)
@@ -61,6 +64,11 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
     elif scaling != "default":
         notes.append(
             f"llama.cpp reads the rotary scaling ({scaling}) from the file, but transformers' reader ignores it"
+        )
+    if scaling == "longrope":
+        original = parameters_of(config)["original_max_position_embeddings"]
+        notes.append(
+            f"llama.cpp takes the factors for long texts if its context is larger than {original}, however long the text is"
         )
     return notes
 

@@ -6,7 +6,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from horizon_lm.checkpoints.gguf_architectures import Architecture, Layout
-from horizon_lm.checkpoints.gguf_rotary import FACTORS, frequency_factors
+from horizon_lm.checkpoints.gguf_rotary import frequency_factors
 from horizon_lm.checkpoints.gguf_sources import Source, sources
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.finite import require_finite
@@ -96,12 +96,12 @@ class Tensors:
         for each in self._tensors:
             num_bytes = each.shape.numel() * each.dtype.itemsize
             writer.add_tensor_info(each.name, each.shape, None, num_bytes, kinds[_KINDS[each.dtype]])
-        if self._factors is not None:
-            writer.add_tensor_info(FACTORS, self._factors.shape, None, self._factors.nbytes, kinds.F32)
+        for name, factors in self._factors.items():
+            writer.add_tensor_info(name, factors.shape, None, factors.nbytes, kinds.F32)
 
     def write(self, writer: Any) -> None:
         """Write all tensors, in the order in which they were announced."""
         for each in self._tensors:
             writer.write_tensor_data(_Bytes(each, self._checkpoint))
-        if self._factors is not None:
-            writer.write_tensor_data(self._factors.numpy())
+        for factors in self._factors.values():
+            writer.write_tensor_data(factors.numpy())
