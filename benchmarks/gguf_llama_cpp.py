@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.tokenization_utils_base import generate_merges
 
 from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.checkpoints.gguf_tokenizer import SPLITS
+from horizon_lm.checkpoints.gguf_tokenizer import DIGITS, SPLITS
 
 TOKENS, CONTEXT = 120, 256
 SIZES: dict[str, Any] = {
@@ -46,6 +46,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3 scaling": ("llama", {"rope_parameters": LLAMA3 | ORIGINAL}),
     "llama, yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0} | ORIGINAL}),
     "llama, linear": ("llama", {"rope_parameters": LINEAR}),
+    "granite": (
+        "granite",
+        {"attention_multiplier": 0.5, "embedding_multiplier": 6.0, "logits_scaling": 4.0, "residual_multiplier": 0.22},
+    ),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "mixtral": ("mixtral", EXPERTS),
     "qwen2": ("qwen2", {}),
@@ -154,8 +160,10 @@ class LlamaCpp:
 def byte_level(pattern: str | None, ignore_merges: bool, text: str) -> Any:
     """Return a tokenizer of byte-level BPE that splits text in one of the ways that llama.cpp knows."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern in (None, DIGITS))
     split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    if pattern == DIGITS:
+        split = [pre_tokenizers.Digits(individual_digits=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

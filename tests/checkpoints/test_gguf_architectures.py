@@ -13,7 +13,7 @@ from horizon_lm.checkpoints import gguf_export
 from horizon_lm.errors import ConfigError
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests.e2e.command import run
-from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PHI3, YARN, metadata, save, tensors
+from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PADDED, YARN, metadata, save, tensors
 
 gguf = pytest.importorskip("gguf")
 
@@ -85,7 +85,7 @@ def test_scaling_of_long_phi(tmp_path: Path) -> None:
         "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64,
         "long_factor": [1.0, 1.5, 4.0], "short_factor": [1.0, 1.25, 2.0],
     }  # fmt: skip
-    settings = PHI3 | {"rope_parameters": scaling, "original_max_position_embeddings": 64, "sliding_window": None}
+    settings = PADDED | {"rope_parameters": scaling, "original_max_position_embeddings": 64, "sliding_window": None}
     exported = gguf_export.export_gguf(save(tmp_path / "model", "phi3", **settings), tmp_path / "out")
     assert [note.split(":")[0] for note in exported.notes] == [
         "original_max_position_embeddings",
@@ -101,25 +101,64 @@ def test_scaling_of_long_phi(tmp_path: Path) -> None:
     assert read["rope_factors_short.weight"].tolist() == [1.0, 1.25, 2.0]
 
 
-def test_gemma(tmp_path: Path) -> None:
-    """The first Gemma, which transformers does not read from GGUF: llama.cpp multiplies by norms that include the one."""
-    source = save(tmp_path / "model", "gemma", head_dim=16, tie_word_embeddings=True)
+ATTENTION = {f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"} | {"self_attn.o_proj": "attn_output"}
+FEED_FORWARD = {f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")}
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+NORMS_OF_OLMO = {
+    "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+}  # fmt: skip
+SCALES = {
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "logits_scaling": "logit_scale", "residual_multiplier": "residual_scale",
+}  # fmt: skip
+
+
+def neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return the rows of queries or keys with the halves of each head interleaved, as llama.cpp's converter does."""
+    return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "norms"),
+    [
+        ("gemma", {"head_dim": 16, "tie_word_embeddings": True}, NORMS),
+        ("granite", {key: 0.5 + index for index, key in enumerate(SCALES)}, NORMS),
+        ("olmo2", {}, NORMS_OF_OLMO),
+        ("smollm3", PADDED, NORMS),
+    ],
+)
+def test_types_that_transformers_does_not_read(
+    tmp_path: Path, model_type: str, settings: dict[str, Any], norms: dict[str, str]
+) -> None:
+    """A Gemma is multiplied by norms that include the one; Granite and SmolLM3 rotate neighbours, as a Llama does."""
+    source = save(tmp_path / "model", model_type, **settings)
     exported = gguf_export.export_gguf(source, tmp_path / "out")
-    assert exported.notes == ["llama.cpp reads the file, but transformers' reader does not know models of type gemma"]
+    assert exported.notes == [
+        f"llama.cpp reads the file, but transformers' reader does not know models of type {model_type}"
+    ]
+    assert not exported.in_transformers
     found, read = metadata(tmp_path / "out" / "model.gguf"), tensors(tmp_path / "out" / "model.gguf")
-    assert (found["general.architecture"], found["gemma.attention.key_length"]) == ("gemma", 16)
-    own = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    own |= {f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")}
-    own |= {f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"} | {"self_attn.o_proj": "attn_output"}
+    assert found["general.architecture"] == model_type
+    assert found[f"{model_type}.attention.key_length"] == settings.get("head_dim", 8)
+    if model_type == "granite":
+        assert {key: found[f"granite.{name}"] for key, name in SCALES.items()} == settings
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    names |= {} if model_type == "gemma" else {"lm_head": "output"}
     names |= {
-        f"model.layers.{index}.{name}": f"blk.{index}.{other}" for index in range(2) for name, other in own.items()
+        f"model.layers.{index}.{name}": f"blk.{index}.{other}"
+        for index in range(2)
+        for name, other in (ATTENTION | FEED_FORWARD | norms).items()
     }
     assert read.keys() == {f"{name}.weight" for name in names.values()}
     weights = Checkpoint(source).read([f"{name}.weight" for name in names])
     for name, other in names.items():
         weight = weights[f"{name}.weight"]
-        assert torch.equal(read[f"{other}.weight"], weight + 1 if "norm" in name else weight), name
+        if model_type == "gemma" and "norm" in name:
+            weight = weight + 1
+        if model_type in ("granite", "smollm3") and name.endswith(("q_proj", "k_proj")):
+            weight = neighbours(weight, 4 if name.endswith("q_proj") else 2)
+        assert torch.equal(read[f"{other}.weight"], weight), name
 
 
 @pytest.mark.parametrize(("model_type", "num_layers"), [("gemma2", 46), ("gemma3_text", 62)])
@@ -153,8 +192,7 @@ def test_experts(tmp_path: Path) -> None:
     for layer in range(2):
         own, moe = f"model.layers.{layer}", f"model.layers.{layer}.block_sparse_moe"
         for name, heads in (("q", 4), ("k", 2)):
-            rows = weights[f"{own}.self_attn.{name}_proj.weight"].view(heads, 2, 4, 32)  # two halves of a head of 8
-            expected[f"blk.{layer}.attn_{name}"] = rows.transpose(1, 2).reshape(-1, 32)
+            expected[f"blk.{layer}.attn_{name}"] = neighbours(weights[f"{own}.self_attn.{name}_proj.weight"], heads)
         expected |= {
             f"blk.{layer}.attn_v": weights[f"{own}.self_attn.v_proj.weight"],
             f"blk.{layer}.attn_output": weights[f"{own}.self_attn.o_proj.weight"],

@@ -17,7 +17,7 @@ from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model.gguf_weights import load_gguf
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests.e2e.command import run
-from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PHI3, TEXT, YARN, add_to_config, save
+from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PADDED, TEXT, YARN, add_to_config, save
 
 gguf = pytest.importorskip("gguf")
 
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, a window over the whole context": ("mistral", {"sliding_window": 256}),
     "gemma2": ("gemma2", GEMMA),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
-    "phi3": ("phi3", PHI3 | {"sliding_window": 256}),
+    "phi3": ("phi3", PADDED | {"sliding_window": 256}),
     "qwen2_moe": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2}),  # experts of the default size
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
 }
@@ -176,11 +176,11 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("olmo2", {}, f"models of type olmo2 are not written as GGUF; those of type {', '.join(ARCHITECTURES)} are"),
+        ("olmo", {}, f"models of type olmo are not written as GGUF; those of type {', '.join(ARCHITECTURES)} are"),
         ("mistral", {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF; it would be read as None"),
         ("mixtral", MIXTURE | {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF"),
         ("mixtral", MIXTURE | {"hidden_act": "gelu"}, "hidden_act: gelu cannot be written as GGUF; it .* read as silu"),
-        ("phi3", PHI3 | {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF"),
+        ("phi3", PADDED | {"sliding_window": 255}, "sliding_window: 255 cannot be written as GGUF"),
         ("llama", {"rope_parameters": PARTIAL}, "'partial_rotary_factor': 0.5.* cannot be written as GGUF"),
         ("gemma2", GEMMA | {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar: 144 cannot .* be read as 256"),
         (
@@ -197,6 +197,13 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
             "rope_parameters: .*20000.* cannot be written",
         ),
         ("gemma", {"hidden_act": "relu"}, "hidden_act: relu cannot be written as GGUF"),
+        ("granite", {"mlp_bias": True}, "mlp_bias: True cannot be written as GGUF; it would be read as False"),
+        (
+            "olmo2",
+            {"attention_bias": True},
+            "attention_bias: True cannot be written as GGUF; it would be read as False",
+        ),
+        ("smollm3", PADDED | {"no_rope_layers": [0, 1]}, "no_rope_layers: .*0, 1.* cannot be written as GGUF"),
         ("gemma", {}, "tie_word_embeddings: False cannot be written as GGUF; it would be read as True"),
         ("gemma2", GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings: False cannot be written as GGUF"),
         ("qwen2_moe", MIXTURE | {"norm_topk_prob": True}, "norm_topk_prob: True cannot be written as GGUF"),

@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import generate_merges
 from horizon_lm.checkpoints import gguf_export, gguf_tokenizer
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from tests.e2e import tiny
-from tests.support.gguf_files import GEMMA, PHI3, TEXT, metadata, save
+from tests.support.gguf_files import GEMMA, PADDED, TEXT, metadata, save
 
 pytest.importorskip("gguf")
 
@@ -59,6 +59,24 @@ def test_splits(tmp_path: Path, split: str, ignore_merges: bool, name: str) -> N
     assert read.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT) == (
         tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
     )
+
+
+def test_digits_alone(tmp_path: Path) -> None:
+    """SmolLM2 and Granite 3 take digits alone, which transformers' reader does not know."""
+    source = save(tmp_path / "model", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for individual in (True, False):
+        digits = pre_tokenizers.Digits(individual_digits=individual)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
+        tokenizer.save_pretrained(source)
+        if individual:
+            notes = gguf_export.export_gguf(source, tmp_path / "out").notes
+            assert notes == ["transformers' reader does not take digits alone, as llama.cpp does"]
+            assert metadata(tmp_path / "out" / "model.gguf")["tokenizer.ggml.pre"] == "smollm"
+        else:
+            with pytest.raises(ModelNotSupportedError, match=r"llama\.cpp has no known name for the way"):
+                gguf_export.export_gguf(source, tmp_path / "other")
 
 
 def test_tokenizers_without_a_name(tmp_path: Path) -> None:
@@ -144,7 +162,7 @@ def joined_by_score(text: str, found: dict[str, Any]) -> list[int]:
     [
         ("llama", {}, "first"),
         ("mistral", {"sliding_window": None}, "first"),
-        ("phi3", PHI3, "prepend"),
+        ("phi3", PADDED, "prepend"),
         ("gemma2", GEMMA, "replace"),
         ("gemma3_text", GEMMA, "replace"),
     ],

@@ -20,7 +20,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 8}
-PHI3 = {"eos_token_id": 1, "pad_token_id": 1}
+PADDED = {"eos_token_id": 1, "pad_token_id": 1}
 TEXT = "It's 1234567 stars:\n\n  the keeper's ünïcode <|im_start|>user\r\n\t... don't"
 
 

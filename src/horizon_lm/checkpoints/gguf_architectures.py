@@ -124,6 +124,18 @@ ARCHITECTURES = {
     "gemma3_text": Architecture(
         "gemma3", numbers=_WINDOW, assumed=lambda config: _attention_scale(config, 62), layouts=_offset_norms
     ),
+    "granite": Architecture(
+        "granite",
+        numbers={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "logits_scaling": "logit_scale",
+            "residual_multiplier": "residual_scale",
+        },
+        assumed=lambda config: {"attention_bias": False, "hidden_act": "silu", "mlp_bias": False},
+        layouts=_neighbours,
+        in_transformers=False,
+    ),
     "llama": Architecture("llama", layouts=_neighbours, scalings=_LLAMA_SCALINGS),
     "mistral": Architecture(
         "llama",
@@ -138,6 +150,9 @@ ARCHITECTURES = {
         layouts=_neighbours,
         scalings=_LLAMA_SCALINGS,
         in_transformers=False,
+    ),
+    "olmo2": Architecture(
+        "olmo2", assumed=lambda config: {"attention_bias": False, "hidden_act": "silu"}, in_transformers=False
     ),
     "phi3": Architecture(
         "phi3",
@@ -156,4 +171,18 @@ ARCHITECTURES = {
     ),
     "qwen3": Architecture("qwen3"),
     "qwen3_moe": Architecture("qwen3moe", numbers=_MIXTURE | _EXPERT_SIZE, unread=frozenset(_EXPERT_SIZE)),
+    "smollm3": Architecture(
+        "smollm3",
+        assumed=lambda config: {
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "layer_types": ["full_attention"] * config.num_hidden_layers,
+            "mlp_bias": False,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers)],
+            "use_sliding_window": False,
+        },
+        layouts=_neighbours,
+        in_transformers=False,
+    ),
 }

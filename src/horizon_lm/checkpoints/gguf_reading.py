@@ -77,7 +77,7 @@ def _written(architecture: Architecture, config: Any, own: Mapping[str, Any]) ->
     """Return the settings that a file has."""
     theta = parameters_of(config)["rope_theta"]
     keys = ("head_dim", "model_type", *NUMBERS, *architecture.numbers)
-    return {**{key: own[key] for key in keys}, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    return {**{key: own.get(key) for key in keys}, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
 def _align(config: Any, own: dict[str, Any], found: Mapping[str, Any]) -> None:

@@ -18,9 +18,11 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+SUFFIX|[^\r\n\p{{L}}\p{{N}}]
 _CASED += r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED.replace("SUFFIX", "").replace("DIGITS", r"\p{N}")
 _GPT4O = _CASED.replace("SUFFIX", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", r"\p{N}{1,3}")
+DIGITS = r"\p{N}"  # each alone, and other text as in GPT-2
 # llama.cpp's names of ways to split text, by the expression and whether tokens are found without merges.
 SPLITS = {
     (None, False): "gpt-2",
+    (DIGITS, False): "smollm",
     (_QWEN2, False): "qwen2",
     (_LLAMA3, True): "llama-bpe",
     (_LLAMA3, False): "dbrx",
@@ -125,6 +127,7 @@ def _byte_level(gguf: Any, described: dict[str, Any], folder: Path, vocab_size: 
         [texts.get(number, f"[PAD{number}]") for number in numbers],
         [kinds.get(number, gguf.TokenType.UNUSED) for number in numbers],
         _special(gguf, folder, vocab_size, load_merges=True),
+        notes=["transformers' reader does not take digits alone, as llama.cpp does"] if split == "smollm" else [],
     )
 
 
@@ -166,8 +169,10 @@ def _split(described: dict[str, Any], path: Path) -> str:
     model, normalizer = described["model"], described.get("normalizer") or {"type": "NFC"}
     before = described.get("pre_tokenizer") or {"type": None}
     parts = {part["type"]: part for part in before.get("pretokenizers", [before])}
-    level, split = parts.pop("ByteLevel", None), parts.pop("Split", None)
+    level, split, digits = (parts.pop(name, None) for name in ("ByteLevel", "Split", "Digits"))
     pattern = split["pattern"].get("Regex") if split else None
+    if digits is not None:
+        pattern = DIGITS if digits["individual_digits"] and split is None else ""
     if model["type"] != "BPE" or normalizer["type"] != "NFC" or level is None or parts:
         raise ModelNotSupportedError(
             f"{path}: only tokenizers of BPE, byte-level or with byte fallback, are written as GGUF"

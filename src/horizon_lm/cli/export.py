@@ -25,7 +25,7 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="safetensors; or gguf, one file for llama.cpp (Llama, Mistral, Qwen, Gemma and Phi-3 models; extra gguf)."
+            help="safetensors; or gguf, one file for llama.cpp (Llama, Mistral, Qwen, Gemma, Phi-3 and other models; extra gguf)."
         ),
     ] = "safetensors",
     max_shard_size: common.ShardSize = "50GB",
