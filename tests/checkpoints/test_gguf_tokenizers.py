@@ -276,3 +276,10 @@ def test_added_tokens_without_an_embedding(tmp_path: Path) -> None:
     smaller = save(tmp_path / "smaller", "llama", vocab_size=300)
     with pytest.raises(ConfigError, match="tokens, but the model 300; use the tokenizer of the model"):
         gguf_export.export_gguf(smaller, tmp_path / "other")
+
+    path = smaller / "tokenizer.json"
+    described = json.loads(path.read_text())
+    described["model"]["vocab"]["far"] = 10**15  # a list of that many would not fit into memory
+    path.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="has 1,000,000,000,000,001 tokens, but the model 300"):
+        gguf_export.export_gguf(smaller, tmp_path / "other")

@@ -82,18 +82,14 @@ def read_tokenizer(gguf: Any, folder: Path, vocab_size: int) -> Tokenizer:
     path = folder / _FILE
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
-        lost = _leave_out(described, vocab_size)
+        notes = [*_leave_out(described, vocab_size), *_around_tokens(described)]
         read = _with_byte_fallback if described["model"].get("byte_fallback") else _byte_level
         tokenizer = read(gguf, described, folder, vocab_size)
-    except ModelNotSupportedError:
+    except (ConfigError, ModelNotSupportedError):
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read ({first_line(error)}); save the tokenizer again") from error
-    if len(tokenizer.tokens) > vocab_size:
-        raise ConfigError(
-            f"{path} has {len(tokenizer.tokens):,} tokens, but the model {vocab_size:,}; use the tokenizer of the model"
-        )
-    return replace(tokenizer, notes=[*tokenizer.notes, *lost, *_around_tokens(described)])
+    return replace(tokenizer, notes=[*tokenizer.notes, *notes])
 
 
 def _leave_out(described: dict[str, Any], vocab_size: int) -> list[str]:
@@ -119,41 +115,27 @@ def _around_tokens(described: dict[str, Any]) -> list[str]:
 
 def _byte_level(gguf: Any, described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
     split = _split(described, folder / _FILE)
-    texts, kinds = _tokens(gguf, described)
-    numbers = range(max(vocab_size, max(texts) + 1))
-    return Tokenizer(
-        "gpt2",
-        split,
-        [texts.get(number, f"[PAD{number}]") for number in numbers],
-        [kinds.get(number, gguf.TokenType.UNUSED) for number in numbers],
-        _special(gguf, folder, vocab_size, load_merges=True),
-        notes=["transformers' reader does not take digits alone, as llama.cpp does"] if split == "smollm" else [],
+    texts, kinds = _tokens(gguf, described, vocab_size, folder / _FILE)
+    notes = (
+        ["transformers' reader does not take digits alone, as llama.cpp does"] if split == SPLITS[DIGITS, False] else []
     )
+    return Tokenizer("gpt2", split, texts, kinds, _special(gguf, folder, vocab_size, load_merges=True), notes=notes)
 
 
 def _with_byte_fallback(gguf: Any, described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
     found = scored(described, folder / _FILE)
-    texts, kinds = _tokens(gguf, described)
-    for number, text in texts.items():
+    texts, kinds = _tokens(gguf, described, vocab_size, folder / _FILE)
+    for number, text in enumerate(texts):
         if text == described["model"].get("unk_token"):
             kinds[number] = gguf.TokenType.UNKNOWN
         elif is_byte(text):
             kinds[number] = gguf.TokenType.BYTE
         elif kinds[number] == gguf.TokenType.USER_DEFINED:
             texts[number] = as_in_text(text)
-    numbers = range(max(vocab_size, max(texts) + 1))
-    tokens = [texts.get(number, f"[PAD{number}]") for number in numbers]
     lowest = -float(len(found.scores))  # of tokens that no merge makes
-    return Tokenizer(
-        "llama",
-        "default",
-        tokens,
-        [kinds.get(number, gguf.TokenType.UNUSED) for number in numbers],
-        _special(gguf, folder, vocab_size, load_merges=False),
-        [found.scores.get(token, lowest) for token in tokens],
-        found.add_space_prefix,
-        found.notes,
-    )
+    scores = [found.scores.get(text, lowest) for text in texts]
+    special = _special(gguf, folder, vocab_size, load_merges=False)
+    return Tokenizer("llama", "default", texts, kinds, special, scores, found.add_space_prefix, found.notes)
 
 
 def _special(gguf: Any, folder: Path, vocab_size: int, load_merges: bool) -> Any:
@@ -185,11 +167,19 @@ def _split(described: dict[str, Any], path: Path) -> str:
     return SPLITS[way]
 
 
-def _tokens(gguf: Any, described: dict[str, Any]) -> tuple[dict[int, str], dict[int, int]]:
-    """Return the texts and the types of all tokens, by their ids."""
+def _tokens(gguf: Any, described: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str], list[int]]:
+    """Return the texts and the types of all tokens, by their ids; raise ConfigError if there are more than a model has."""
     texts = {number: text for text, number in described["model"]["vocab"].items()}
     kinds = dict.fromkeys(texts, gguf.TokenType.NORMAL)
     for each in described["added_tokens"]:
         texts[each["id"]] = each["content"]
         kinds[each["id"]] = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
-    return texts, kinds
+    if max(texts) >= vocab_size:
+        raise ConfigError(
+            f"{path} has {max(texts) + 1:,} tokens, but the model {vocab_size:,}; use the tokenizer of the model"
+        )
+    numbers = range(vocab_size)
+    return (
+        [texts.get(number, f"[PAD{number}]") for number in numbers],
+        [kinds.get(number, gguf.TokenType.UNUSED) for number in numbers],
+    )
