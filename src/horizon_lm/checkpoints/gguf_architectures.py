@@ -37,7 +37,7 @@ class Architecture:
     Attributes:
         name: its name in a file.
         numbers: keys of a config and their names in the metadata, beside those that all architectures have.
-        unread: those of them that transformers' reader does not read.
+        unread: keys that llama.cpp reads from a file, if they have an effect, and transformers' reader does not.
         assumed: function that returns settings that are not in a file, with the values with which llama.cpp computes.
         layouts: function that returns the layouts of a config's tensors, by their name in a block, such as ``attn_q``.
         scalings: types of scaled rotary embeddings that llama.cpp computes from what the file has.
@@ -156,9 +156,9 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(
         "phi3",
-        unread=frozenset({"original_max_position_embeddings"}),  # without effect, or a part of the scaling
+        unread=frozenset({"original_max_position_embeddings"}),
         assumed=lambda config: {"sliding_window": None},
-        scalings=frozenset({"linear", "longrope", "yarn"}),
+        scalings=frozenset({"longrope"}),  # transformers has no other for this type
         partial_rotary=True,
     ),
     "qwen2": Architecture("qwen2"),
