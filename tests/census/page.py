@@ -32,7 +32,7 @@ saved; a step in the default precision. The other columns are proven one by one:
 
 Sequence classification models, such as reward models, are compared with one label a row; their head is the `score`.
 
-A type that is not right is rejected, unless `allow_unproven_model=True`.
+A type that is not right is rejected, unless `allow_unproven_model=True`. With another version of transformers, a warning says once that a sample was compared there.
 """
 _COLUMNS = ("type", "class", "head", "micro", "hidden", "generate", "varlen", "ties", "aux", "shared")
 _TITLES = {

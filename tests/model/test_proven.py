@@ -56,3 +56,12 @@ def test_a_feature_that_is_not_in_the_table(
     table(monkeypatch, lambda types: types["llama"]["features"].remove(feature))
     with pytest.raises(ModelNotSupportedError, match="LlamaForCausalLM was not proven with"):
         horizon_lm.stream(tiny_models.build("llama"), **options)
+
+
+def test_another_version_of_transformers_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {**proven._table(), "transformers": "5.1.0"}
+    monkeypatch.setattr(proven, "_table", lambda: changed)
+    proven.warn_of_other_version.cache_clear()
+    with pytest.warns(UserWarning, match=r"with plain autograd in transformers 5\.1\.0, and 5\..* is installed"):
+        horizon_lm.stream(tiny_models.build("llama"))
+    horizon_lm.stream(tiny_models.build("llama"))  # a second warning would be an error

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.errors import ModelNotSupportedError, warn
 from horizon_lm.model.parts import ModelParts
 
 IMAGES, MICRO_BATCHES, VARLEN = "images", "micro_batches", "varlen"
@@ -54,6 +54,19 @@ def require_proven(reason: str) -> None:
         raise ModelNotSupportedError(
             f"{reason} (docs/models.md: compared with plain autograd, transformers {_table()['transformers']}). Set "
             "allow_unproven_model=True to stream it anyway, and check_gradients to compare its gradients yourself."
+        )
+
+
+@cache  # once in a process
+def warn_of_other_version() -> None:
+    """Warn if the installed transformers is not the version whose models were compared."""
+    import transformers
+
+    compared = _table()["transformers"]
+    if transformers.__version__ != compared:
+        warn(
+            f"models were compared with plain autograd in transformers {compared}, and {transformers.__version__} is installed, in "
+            "which a sample of them was; check_gradients compares the gradients of your model"
         )
 
 

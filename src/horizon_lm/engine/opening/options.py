@@ -26,6 +26,7 @@ from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.examination import Examined, examine
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.proven import warn_of_other_version
 from horizon_lm.model.routed_experts import find_divisible_experts
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.residency import Residency, head_chunk_tokens
@@ -91,6 +92,8 @@ class StreamArguments(StreamingOptions):
             raise ModelNotSupportedError(no_experts(type(model).__name__))
         if examined.unproven:
             warn(f"allow_unproven_model: {examined.unproven}", UnprovenModelWarning)
+        else:
+            warn_of_other_version()
         parts.written = find_written(parts, examined.trial)
         return examined
 
