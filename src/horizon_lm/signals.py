@@ -8,6 +8,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 """Signals that ask a run to end: of a terminal, of the system, of a batch system before its limit, of a limit on CPU time."""
 
 _command = 0  # the process of the command, whose children have its handlers
+_arrived = ""  # the name of the signal that has interrupted the command
 
 
 def interrupt_on_stop_signals() -> None:
@@ -21,12 +22,19 @@ def interrupt_on_stop_signals() -> None:
 
 def interrupt_once(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt, and ignore all further signals that ask for an end. A forked child just ends."""
+    global _arrived
     if os.getpid() != _command:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
     ignore_stop_signals()
+    _arrived = signal.Signals(number).name
     raise KeyboardInterrupt
+
+
+def arrived_signal() -> str:
+    """Return the name of the signal that has interrupted the command; empty if there was none."""
+    return _arrived
 
 
 def ignore_stop_signals() -> None:

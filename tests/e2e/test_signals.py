@@ -341,7 +341,24 @@ def test_a_signal_before_the_run_has_a_folder(run_file: Path, number: signal.Sig
         run.wait_for("starting")
         run.send(number)
         assert run.end() == 75
-    assert run.stderr.strip() == "interrupted; files written before are intact"
+    assert run.stderr.strip() == f"interrupted by {number.name}; files written before are intact"
+
+
+def test_an_import_that_turns_a_signal_into_an_error(run_file: Path) -> None:
+    """The extension modules of numpy do so: they cannot be imported again."""
+    importing = """
+import signal
+import horizon_lm.cli as cli
+def interrupted(name):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("cannot load module more than once per process")
+cli.import_module = interrupted
+"""
+    with RunProcess(run_file, setup=importing) as run:
+        assert run.end() == 75
+    assert run.stderr.strip() == "interrupted by SIGINT; files written before are intact"
 
 
 def test_workers_do_not_outlive_a_killed_run(run_file: Path) -> None:

@@ -21,6 +21,7 @@ from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import exists
 from horizon_lm.quantities import parse_size
 from horizon_lm.resources import threads_left, usable_cores
+from horizon_lm.signals import arrived_signal
 from horizon_lm.visible import visible
 
 P = ParamSpec("P")
@@ -61,16 +62,24 @@ def exits(command: Callable[P, R]) -> Callable[P, R]:
                 _print_error(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            _print_line("interrupted; files written before are intact")
-            raise typer.Exit(InterruptedRunError.exit_code) from None
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
+            raise _interrupted() from None
+        except Exception as error:
+            if arrived_signal():  # which code may turn into an error of its own, as numpy does while it is imported
+                raise _interrupted() from None
+            if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
                 raise
             name = str(error.filename)
             _print_error(f"{name[:60]}...: a path of {len(name):,} characters is too long; use a shorter one")
             raise typer.Exit(ConfigError.exit_code) from None
 
     return run
+
+
+def _interrupted() -> typer.Exit:
+    """Print that the command was interrupted, and by which signal; return the exit."""
+    name = arrived_signal()
+    _print_line(f"interrupted{f' by {name}' if name else ''}; files written before are intact")
+    return typer.Exit(InterruptedRunError.exit_code)
 
 
 def require_texts(arguments: Iterable[str]) -> None:
