@@ -328,6 +328,18 @@ def test_accept_needs_a_file() -> None:
     assert (result.exit_code, "add --from FILE" in result.stderr) == (2, True)
 
 
+def test_a_name_that_need_not_be_accepted(work: Path) -> None:
+    """A mistyped name is answered, whether the file can be translated without it or not."""
+    names = ("--accept", "cutoff_len", "--accept", "tempalte")
+    rejected = run("init", "--from", "llamafactory.yaml", *names)
+    assert (rejected.exit_code, "\n  template: " in rejected.stderr) == (2, True)
+    assert "\n--accept tempalte is not needed" in rejected.stderr
+    translated = run("init", "--from", "llamafactory.yaml", *names, "--accept", "template")
+    assert translated.exit_code == 0
+    assert "\n--accept tempalte is not needed: no such setting changes the numbers\n" in translated.stderr
+    assert "--accept cutoff_len" not in translated.stderr
+
+
 def test_the_objective_of_the_file_decides(work: Path) -> None:
     (work / "theirs.yaml").write_text(LLAMA_FACTORY)
     result = run("init", "dpo", "--from", "theirs.yaml")

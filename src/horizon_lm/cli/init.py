@@ -48,6 +48,8 @@ def init(
                 print(f"{counted(len(left_out), 'setting')} of {visible(translate)} {effect}:", file=sys.stderr)
             for name, reason in left_out.items():
                 print(visible(f"  {name}: {reason}"), file=sys.stderr)
+        for name in translation.not_needed:
+            print(visible(f"--accept {name} is not needed: no such setting changes the numbers"), file=sys.stderr)
         return
     chosen = objective or "sft"
     print(start_file(SCHEMAS[chosen], START_VALUES[chosen], START_HEADING[chosen], full), end="")

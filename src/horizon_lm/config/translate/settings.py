@@ -3,7 +3,7 @@
 A translation is faithful or rejected: whatever would change the training is an error, unless the user accepts it by name.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,14 @@ class Translation:
         objective: objective of the run.
         settings: our settings.
         left_out: their settings that were not translated.
+        not_needed: names that were accepted though their settings do not change the numbers, or are not in the file.
     """
 
     trainer: str
     objective: str
     settings: dict[str, Any] = field(default_factory=dict)
     left_out: LeftOut = field(default_factory=LeftOut)
+    not_needed: Sequence[str] = ()
 
     def text(self, full: bool = False) -> str:
         """Return our run file, headed by the settings that were left out. ``full``: see `start_file`."""
@@ -109,6 +111,7 @@ def translate_file(path: str, objective: str | None = None, accept: Collection[s
                 result.left_out.add(key, "rejected", f"{value!r} is not a valid value")
     _reject_own_optimizer(given.get("deepspeed"), Path(path).expanduser().parent, result.left_out)
     _complete(given, table, result)
+    result.not_needed = [name for name in accept if name not in result.left_out.numbers]
     _reject(result, path, accept)
     return result
 
@@ -293,6 +296,7 @@ def _reject(result: Translation, path: str, accept: Collection[str]) -> None:
         lines += [
             f"these change the numbers; accept them with {options}:",
             *(f"  {name}: {why}" for name, why in open_.items()),
+            *(f"--accept {name} is not needed" for name in result.not_needed),
         ]
     if lines:
         raise ConfigError("\n".join([f"{path}: a run file with the same training cannot be written:", *lines]))
