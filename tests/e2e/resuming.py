@@ -21,7 +21,7 @@ from tests.e2e import tiny
 TIMED = {
     "seconds", "eta_seconds", "tokens_per_second", "trained_tokens_per_second", "model_tflops", "of_planned_speed",
     "device_bytes_peak", "of_planned_device", "host_bytes", "of_planned_host",
-    "host_joules_per_token", "device_joules_per_token",
+    "host_joules_per_token", "device_joules_per_token", "cores_of_others",
 }  # fmt: skip
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
 

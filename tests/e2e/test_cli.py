@@ -16,6 +16,7 @@ from horizon_lm import cli
 from horizon_lm.cli import generate
 from horizon_lm.planning.catalog import published
 from horizon_lm.store import checkpoint_loader
+from horizon_lm.training import busy_cores
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -81,6 +82,16 @@ def test_train_and_use_the_model(tmp_path: Path, model: Path, run_file: Path) ->
     assert repeated.exit_code == 0
     one, two = (load_file(path / "model" / "model.safetensors") for path in (folder, tmp_path / "again"))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_metrics_have_the_cores_that_other_programs_use(
+    tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(busy_cores, "_LEAST_SECONDS", 0)
+    monkeypatch.setattr(busy_cores, "missing_cores", lambda processes: 1.25)
+    assert run("train", run_file, "--max_steps", 2).exit_code == 0
+    steps = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    assert [line["cores_of_others"] for line in steps] == [1.25] * len(steps) != []
 
 
 def test_sampling_uses_the_seed(model: Path) -> None:

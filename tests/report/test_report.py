@@ -201,6 +201,18 @@ def test_summary_of_energy(tmp_path: Path) -> None:
     assert found["Energy per token"] == ("0.4 J", "median; processors 0.1 J, GPU 0.3 J")
 
 
+@pytest.mark.parametrize(
+    ("measured", "cores"), [([None, 2.5, 1.26], "1.3 cores"), ([None, 0.2], None), ([None, None], None)]
+)
+def test_cores_that_other_programs_used(tmp_path: Path, measured: list[float | None], cores: str | None) -> None:
+    """The last line has the average of most steps."""
+    metrics_file(tmp_path, *(training(step, cores_of_others=each) for step, each in enumerate(measured, start=1)))
+    found = {figure.name: (figure.value, figure.comparison) for figure in summarise(load_run(tmp_path))}
+    expected = None if cores is None else (cores, "on average, which may have slowed the run")
+    assert found.get("Used by other programs") == expected
+    assert ("Used by other programs" in build_page(load_run(tmp_path))) == (cores is not None)
+
+
 def test_step_seconds_of_a_short_run_come_from_its_trace(tmp_path: Path) -> None:
     metrics_file(tmp_path, training(1))
     trace_file(tmp_path, steps=[step(1, 0, 30)])

@@ -24,7 +24,7 @@ class Machine:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, others: float, own: float, ranks: Sequence[CoreUse] = ()
     ) -> None:
-        self.use, self._others, self._own, self._ranks = (
+        self.use, self.others, self._own, self._ranks = (
             replace(START, usable=8 - sum(each.usable for each in ranks if each.host == START.host)),
             others,
             own,
@@ -44,7 +44,7 @@ class Machine:
     def train(self, num_steps: int, seconds: float = 10.0) -> None:
         for step in range(1, num_steps + 1):
             with self.part.during_step(step):
-                busy = (self._others + self._own) * seconds
+                busy = (self.others + self._own) * seconds
                 use = self.use
                 self.use = replace(
                     use,
@@ -63,6 +63,18 @@ def test_other_programs_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.lines == [
         "warning: other programs use 3.0 of 8 cores, which may slow this run: a step takes 10 s, and 4 s by the plan"
     ]
+
+
+def test_cores_are_measured_during_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, others=3.0, own=5.0)
+    machine.train(2)
+    assert machine.part.cores_of_others is None
+    machine.train(30)
+    assert machine.part.cores_of_others == 3.0
+    machine.others = 0.0
+    machine.train(32)
+    assert machine.part.cores_of_others == 1.5
+    assert len(machine.lines) == 1
 
 
 @pytest.mark.parametrize(("others", "own"), [(0.0, 8.0), (0.4, 7.6), (0.0, 0.5)])

@@ -84,6 +84,7 @@ class TrainingLine:
     seconds: float
     host_joules_per_token: float | None = None
     device_joules_per_token: float | None = None
+    cores_of_others: float | None = None
     margin: Annotated[float | None, Field(validation_alias="rewards/margins")] = None
     accuracy: Annotated[float | None, Field(validation_alias="rewards/accuracies")] = None
 

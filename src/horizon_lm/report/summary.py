@@ -8,6 +8,8 @@ from horizon_lm.quantities import counted, format_bytes, format_seconds
 from horizon_lm.report.run_files import Run
 from horizon_lm.schedule.trace import Trace
 
+_FEW_CORES = 0.5  # that other programs may use without being mentioned
+
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
@@ -20,7 +22,7 @@ class Statistic:
 
 def summarise(run: Run) -> list[Statistic]:
     """Return the statistics for the top of the page, without unknown ones."""
-    return [*_losses(run), *_speeds(run), *_energy(run), *_memory(run)]
+    return [*_losses(run), *_speeds(run), *_other_programs(run), *_energy(run), *_memory(run)]
 
 
 def duration(seconds: float) -> str:
@@ -93,6 +95,17 @@ def _speeds(run: Run) -> list[Statistic]:
     elif planned is not None:
         statistics.append(Statistic("Step", duration(planned.seconds), "predicted"))
     return statistics
+
+
+def _other_programs(run: Run) -> list[Statistic]:
+    """Return the cores that other programs used during the run, if they were so many that it matters."""
+    lines = [] if run.metrics is None else run.metrics.training
+    measured = [line.cores_of_others for line in lines if line.cores_of_others is not None]
+    if not measured or measured[-1] < _FEW_CORES:
+        return []
+    return [
+        Statistic("Used by other programs", f"{measured[-1]:.1f} cores", "on average, which may have slowed the run")
+    ]
 
 
 def _energy(run: Run) -> list[Statistic]:

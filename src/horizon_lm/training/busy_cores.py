@@ -1,4 +1,4 @@
-"""Warn if other programs use the cores of a run."""
+"""Measure how many cores of a run other programs use, and warn if they are many."""
 
 import time
 from collections import defaultdict
@@ -15,10 +15,16 @@ _LEAST_SECONDS = 30  # of a measurement, in which a short burst of another progr
 
 
 class BusyCores(Part):
-    """Measures the use of the cores in the first steps, of all ranks, and warns once."""
+    """Measures the use of the cores in the steps, of all ranks, and warns once.
+
+    Attributes:
+        cores_of_others: cores of this run that other programs have used on average, on the machine that lacks most; None until
+            enough steps were measured.
+    """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._is_over = run, False
+        self.cores_of_others: float | None = None
+        self._run = run
         self._began: CoreUse | None = None
         self._num_steps, self._step_seconds = 0, 0.0
 
@@ -34,12 +40,15 @@ class BusyCores(Part):
     def after_step(self, step: int, due: Intervals) -> None:
         # Ranks exchange their times after 1, 2, 4, 8, ... steps, because they have no common clock.
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
-        if self._is_over or self._began is None or not is_power_of_two:
+        if self._began is None or not is_power_of_two:
             return
         use = CoreUse.now().since(self._began)
         ranks = [CoreUse(*each) for each in self._run.session.ranks.exchange("the use of cores", astuple(use))]
-        self._is_over = ranks[0].seconds >= _LEAST_SECONDS
-        if self._is_over and (problem := _problem(ranks)):
+        if ranks[0].seconds < _LEAST_SECONDS:
+            return
+        is_first, worst = self.cores_of_others is None, _worst_machine(ranks)
+        self.cores_of_others = round(max(0.0, missing_cores(worst)), 2)
+        if is_first and (problem := _problem(worst, is_alone=len(worst) == len(ranks))):
             self._run.session.reporter.print(f"warning: {problem}{self._slowness()}")
 
     def _slowness(self) -> str:
@@ -49,15 +58,19 @@ class BusyCores(Part):
         return text if planned is None else f"{text}, and {_seconds(planned.seconds)} by the plan"
 
 
-def _problem(ranks: Sequence[CoreUse]) -> str:
-    """Describe the machine that lacks most cores; an empty text if none lacks so many that it matters."""
+def _worst_machine(ranks: Sequence[CoreUse]) -> Sequence[CoreUse]:
+    """Return the ranks of the machine that lacks most cores."""
     machines = defaultdict(list)
     for each in ranks:
         machines[each.host].append(each)
-    host, worst = max(machines.items(), key=lambda item: missing_cores(item[1]))
+    return max(machines.values(), key=missing_cores)
+
+
+def _problem(worst: Sequence[CoreUse], is_alone: bool) -> str:
+    """Describe what the ranks of a machine lack; an empty text if it does not matter. A machine beside others is named."""
     if missing_cores(worst) < max(0.5, 0.1 * sum(each.usable for each in worst)):
         return ""
-    place = f" of {host}" if len(machines) > 1 else ""
+    place = "" if is_alone else f" of {worst[0].host}"
     return f"other programs use {cores_of_others(worst):.1f} of {worst[0].cores} cores{place}, which may slow this run"
 
 

@@ -48,8 +48,8 @@ class Loop:
             Tracing(run, training),
             self.callbacks,  # before what they may request at the end of a step
             state.keep("spikes", Spikes(self.optimizer, self.reporter.print)),
-            BusyCores(run),
-            StepLog(run, training),  # the loss of the training before that of the eval sets
+            busy_cores := BusyCores(run),
+            StepLog(run, training, busy_cores),  # the loss of the training before that of the eval sets
             self.evaluation,  # may end the run, whose last model then answers the prompts
             Sampling(run, training, self.stop_if_interrupted),
             self.saver,  # after all that has a state: its checkpoints have what followed the step
