@@ -36,6 +36,22 @@ def test_a_run_of_adapters(tmp_path: Path, model: Path) -> None:
     assert stderr_of("merge", run / "model", tmp_path / "merged") == ""
 
 
+def test_a_run_from_python(tmp_path: Path, model: Path) -> None:
+    """transformers' schedules import PEFT, and it bitsandbytes, in runs without adapters, too."""
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
+    settings = {"model_name_or_path": str(model), "datasets": str(rows), "output_dir": str(tmp_path / "run")}
+    (tmp_path / "bitsandbytes.py").write_text(
+        "import logging\nlogging.getLogger('bitsandbytes.cextension').error('bitsandbytes library load error')\n"
+        "raise ImportError\n"
+    )
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import horizon_lm\n"
+        f"horizon_lm.train({settings!r}, device='cpu', max_steps=1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_messages_of_bitsandbytes_during_a_command() -> None:
     """transformers imports it, too."""
     log = "logging.getLogger('bitsandbytes.backends.cpu.ops').error('Failed to load CPU gemm_4bit_forward')"

@@ -246,18 +246,28 @@ def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _peft() -> Any:
-    # PEFT imports bitsandbytes, which logs an error if it has no library for this version of CUDA, and a warning if it has no
-    # kernels for a CPU with AVX-512; nothing here needs them.
+    try:
+        with without_bitsandbytes_messages():
+            import peft
+    except ImportError as error:
+        raise ConfigError("adapters need PEFT: pip install 'horizon-lm[peft]'") from error
+    return peft
+
+
+@contextmanager
+def without_bitsandbytes_messages() -> Iterator[None]:
+    """Context manager: import PEFT, or code of transformers that imports it, without what bitsandbytes logs meanwhile.
+
+    It logs an error if it has no library for this version of CUDA, and a warning if it has no kernels for a CPU with AVX-512;
+    nothing here needs them.
+    """
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("adapters need PEFT: pip install 'horizon-lm[peft]'") from error
+        yield
     finally:
         logger.setLevel(level)
-    return peft
 
 
 @contextmanager

@@ -27,7 +27,10 @@ def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any,
 
 
 def _build_scheduler(optimizer: Any, config: RunConfig, num_steps: int) -> Any:
-    from transformers import get_scheduler
+    from horizon_lm.model.adapters import without_bitsandbytes_messages
+
+    with without_bitsandbytes_messages():
+        from transformers import get_scheduler
 
     num_warmup_steps = num_steps_of(config.warmup_steps, num_steps)
     with _calling_schedule(config):
