@@ -111,6 +111,7 @@ def test_find_by_name_alias_or_without_organization(name: str) -> None:
         ("Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Instruct-2507"),
         ("Qwen3-Coder-30B-A3B-Instruct", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
         ("Qwen3-Next-80B-A3B-Thinking", "Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Thinking"),
+        ("Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Mistral-Small-3.1-24B-Base-2503 (text)", "mistralai/Mistral-Small-3.2-24B-Instruct-2506"),
         ("glm-4.5-air", "zai-org/GLM-4.5-Air", "zai-org/GLM-4.5-Air"),
     ],
 )  # fmt: skip
@@ -132,6 +133,8 @@ def test_releases_and_language_models_have_their_own_names(typed: str, name: str
         ("Qwen3-30B-A3B-Instruct-2507", 262_144, 1e7),
         ("Qwen3-Coder-30B-A3B-Instruct", 262_144, 1e7),
         ("Llama-3.3-70B-Instruct", 131_072, 5e5),
+        ("Mistral-Small-24B-Instruct-2501", 32_768, 1e8),
+        ("Mistral-Small-3.2-24B-Instruct-2506", 131_072, 1e9),
     ],
 )
 def test_releases_have_their_own_positions(name: str, positions: int, rope_theta: float) -> None:
