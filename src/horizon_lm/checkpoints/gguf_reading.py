@@ -49,7 +49,7 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
         if not _equal(own.get(key), found.get(key)):
             raise ModelNotSupportedError(
                 f"{source}: {key}: {getattr(config, key, None)} cannot be written as GGUF; "
-                f"it would be read as {found.get(key)}"
+                f"it would be read as {found.get(key)}{_remedy(config, key) if key in assumed else ''}"
             )
     notes = [
         f"{key}: llama.cpp computes with {own.get(key)}, but transformers' reader takes {read[key]}"
@@ -71,6 +71,13 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
             f"llama.cpp takes the factors for long texts if its context is larger than {original}, however long the text is"
         )
     return notes
+
+
+def _remedy(config: Any, key: str) -> str:
+    """Return what a user may change to write a config in which this key is not kept; empty if there is nothing."""
+    if key != "sliding_window" or config.sliding_window is None:
+        return ""
+    return f"; set max_position_embeddings to {config.sliding_window} in its config.json, for contexts in which both compute the same"
 
 
 def _written(architecture: Architecture, config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
