@@ -73,6 +73,14 @@ def test_functions_of_transformers(family: str, function: str) -> None:
         assert_same(got, expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"device_micro_batch_size": 1, "activation_checkpoints": "host"}], ids=str)
+def test_feed_forward_layers_in_chunks(options: dict[str, Any]) -> None:
+    """Dense blocks and shared experts compute chunks of tokens beside tiles of routed experts."""
+    options = options | {"mlp_chunk_tokens": 5, "check_recompute": True}
+    expected = loss_and_gradients(streamed("deepseek_v3", None, **options))
+    assert_same(loss_and_gradients(streamed("deepseek_v3", 3, **options)), expected)
+
+
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"], "init_lora_weights": False}
 
 

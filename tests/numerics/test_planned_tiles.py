@@ -46,10 +46,10 @@ WIDE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def wide_outline(family: str, length: int) -> Any:
+def wide_outline(family: str, length: int, mlp_chunk_tokens: int | None = None) -> Any:
     config = tiny_models.build(family, **WIDE).config
     source = ModelSource(config, "tiny", attn_implementation=config._attn_implementation)
-    return outline_model(source, length=length, dtype=torch.float32)
+    return outline_model(source, length=length, dtype=torch.float32, mlp_chunk_tokens=mlp_chunk_tokens)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -60,12 +60,17 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "family"), thinned(itertools.product(OPTIONS, FAMILIES), every=5), ids=str)
+CHUNKED = ({"activation_checkpoints": "host", "expert_tile": 4, "mlp_chunk_tokens": 32}, "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("options", "family"), [*thinned(itertools.product(OPTIONS, FAMILIES), every=5), pytest.param(*CHUNKED)], ids=str
+)
 def test_activations_fit_the_plan(family: str, options: dict[str, Any]) -> None:
     """The plan is made for the worst case, in which a single tile has all tokens; the last options are that case."""
     options = {"precision": "float32", "head_chunk_tokens": None, "grad_dtype": None, "expert_tile": 1} | options
     case = Case(4, {**DEFAULTS, **options}, "float32", False, frozenset())
-    step = choose(wide_outline(family, 96), case.request, HERE).step
+    step = choose(wide_outline(family, 96, options.get("mlp_chunk_tokens")), case.request, HERE).step
     streamed = horizon_lm.stream(tiny_models.build(family, **WIDE), **options)
     optimizer = horizon_lm.AdamW(streamed, lr=1e-4)
     ids = torch.randint(3, 600, (4, 96))

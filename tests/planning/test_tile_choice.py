@@ -21,9 +21,11 @@ from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
 
 
-def outline_of(family: str, **settings: Any) -> ModelOutline:
+def outline_of(family: str, mlp_chunk_tokens: int | None = None, **settings: Any) -> ModelOutline:
     source = ModelSource(tiny_models.build(family, **settings).config, "tiny")
-    return outline_model(source, length=32, dtype=torch.bfloat16, on_accelerator=True)
+    return outline_model(
+        source, length=32, dtype=torch.bfloat16, on_accelerator=True, mlp_chunk_tokens=mlp_chunk_tokens
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,15 @@ def test_blocks_that_do_not_fit_twice_are_cut(outline: ModelOutline, ranks: dict
     assert any(each.startswith("expert_tile: ") and "do not fit" in each for each in made.reasons)
     assert made.request.expert_tile == "auto"
     assert not plan(outline, room, expert_tile=None, **ranks).fits
+
+
+def test_blocks_whose_feed_forward_layers_are_chunked_are_cut() -> None:
+    chunked = outline_of("deepseek_v3", mlp_chunk_tokens=8, n_routed_experts=16, moe_intermediate_size=512)
+    room = smallest(chunked, 4, mlp_chunk_tokens=8)
+    made = plan(chunked, room, mlp_chunk_tokens=8)
+    assert made.fits
+    assert made.step.settings.expert_tile in (4, 2, 1)
+    assert not plan(chunked, room, expert_tile=None, mlp_chunk_tokens=8).fits
 
 
 def test_a_device_that_is_too_small_for_any_tile(outline: ModelOutline) -> None:
