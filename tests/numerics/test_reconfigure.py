@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import horizon_lm
+from horizon_lm.errors import StreamingError
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import HEAD, block
 from tests.support import tiny_models
 from tests.support.device_short_of_memory import Computation, ShortDevice
+from tests.support.gradients import losses_together
 
 LARGE: dict[str, Any] = {
     "activation_checkpoints": "device",
@@ -73,3 +75,48 @@ def test_a_reconfigured_engine_equals_a_fresh_one(failure: Computation | None, i
         for got, expected in zip(step(model, optimizer, seed), step(other, other_optimizer, seed), strict=True):
             assert torch.equal(got, expected)
         assert +device.counters.allocated == +fresh.counters.allocated
+
+
+@pytest.mark.parametrize("head", ["chunked", "whole"])
+def test_an_earlier_loss_is_given_up(head: str) -> None:
+    """Its backward pass would land what was computed in buffers that are freed."""
+    model = horizon_lm.stream(tiny_models.build("llama"), "cpu", precision="float32", head=head)
+    earlier = model(**tiny_models.batch(seed=0)).loss
+    losses = horizon_lm.run_together([lambda seed=seed: model(**tiny_models.batch(seed=seed)).loss for seed in (1, 2)])
+    with pytest.raises(
+        StreamingError, match=r"other options between .* Call backward before, or set device_micro_batch_size"
+    ):
+        earlier.backward()
+    assert all(param.grad is None for param in model.parameters())
+    sum(losses).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_backward_pass_that_failed_in_other_code_is_abandoned() -> None:
+    expected, model = (horizon_lm.stream(tiny_models.build("llama"), "cpu", precision="float32") for _ in range(2))
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("in a hook")
+
+    hook = model.model.norm.register_full_backward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(**tiny_models.batch(seed=0)).loss.backward()
+    hook.remove()
+    model.zero_grad()
+    for each in (expected, model):
+        losses_together(each, [tiny_models.batch(seed=seed) for seed in (1, 2)])
+    for got, right in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(got.grad, right.grad)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"expert_tile": 1}, {"expert_tile": None}, {"head": "whole"}, {"compile": True}, {"mlp_chunk_tokens": 4}],
+    ids=str,
+)
+def test_other_options_are_rejected(other: dict[str, Any]) -> None:
+    model = horizon_lm.stream(tiny_models.build("qwen3_moe"), "cpu", expert_tile=2)
+    forward = model._horizon
+    with pytest.raises(StreamingError, match=f"{next(iter(other))} cannot be changed .* stream it again"):
+        forward.reconfigure(replace(forward.engine.options, **other))
+    assert forward.engine.options.expert_tile == 2

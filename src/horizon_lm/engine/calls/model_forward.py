@@ -93,7 +93,10 @@ class ModelForward:
         self.replaced = ReplacedForwards(parts, self.blocks, self._forwards(parts))
 
     def reconfigure(self, options: EngineOptions) -> None:
-        """Use other options from the next forward on: the micro-batch, the chunks of the head, and what stays on the device."""
+        """Use other options from the next forward on: the micro-batch, the chunks of the head, and what stays on the device.
+
+        Forward passes that await their backward pass are given up. Raise StreamingError for a change of any other option.
+        """
         self.engine.reconfigure(options)
         # What was planned holds for the old micro-batch; a new planner plans for the next batch again.
         self._runner.planner = ResidencyPlanner(self.engine)

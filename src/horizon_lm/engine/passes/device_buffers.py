@@ -103,6 +103,12 @@ class EngineOptions(StreamingOptions):
         return None if self.activation_checkpoints == "auto" else Residency.of(self)
 
 
+CHANGEABLE = (
+    "device_micro_batch_size", "head_chunk_tokens", "activation_checkpoints", "resident_blocks", "resident_graphs",
+)  # fmt: skip
+"""The options that a streamed model may be given anew. Host memory, blocks, their tiles and the head are opened with the others."""
+
+
 class UnitBuffers:
     """The buffers for the weights and gradients of blocks, head and outer parameters, all of one storage mode.
 

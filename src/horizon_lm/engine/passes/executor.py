@@ -16,7 +16,7 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.host.parameters import call_after_grad
 from horizon_lm.engine.host.updates import TableUpdate
 from horizon_lm.engine.passes.backward_pass import BackwardPass, require_possible
-from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
+from horizon_lm.engine.passes.device_buffers import CHANGEABLE, DeviceBuffers, EngineOptions
 from horizon_lm.engine.passes.device_update import DevicePart, UpdateMoves, compute_on_device
 from horizon_lm.engine.passes.faults import abandon, settle_without_device
 from horizon_lm.engine.passes.forward_pass import ForwardPass, ForwardRequest
@@ -61,9 +61,7 @@ class Engine(Machinery):
     def forward_pass(self, request: ForwardRequest) -> Iterator[None]:
         """Context manager: run a forward pass of the model."""
         self.check_alive()
-        if self.cursor.active:  # a backward pass that failed in foreign code, or a nested call
-            unfinished = StreamingError("the backward pass before this forward pass was not finished")
-            abandon(self, self.running, self.between, unfinished)
+        self._abandon_unfinished()
         # Before the pass compares versions, to stream in again what has changed.
         self.foreign_writes.follow()
         # Made and begun in two steps, so that `abandon` finds the pass if it fails at its begin.
@@ -79,6 +77,12 @@ class Engine(Machinery):
             # Also after a fault: the caller's generators must not stay replaced.
             running.randomness.restore()
             self.running.forward = None
+
+    def _abandon_unfinished(self) -> None:
+        """Abandon a backward pass that failed in foreign code, or a forward pass inside of which another one begins."""
+        if self.cursor.active:
+            unfinished = StreamingError("the backward pass before this forward pass was not finished")
+            abandon(self, self.running, self.between, unfinished)
 
     @property
     def forward(self) -> ForwardPass:
@@ -222,8 +226,17 @@ class Engine(Machinery):
             self._set_residency(residency)
 
     def reconfigure(self, options: EngineOptions) -> None:
-        """Use other options from the next forward on. No pass may be running; all buffers on the device are freed."""
-        assert not self.cursor.active
+        """Use other options from the next forward on. All buffers on the device are freed, so an unfinished pass is abandoned, and
+        forward passes that await their backward pass are given up.
+
+        Raises:
+            StreamingError: an option is not the one with which the model was streamed, and cannot be changed.
+        """
+        fixed = [name for name in options.names() if getattr(options, name) != getattr(self.options, name)]
+        if fixed := [name for name in fixed if name not in CHANGEABLE]:
+            raise StreamingError(f"{', '.join(fixed)} cannot be changed once a model is streamed; stream it again")
+        self._abandon_unfinished()
+        self.between.give_up_recorded()
         self.drain()
         self.memory.release()
         self.device.trim()

@@ -66,7 +66,8 @@ class ForwardState:
         boundary_bytes: bytes of each boundary.
         offloads: the copies of boundaries to host memory, by block.
         has_head_grads: the head's gradients were computed in this forward pass and are in the head's buffer.
-        consumed: the backward pass has run, or a fault made it impossible.
+        consumed: the backward pass has run, or a fault or other options made it impossible.
+        given_up: the engine was given other options since.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ForwardState:
         self.boundary_bytes = 0
         self.offloads: dict[int, Task] = {}
         self.has_head_grads = False
-        self.consumed = False
+        self.consumed = self.given_up = False
 
     def boundary(self, block: int) -> torch.Tensor:
         """Return the host copy of a block's boundary, as bytes."""
@@ -95,6 +96,11 @@ class ForwardState:
             version: the current version of the weights.
             config: the model's current config, as comparable values.
         """
+        if self.given_up:
+            raise StreamingError(
+                "the model was given other options between this forward pass and its backward pass, by a smaller micro-batch or by the "
+                "first call of run_together. Call backward before, or set device_micro_batch_size when the model is streamed."
+            )
         if self.consumed:
             raise StreamingError(
                 "backward was called a second time on the same forward pass. A streamed model frees its activation "
@@ -229,6 +235,12 @@ class BetweenPasses:
     def awaits_backward(self) -> bool:
         """Return whether the backward pass of a recorded forward pass has not run yet."""
         return not all(state.consumed for state in self.recorded)
+
+    def give_up_recorded(self) -> None:
+        """Let no backward pass of an earlier forward pass begin: what it keeps on the device is freed or placed otherwise."""
+        for state in self.recorded:
+            if not state.consumed:
+                state.consumed = state.given_up = True
 
     def forget_weights(self) -> None:
         """Stream the outer parameters and the resident blocks in again with the next pass."""
