@@ -119,3 +119,60 @@ def test_bytes_of_a_cache_are_known_without_weights(family: str) -> None:
     probe = CacheProbe(ModelSource(model.config, family), torch.float32, accelerated=False)
     cache = generate(model, 2, 2, 40, return_dict_in_generate=True).past_key_values
     assert probe.cache_bytes(Generation(rows=2, prompt=2, length=41)) == sum(map(layer_bytes, cache.layers))
+
+
+class NoStream:
+    """A stream and the default stream of a device that computes everything at once."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "offloaded": {"cache_implementation": "offloaded"},
+    "offloaded static": {"cache_implementation": "offloaded_static"},
+    "none": {"use_cache": False},
+    "of beams": {"num_beams": 3},
+    "of prompts in chunks": {"prefill_chunk_size": 3},
+}
+
+
+def answers(model: Any, rows: int = 2, **settings: Any) -> list[torch.Tensor]:
+    """Return the tokens of two answers, the first to a padded prompt, and the logits of each step."""
+    ids = prompts(2, 9)
+    ids[0, :3] = 0
+    found = model.generate(
+        ids[-rows:], attention_mask=(ids[-rows:] != 0).long(), max_new_tokens=10, do_sample=False, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True, **settings,
+    )  # fmt: skip
+    return [found.sequences, *found.logits]
+
+
+# Dense, with windows that the answer exceeds, and a mixture.
+@pytest.mark.parametrize(
+    ("family", "tile"), [("llama", None), ("gemma3_text", None), ("mixtral", None), ("mixtral", 2)]
+)
+def test_bits_of_plain_answers(family: str, tile: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each kind of cache, and with drafts, whose rejected tokens are taken out of the cache."""
+    for module, name in (
+        (torch, "Stream"),
+        (torch.cuda, "Stream"),
+        (torch.cuda, "stream"),
+        (torch.cuda, "default_stream"),
+    ):
+        monkeypatch.setattr(module, name, lambda *args: NoStream())
+    model, drafting = plain(family), plain(family)
+    with torch.no_grad():  # drafts that are often wrong
+        drafting.lm_head.weight.add_(torch.randn(drafting.lm_head.weight.shape, generator=torch.Generator()) * 0.02)
+    assistant = horizon_lm.stream(drafting, "cpu", "float32", expert_tile=tile).eval()
+    streamed = horizon_lm.stream(plain(family), "cpu", "float32", expert_tile=tile).eval()
+    drafts = {"draft": {"rows": 1, "assistant_model": assistant}, "copied": {"rows": 1, "prompt_lookup_num_tokens": 3}}
+    for kind, settings in (CACHES | drafts).items():
+        expected, got = answers(model, **settings), answers(streamed, **settings)
+        assert len(got) == len(expected), kind
+        assert all(map(torch.equal, got, expected)), kind

@@ -100,7 +100,12 @@ class LmHead:
             )
             return differentiable
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
-            logits = [self.run(self.weights(), each) for each in hidden]
+            # Parameters, because matmul rounds a slice of hidden states, such as the last tokens of prompts, by another kernel if
+            # the weight is none.
+            weights = {
+                name: nn.Parameter(view, engine.refs[name].param.requires_grad) for name, view in self.weights().items()
+            }
+            logits = [self.run(weights, each) for each in hidden]
             engine.poison_weights(HEAD)
         return logits
 
