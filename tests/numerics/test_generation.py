@@ -9,7 +9,7 @@ import horizon_lm
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.device.cuda import CudaDevice
-from horizon_lm.errors import DeviceMemoryError
+from horizon_lm.errors import DeviceMemoryError, StreamingError
 from horizon_lm.model.generation import Generation, layer_bytes
 from horizon_lm.model.source import ModelSource
 from tests.support import tiny_models
@@ -176,3 +176,10 @@ def test_bits_of_plain_answers(family: str, tile: int | None, monkeypatch: pytes
         expected, got = answers(model, **settings), answers(streamed, **settings)
         assert len(got) == len(expected), kind
         assert all(map(torch.equal, got, expected)), kind
+
+
+def test_drafts_of_the_first_blocks_are_rejected() -> None:
+    model = horizon_lm.stream(plain("llama"), "cpu", "float32").eval()
+    with pytest.raises(StreamingError, match="draft with assistant_model or prompt_lookup_num_tokens"):
+        answers(model, rows=1, assistant_early_exit=1)
+    answers(model)

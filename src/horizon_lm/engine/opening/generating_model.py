@@ -3,6 +3,7 @@
 from typing import Any
 
 from horizon_lm.engine.opening.streamed_model import StreamedModel
+from horizon_lm.errors import StreamingError
 from horizon_lm.model.generation import generation_of
 
 
@@ -16,6 +17,7 @@ class GeneratingModel(StreamedModel):
 
         Raises:
             DeviceMemoryError: the key-value cache does not fit on the device.
+            StreamingError: ``assistant_early_exit`` is set.
         """
         with self._horizon.generation.call():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -23,7 +25,16 @@ class GeneratingModel(StreamedModel):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:  # fmt: skip
-        """Make the cache as transformers does, which allocates it later, and make room for it on the device."""
+        """Make the cache as transformers does, which allocates it later, and make room for it on the device.
+
+        Raises:
+            StreamingError: the call computes some of the blocks alone.
+        """
+        if getattr(generation_config, "assistant_early_exit", None) is not None:
+            raise StreamingError(
+                "assistant_early_exit drafts with the first blocks alone, but a streamed model computes all of them in a pass; "
+                "draft with assistant_model or prompt_lookup_num_tokens"
+            )
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
