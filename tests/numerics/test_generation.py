@@ -14,24 +14,13 @@ from horizon_lm.model.generation import Generation, layer_bytes
 from horizon_lm.model.source import ModelSource
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
+from tests.support.limited_device import LimitedDevice
 from tests.support.tensor_memory import StorageMeter
-from tests.support.threaded_device import ThreadedDevice
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
 # Windows, latent keys and values, states of linear attention, routed experts.
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v3")
 SHAPES = {"short": (1, 8, 8), "long answer": (2, 8, 120), "long prompt": (3, 150, 10)}  # rows, prompt, new tokens
-
-
-class LimitedDevice(ThreadedDevice):
-    """A device of whose memory the engine's buffers are a part."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(1, spare=0)
-        self.limit = limit
-
-    def spare_bytes(self) -> int | None:
-        return self.limit - self.counters.allocated_total
 
 
 def plain(family: str) -> Any:

@@ -65,7 +65,7 @@ def _reject_unsupported(trainer: Any) -> None:
     args = trainer.args
     if getattr(args, "num_generations", None):
         raise ConfigError(
-            f"{type(trainer).__name__} generates, for which each process runs another number of passes; use one process"
+            f"{type(trainer).__name__} generates, and its groups of answers are not proven with several processes; use one process"
         )
     if args.load_best_model_at_end and args.save_only_model:
         raise ConfigError(

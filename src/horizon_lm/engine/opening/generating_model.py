@@ -13,12 +13,15 @@ class GeneratingModel(StreamedModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does, in device memory that is known to suffice before the first token is computed.
 
-        Resident blocks that leave no room for the key-value cache are given up for the time of the call.
+        Resident blocks that leave no room for the key-value cache are given up for the time of the call. Of several ranks, those
+        whose answers are finished compute further passes with the others.
 
         Raises:
             DeviceMemoryError: the key-value cache does not fit on the device.
             StreamingError: ``assistant_early_exit`` is set.
         """
+        if self._horizon.engine.mesh is not None:
+            kwargs["synced_gpus"] = True  # otherwise a finished answer would go on to grow
         with self._horizon.generation.call():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -40,3 +43,10 @@ class GeneratingModel(StreamedModel):
         )
         if (found := generation_of(generation_config, model_kwargs, batch_size, max_cache_length)) is not None:
             self._horizon.generation.reserve(*found)
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
+        """Return whether the answers of any rank are not finished: all ranks compute each pass together."""
+        mesh = self._horizon.engine.mesh
+        if mesh is None:
+            return super()._has_unfinished_sequences(this_peer_finished, synced_gpus, device)  # type: ignore[misc,no-any-return]
+        return any(mesh.exchange("the next token of answers", not this_peer_finished))
