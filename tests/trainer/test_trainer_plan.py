@@ -14,7 +14,7 @@ from horizon_lm.integrations import trainer_plan
 from horizon_lm.integrations.trainer_plan import TrainerPlan
 from horizon_lm.planning.request import Limit
 from horizon_lm.preflight.this_machine import this_machine
-from horizon_lm.quantities import format_seconds
+from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.slabs import slab_elements
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
@@ -108,6 +108,22 @@ def test_the_plan_says_what_generating_costs(
     (line,) = TrainerPlan(model, args, LENGTH).generation_lines(unknown)
     assert line.endswith(" each")
     assert not list(TrainerPlan(model, arguments(tmp_path, SFTConfig), LENGTH).generation_lines(plan))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_generating_few_rows_loads_few_experts(tmp_path: Path) -> None:
+    """At most two of 16 experts for each row, and all of them for rows that may read more than half."""
+    model = horizon_lm.stream(tiny_models.build("qwen3_moe", num_experts=16), precision="float32")
+    weights = 4 * slab_elements([param.numel() for param in model.parameters()])
+    experts = 4 * sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
+    args = {"max_completion_length": 40, "num_generations": 3}
+    for rows_at_once, words in ((3, " each with the experts of 3 tokens"), (6, " each")):
+        config = arguments(tmp_path, GRPOConfig, steps_per_generation=rows_at_once // 3, **args)
+        plan = horizon_lm.plan(model, config, length=LENGTH)
+        unknown = replace(plan, machine=replace(plan.machine, hardware=None))
+        (line,) = TrainerPlan(model, config, LENGTH).generation_lines(unknown)
+        unread = experts * 10 // 16 if rows_at_once == 3 else 0
+        assert line.endswith(f"which load {format_bytes(weights - unread)}{words}")
 
 
 BEST = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}

@@ -24,7 +24,8 @@ from horizon_lm.preflight.admission import does_not_fit, plan_run
 from horizon_lm.preflight.inputs import RowShape, Source
 from horizon_lm.preflight.remedies import remedies_of
 from horizon_lm.preflight.this_machine import agree_on_machine, this_machine
-from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.quantities import counted, format_bytes, format_seconds
+from horizon_lm.units import block
 
 _TWO_SEQUENCES = ("DPOConfig", "RewardConfig")  # TRL's arguments of trainers whose rows are pairs
 _FUSED_HEAD = ("logprobs", "entropy")  # what TRL's trainers ask of the head, besides the loss
@@ -93,16 +94,30 @@ class TrainerPlan:
             return
         times = args.gradient_accumulation_steps / every
         passes = round(args.max_completion_length * max(1.0, times))
-        slabs = engine_of(self._model).store.units.values()
-        weights = sum(each.weights[each.own].nbytes + each.packed.data[each.packed.own].nbytes for each in slabs)
+        rows = args.per_device_train_batch_size * every
+        loaded, weights = self._loaded_bytes(rows), self._loaded_bytes(None)
+        experts = f" with the experts of {counted(rows, 'token')}" if loaded < weights else ""
         hardware = plan.machine.hardware
         rate = hardware.link_in if hardware is not None else 0.0
-        duration = f": {format_seconds(passes * weights / rate)} at {format_bytes(int(rate))}/s" if rate else ""
+        duration = f": {format_seconds(passes * loaded / rate)} at {format_bytes(int(rate))}/s" if rate else ""
         steps = "" if times >= 1 else f", every {round(1 / times)} steps"
         yield (
-            f"generation{steps}: up to {passes:,} forward passes, one for each token, which load {format_bytes(weights)} "
-            f"each{duration}"
+            f"generation{steps}: up to {passes:,} forward passes, one for each token, which load {format_bytes(loaded)} "
+            f"each{experts}{duration}"
         )
+
+    def _loaded_bytes(self, rows: int | None) -> int:
+        """Return the largest number of bytes that a pass loads for one token of each of these rows; None for many rows."""
+        engine = engine_of(self._model)
+        slabs = engine.store.units.values()
+        loaded = sum(each.weights[each.own].nbytes + each.packed.data[each.packed.own].nbytes for each in slabs)
+        if rows is None or engine.mesh is not None:  # all experts
+            return loaded
+        for index in engine.routed.for_tokens(rows):
+            experts = engine.routed.experts[index]
+            unread = experts.count - rows * experts.per_token
+            loaded -= engine.routed.num_bytes(block(index)) * unread // experts.count
+        return loaded
 
     def _planned(self, run: RunConfig) -> Plan:
         """Return the plan of a run on this machine, alike on all ranks."""

@@ -49,8 +49,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     )
     if outline.routed_tokens and plan.request.num_ranks == 1:
         yield (
-            f"passes without gradients, as in generation, stream of {outline.experts} experts only those that their tokens are "
-            f"routed to, if they have at most {counted(outline.routed_tokens, 'token')}"
+            f"passes without gradients of at most {counted(outline.routed_tokens, 'token')}, as in generation, stream those of the "
+            f"{outline.experts} experts that their tokens are routed to; larger ones stream all"
         )
     for batch in request.forwards:
         if batch.kept_bytes:

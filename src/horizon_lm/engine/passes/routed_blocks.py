@@ -45,6 +45,17 @@ class RoutedBlocks:
         """Return the full names of the weights of a block's experts."""
         return [f"{self._prefix}.{unit.block_index}.{name}" for name in self.experts[unit.block_index].names]
 
+    def num_bytes(self, unit: Unit) -> int:
+        """Return the bytes of the weights of a block's experts in host memory."""
+        found = 0
+        for slabs in (self._store.units[part] for part in self._store.parts_of(unit)):
+            for name in self.names_of(unit):
+                if name in slabs.packed:
+                    found += slabs.packed.bytes_of(name).nbytes
+                elif name in slabs.plain:
+                    found += slabs.plain.view(slabs.weights, name).nbytes
+        return found
+
     def expert_moves(self, unit: Unit, memory: DeviceBuffers, chosen: Iterable[int]) -> list[Move]:
         """Return the moves that stream some experts of a block, which are sorted."""
         spans = [slice(*span) for span in spans_of_indices(chosen)]
