@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
@@ -14,7 +15,7 @@ from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from tests.support import tiny_models
-from tests.support.planned_bytes import DEFAULTS, HERE, Case, draw_case, require_planned_bytes
+from tests.support.planned_bytes import DEFAULTS, HERE, Case, draw_case, require_planned_bytes, require_planned_bytes_of
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
 
@@ -27,6 +28,17 @@ FAMILIES = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3")
 def test_allocated_bytes_equal_planned_bytes(family: str, tile: int, seed: int) -> None:
     case = draw_case(random.Random(f"tiles {family} {tile} {seed}"))
     require_planned_bytes(family, replace(case, options=case.options | {"expert_tile": tile}))
+
+
+@pytest.mark.slow  # 9 GiB
+@pytest.mark.parametrize("tile", [None, 4])
+def test_bytes_of_a_block_as_wide_as_deepseek_v3(tile: int | None) -> None:
+    config = DeepseekV3Config(
+        num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=8, n_group=2, topk_group=2, vocab_size=4096,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    options = DEFAULTS | {"device": "cpu", "precision": "bf16", "activation_checkpoints": "host", "expert_tile": tile}
+    require_planned_bytes_of(model, Case(1, options, "8bit", False, frozenset()))
 
 
 def test_slots_of_cores_and_of_tiles_have_the_bytes_of_whole_blocks() -> None:

@@ -120,8 +120,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 def require_planned_bytes(family: str, case: Case) -> None:
+    """Train a tiny model with these settings, and compare its buffers and host memory with the plan."""
+    require_planned_bytes_of(tiny_models.build(family), case)
+
+
+def require_planned_bytes_of(model: Any, case: Case) -> None:
     """Train a model with these settings, and compare its buffers and host memory with the plan."""
-    model = tiny_models.build(family)
     pattern = trainable(model, case.frozen)
     step = choose(outline_of(model, pattern), case.request, HERE).step
     freeze(model, pattern)
