@@ -10,7 +10,7 @@ _SPACE = "\u2581"
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-_BYTES = [f"<0x{number:02X}>" for number in range(256)]
+_BYTES = frozenset(f"<0x{number:02X}>" for number in range(256))
 
 
 class Scored(NamedTuple):
@@ -32,8 +32,8 @@ def scored(described: dict[str, Any], path: Path) -> Scored:
         ModelNotSupportedError: no scores have the effect of the merges, or text is prepared in a way that llama.cpp does not have.
     """
     model = described["model"]
-    lacking = next((byte for byte in _BYTES if byte not in model["vocab"]), None)
-    if lacking or model.get("dropout") or model.get("ignore_merges") or model.get("continuing_subword_prefix"):
+    lacks_bytes = not model["vocab"].keys() >= _BYTES
+    if lacks_bytes or model.get("dropout") or model.get("ignore_merges") or model.get("continuing_subword_prefix"):
         raise ModelNotSupportedError(f"{path}: this kind of BPE with byte fallback is not written as GGUF")
     prefix, notes = _space_prefix(described, path)
     return Scored(_scores(described, path), prefix, notes)
