@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from horizon_lm.constants import DEVICE_MARGIN
 from tests.distributed.pool import Pool
 from tests.distributed.training import Training, build
 from tests.support import tiny_models
-from tests.support.limited_device import LimitedDevice
+from tests.support.limited_device import LimitedDevice, take_room, watch_resident_blocks
 
 FAMILIES = {
     "llama": Training(),
@@ -55,19 +54,11 @@ def making_room(rank: int, training: Training) -> tuple[list[int], torch.Tensor]
     device = LimitedDevice(10**9)
     model, _ = build(training, device=device, device_mesh=mesh)
     answers(model, rank, 8)
-    memory, engine, seen = model._horizon.generation, model._horizon.engine, []
-    (block,) = {num_bytes for kind, num_bytes in engine.device.counters.allocated.items() if kind == "resident_weights"}
     if rank:
-        device.limit = int((memory.peak - block // 4) / (1 - DEVICE_MARGIN))
-    forward = model._horizon.forward
-
-    def watched(*args: Any) -> Any:
-        seen.append(engine.residency.weights)
-        return forward(*args)
-
-    model._horizon.forward = watched
+        take_room(model, device)
+    seen = watch_resident_blocks(model)
     found = answers(model, rank, 8)
-    return [*sorted(set(seen)), engine.residency.weights], found
+    return [*sorted(set(seen)), model._horizon.engine.residency.weights], found
 
 
 def test_ranks_agree_on_the_blocks_that_make_room(pool: Pool) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import DeviceMemoryError, StreamingError
@@ -14,7 +13,7 @@ from horizon_lm.model.generation import Generation, layer_bytes
 from horizon_lm.model.source import ModelSource
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
-from tests.support.limited_device import LimitedDevice
+from tests.support.limited_device import LimitedDevice, take_room, watch_resident_blocks
 from tests.support.tensor_memory import StorageMeter
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
@@ -72,21 +71,11 @@ def test_resident_blocks_make_room_for_the_time_of_a_call(implementation: str) -
     expected = generate(plain("llama"), 2, 8, 120, cache_implementation=implementation)
     device = LimitedDevice(10**9)
     model = horizon_lm.stream(plain("llama"), device, precision="float32", resident_blocks=2).eval()
-    memory, engine, seen = model._horizon.generation, model._horizon.engine, set()
     assert torch.equal(generate(model, 2, 8, 120, cache_implementation=implementation), expected)
-    (block,) = {
-        bytes for kind, bytes in horizon_lm.stats(model)["device_bytes_by_kind"].items() if kind == "resident_weights"
-    }
-    device.limit = int((memory.peak - block // 4) / (1 - DEVICE_MARGIN))
-    forward = model._horizon.forward
-
-    def watched(*args: Any) -> Any:
-        seen.add(engine.residency.weights)
-        return forward(*args)
-
-    model._horizon.forward = watched
+    take_room(model, device)
+    seen = watch_resident_blocks(model)
     assert torch.equal(generate(model, 2, 8, 120, cache_implementation=implementation), expected)
-    assert (seen, engine.residency.weights) == ({1}, 2)
+    assert (set(seen), model._horizon.engine.residency.weights) == ({1}, 2)
 
 
 def test_a_cache_that_does_not_fit_is_rejected_before_the_first_token() -> None:
