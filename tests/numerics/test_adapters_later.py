@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("peft", reason="needs the whole installation")
 
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
 
 import horizon_lm
-from horizon_lm.errors import StreamingError
+from horizon_lm.errors import ConfigError, StreamingError
 from tests.seams.compare import difference
 from tests.support import tiny_models
 
@@ -194,6 +195,20 @@ def test_transformers_own_adapters(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.glob("adapter*")} == {"adapter_config.json", "adapter_model.safetensors"}
     assert torch.equal(logits(plain), logits(model))
+
+
+def test_transformers_own_method_gets_all_arguments_of_save_pretrained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = pair()
+    model.add_adapter(LoraConfig(**LORA))
+    taken: dict[str, Any] = {}
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda model, folder, **kwargs: taken.update(kwargs))
+    given = {"is_main_process": False, "state_dict": {}, "push_to_hub": True, "max_shard_size": "1GB", "variant": "fp16", "token": "none"}  # fmt: skip
+    model.save_pretrained(tmp_path, **given)
+    assert taken == given
+    with pytest.raises(ConfigError, match="dtype is not supported for adapters, which keep theirs; remove it"):
+        model.save_pretrained(tmp_path, dtype=torch.bfloat16)
 
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -1,12 +1,14 @@
 """PEFT adapters."""
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file
 
 from tests.seams.seam import EITHER, Case, row
 from tests.seams.use import adamw, copied_weights, evaluated, gradients, train
@@ -142,6 +144,35 @@ def save(model: Any) -> Any:
         files = sorted(path.name for path in Path(folder).iterdir())
         loaded = peft.PeftModel.from_pretrained(tiny_models.build("llama"), folder)
         return [files, evaluated(loaded), evaluated(model)]
+
+
+def _transformers_own() -> Any:
+    model = tiny_models.build("llama")
+    torch.manual_seed(1)
+    model.add_adapter(_config())
+    return model.train()
+
+
+_ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "state_dict": lambda model: {"state_dict": {name: value * 0.5 for name, value in model.state_dict().items()}},
+    "as-trainer": lambda model: {"state_dict": None, "is_main_process": True},
+    "other-process": lambda model: {"is_main_process": False},
+    "max_shard_size": lambda model: {"max_shard_size": "5GB", "variant": None, "push_to_hub": False},
+}
+
+
+@row("W20.save-arguments", SECTION,
+     "`save_pretrained` of adapters, of PEFT's models and of transformers' `add_adapter`, with `state_dict`, `is_main_process`, "
+     "`max_shard_size`, `variant`, `push_to_hub=False`",
+     cases={f"{kind}, {each}": Case(build, arguments={"which": each})
+            for each in _ARGUMENTS for kind, build in (("add_adapter", _transformers_own), ("PEFT", _adapted))},
+     edits=True)  # fmt: skip
+def save_arguments(model: Any, which: str) -> Any:
+    train(model, adamw(model), steps=1)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, **_ARGUMENTS[which](model))
+        files = sorted(path.name for path in Path(folder).iterdir())
+        return {"files": files, "tensors": [load_file(path) for path in Path(folder).glob("*.safetensors")]}
 
 
 @row("W20.generate", SECTION, "`generate` with adapters", EITHER, cases=_LORA)

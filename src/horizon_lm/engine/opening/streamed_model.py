@@ -169,11 +169,23 @@ class StreamedModel:
             dtype: the dtype of the written weights; None for float32 in precision ``float32``, and otherwise for the dtype
                 they were loaded with.
             kwargs: as in transformers; unsupported arguments are rejected.
+
+        A model with adapters that `add_adapter` of transformers has added writes them alone, by transformers' own method, which
+        takes all arguments but ``dtype``.
+
+        Raises:
+            ConfigError: an argument is not supported.
         """
         self._horizon.engine.synchronize()
-        if self._horizon.is_adapter:  # PEFT writes its own folder, with the adapters only
-            super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
-            share_weights(Path(save_directory))
+        if self._horizon.is_adapter:  # transformers writes PEFT's folder, with the adapters only
+            if dtype is not None:
+                raise ConfigError("save_pretrained: dtype is not supported for adapters, which keep theirs; remove it")
+            super().save_pretrained(  # type: ignore[misc]
+                save_directory, is_main_process=is_main_process, state_dict=state_dict, push_to_hub=push_to_hub,
+                max_shard_size=max_shard_size, variant=variant, **kwargs,
+            )  # fmt: skip
+            if is_main_process:
+                share_weights(Path(save_directory))
             return
         hub = _hub_arguments(kwargs)
         if hub and not push_to_hub:
