@@ -82,6 +82,27 @@ def test_save_on_signal_seconds(
     assert [line.endswith("save_on_signal_seconds is 1e-06") for line in left_out] == ([True] if seconds < 1 else [])
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_peft": True, "lora_r": 4}], ids=["weights", "adapters"])
+@pytest.mark.parametrize(("limit", "last"), [(510.0, "checkpoint-5"), (490.0, "checkpoint-4")])
+def test_a_checkpoint_takes_as_long_as_the_one_before(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any],
+    limit: float, last: str,
+) -> None:  # fmt: skip
+    """Memory that no checkpoint has, such as gradients and the base of adapters, takes no time."""
+    report = RunCheckpoints.report
+
+    def report_500_seconds(own: RunCheckpoints) -> None:
+        if own._running is not None:
+            own._running[1].seconds = 500.0
+        report(own)
+
+    monkeypatch.setattr(RunCheckpoints, "report", report_500_seconds)
+    runs.before_step[5] = lambda: runs.loops[-1].saver.checkpoints.wait()
+    saves = {"save_strategy": "steps", "save_steps": 4, "save_on_signal_seconds": limit}
+    message, _ = interrupted(runs, base | saves | settings | {"output_dir": str(tmp_path / "run")})
+    assert last in message
+
+
 def test_a_checkpoint_that_is_being_written_may_use_the_seconds(
     runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ class RunCheckpoints:
         self._replaced: list[Path] = []  # of a run that is overwritten; deleted once this one has a checkpoint
         self._kept = self._take_over(point, config.overwrite_output_dir)
         self._running: tuple[int, Saving] | None = None
-        self._bytes_per_second: float | None = None  # of the last checkpoint
+        self._seconds: float | None = None  # that the last checkpoint took
         self.elsewhere: Path | None = None  # the newest checkpoint outside of the run's folder
         # Kept whatever the limit is.
         self.best = self._best_of(point) if point is not None and config.load_best_model_at_end else None
@@ -154,7 +154,7 @@ class RunCheckpoints:
             self._report_failure(step, saving.error)
             return
         num_bytes = saving.num_bytes * engine_of(self._model).store.shard.count
-        self._bytes_per_second = num_bytes / max(saving.seconds, 1e-3)
+        self._seconds = saving.seconds
         self._print(f"{saving.folder}: {format_bytes(num_bytes)} in {format_seconds(saving.seconds)}")
 
     def wait(self, seconds: float | None = None) -> None:
@@ -164,12 +164,8 @@ class RunCheckpoints:
         self.report()
 
     def seconds(self) -> float | None:
-        """Estimate the seconds that a checkpoint takes from the last one; None if none was written yet."""
-        if self._bytes_per_second is None:
-            return None
-        store = engine_of(self._model).store
-        num_bytes: int = store.shard.count * sum(store.num_bytes.values())
-        return num_bytes / self._bytes_per_second
+        """Return the seconds that the last checkpoint took, which the next one will take; None if none was written yet."""
+        return self._seconds
 
     def load(self, folder: Path, last: Path) -> None:
         """Load the weights of a checkpoint. If that fails, the weights are those of ``last``, the checkpoint of now.
