@@ -1,5 +1,7 @@
 """Generation within device memory: its key-value cache is counted before the first token, and blocks make room for it."""
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +90,19 @@ def test_a_cache_that_does_not_fit_is_rejected_before_the_first_token() -> None:
             generate(model, 20, 8, 120, num_beams=3)
         assert horizon_lm.stats(model)["block_forward_rows"] == computed
         generate(model, 1, 8, 8)
+
+
+def test_the_error_names_the_same_buffers_with_a_given_cache() -> None:
+    """The layers that a cache has already are no part of the call's peak, nor of the buffers."""
+    model = horizon_lm.stream(plain("llama"), LimitedDevice(10**9), precision="float32").eval()
+    cache = generate(model, 20, 8, 120, return_dict_in_generate=True).past_key_values
+    model._horizon.engine.device.limit = 0
+    buffers = set()
+    for layers in ([], cache.layers):
+        with pytest.raises(DeviceMemoryError) as error:
+            model._horizon.generation.reserve(Generation(rows=20, prompt=8, length=127), SimpleNamespace(layers=layers))
+        buffers |= set(re.findall(r"computing, (.*) for buffers", str(error.value)))
+    assert len(buffers) == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

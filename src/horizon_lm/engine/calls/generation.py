@@ -73,15 +73,16 @@ class GenerationMemory:
         if spare is None:  # the device's memory is host memory
             return
         needed = self._probe.measure(generation)
-        beside = needed.cache - sum(map(layer_bytes, cache.layers)) + needed.working
-        total = int(spare * (1 - DEVICE_MARGIN)) + engine.device.counters.allocated_total
+        beside_buffers = needed.cache - sum(map(layer_bytes, cache.layers)) + needed.working
+        available = int(spare * (1 - DEVICE_MARGIN)) + engine.device.counters.allocated_total
         # The graphs of a forward pass that awaits its backward pass rely on the present blocks.
-        least = engine.residency.weights if engine.between.awaits_backward() else 0
+        fewest = engine.residency.weights if engine.between.awaits_backward() else 0
         resident = engine.residency.weights
-        while resident > least and self._buffer_bytes(generation, resident) + beside > total:
+        while resident > fewest and self._buffer_bytes(generation, resident) + beside_buffers > available:
             resident -= 1
-        self.peak = self._buffer_bytes(generation, resident) + beside
-        error = self._error(generation, needed, total) if self.peak > total else ""
+        buffers = self._buffer_bytes(generation, resident)
+        self.peak = buffers + beside_buffers
+        error = self._error(generation, needed, buffers, available) if self.peak > available else ""
         self._agree(resident, error)
 
     def _agree(self, resident: int, error: str) -> None:
@@ -112,11 +113,11 @@ class GenerationMemory:
             for kind in {*needed, *allocated}
         )
 
-    def _error(self, generation: Generation, needed: GenerationBytes, total: int) -> str:
+    def _error(self, generation: Generation, needed: GenerationBytes, buffers: int, available: int) -> str:
+        """Return the error of a call that does not fit."""
         assert self.peak is not None
-        buffers = self.peak - needed.cache - needed.working
         return (
-            f"generate needs {format_bytes(self.peak)} of device memory, of {format_bytes(total)}: {self.describe(generation)}, "
+            f"generate needs {format_bytes(self.peak)} of device memory, of {format_bytes(available)}: {self.describe(generation)}, "
             f"{format_bytes(needed.working)} for computing, {format_bytes(buffers)} for buffers. Generate fewer rows at once or fewer "
             "tokens (max_new_tokens), or set cache_implementation='offloaded', which keeps the cache in host memory"
         )
