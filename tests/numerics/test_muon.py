@@ -180,6 +180,34 @@ def test_what_is_cut_off_is_a_partial_update(monkeypatch: pytest.MonkeyPatch) ->
         model(**tiny_models.batch())
 
 
+def test_updates_that_were_issued_are_waited_for_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device runs nothing before it must, so an update that nothing waits for does not run."""
+    device = SimulatedDevice(0, eagerness=0.0)
+    model = horizon_lm.stream(tiny_models.build("llama"), device)
+    optimizer = horizon_lm.Muon(model, **HYPER)
+    model(**tiny_models.batch()).loss.backward()
+    issued: list[Task] = []
+    issue, addmm = device.issue, torch.addmm
+
+    def noted(task: Task) -> None:
+        issue(task)
+        issued.extend([task] if task.op.kind == Kind.UPDATE else [])
+
+    def interrupted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if issued:
+            raise KeyboardInterrupt
+        return addmm(*args, **kwargs)
+
+    monkeypatch.setattr(device, "issue", noted)
+    monkeypatch.setattr(torch, "addmm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    monkeypatch.undo()
+    assert not all(task.finished for task in issued)
+    model._horizon.engine.updates.wait([])
+    assert all(task.finished for task in issued)
+
+
 @pytest.mark.parametrize("kind", ["simulated", "threaded"])
 def test_without_the_device_an_update_is_not_completed(kind: str) -> None:
     """Matrices that have not returned must not be taken for directions."""

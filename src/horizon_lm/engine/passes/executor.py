@@ -5,7 +5,7 @@ modules that compute a unit know its tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.autograd import Variable
@@ -179,8 +179,8 @@ class Engine(Machinery):
         table: TableUpdate | None,
         on_device: Mapping[Unit, DevicePart],
     ) -> None:
-        """Issue an update pass. If a fault interrupts it, the remaining operations stay pending until the next use; with a part on
-        the device, the update is partial.
+        """Issue an update pass, and compute its parts on the device. If a fault interrupts it, the remaining operations stay in the
+        cursor, and `check_alive` continues them; with a part on the device, the update is partial.
 
         The updates of the step before must be done (`PendingUpdates.finish`).
 
@@ -194,18 +194,24 @@ class Engine(Machinery):
         # used.
         self.store.weights_changed(blocks=any(pieces and unit.is_block for unit, pieces in moves.items()))
         self.updates.table = table
-        try:
-            self.cursor.start(schedule, UpdateMoves(self, moves, on_device))
-            compute_on_device(self, schedule, on_device)
-        except BaseException as error:
-            if on_device:  # matrices are in the place of gradients, so the pass cannot be continued later
-                self.updates.partial_update.record(error)
-                self.cursor.abandon()
-            raise
-        finally:
-            # Also after an interrupt: what was issued runs to its end, and has to be waited for.
-            self.updates.add(self.cursor.update_tasks())
+        with self._partial_if_cut_off() if on_device else nullcontext():
+            try:
+                self.cursor.start(schedule, UpdateMoves(self, moves, on_device))
+                compute_on_device(self, schedule, on_device)
+            finally:
+                # Also after an interrupt: what was issued runs to its end, and has to be waited for.
+                self.updates.add(self.cursor.update_tasks())
         self.cursor.finish()  # issues the updates that no computation stands before
+
+    @contextmanager
+    def _partial_if_cut_off(self) -> Iterator[None]:
+        """Context manager: record a partial update and abandon the pass if the computations of an update pass are cut off."""
+        try:
+            yield
+        except BaseException as error:  # matrices are in the place of gradients, so the pass cannot be continued later
+            self.updates.partial_update.record(error)
+            self.cursor.abandon()
+            raise
 
     def settle_without_device(self) -> None:
         """Bring the host's state to the end of the last step that counts, after the device has failed (`faults`)."""
