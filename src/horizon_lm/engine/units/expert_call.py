@@ -9,6 +9,7 @@ Shapes: N tokens, K experts of a token, S = N * K rows, R rows of a tile, H hidd
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from typing import Any
 
@@ -146,7 +147,9 @@ class ExpertCall:
                 return
             weighted.backward(self._grad[tokens].to(weighted.dtype))
         if hidden.grad is not None:
-            self._row_grads = self._put(self._row_grads, rows, hidden.grad, by_place=self._order.spreads_unsorted)
+            self._row_grads = self._put(
+                self._row_grads, rows, hidden.grad, by_place=self._order.grads == GradOrder.TOKENS
+            )
         if self._weight_grads is not None and weights.grad is not None:
             self._weight_grads[places] = weights.grad
 
@@ -168,16 +171,19 @@ class ExpertCall:
         return grads, weight_grads
 
     def _add_grads(self, total: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add the gradients of all rows (S, H) to those of their tokens (N, H), in the order of transformers' function."""
-        if self._order.by_rank:  # expert by expert; autograd visits them from the last to the first
-            for expert in reversed(range(len(self._bounds) - 1)):
-                self._add(total, rows, expert)
-        elif self._order.spreads_unsorted:  # the rows of a token follow each other
-            tokens = torch.arange(len(total), device=total.device).repeat_interleave(self._ids.shape[1])
-            total.index_add_(0, tokens, rows)
-        else:  # sorted by expert; rows after the last bound have none
-            used = self._bounds[-1]
-            _add_reproducibly(total, self._tokens[:used], rows[:used])
+        """Add the gradients of all rows (S, H) to those of their tokens (N, H), in the order in which the function that computes the
+        experts adds them (`Order.grads`).
+        """
+        match self._order.grads:
+            case GradOrder.EXPERTS_FROM_LAST:
+                for expert in reversed(range(len(self._bounds) - 1)):
+                    self._add(total, rows, expert)
+            case GradOrder.TOKENS:
+                tokens = torch.arange(len(total), device=total.device).repeat_interleave(self._ids.shape[1])
+                total.index_add_(0, tokens, rows)
+            case GradOrder.SORTED_ROWS:  # rows after the last bound have no expert
+                used = self._bounds[-1]
+                _add_reproducibly(total, self._tokens[:used], rows[:used])
 
     def attach(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the output as the result of a node of autograd, whose gradients are those of `take_grads`."""
@@ -222,21 +228,30 @@ class _FromTiles(torch.autograd.Function):
         return None, None, *ctx.call.take_grads()
 
 
+class GradOrder(Enum):
+    """The order in which the rows' gradients of hidden states are added. A sum in floating point depends on its order, so each of
+    transformers' three functions has one here.
+    """
+
+    EXPERTS_FROM_LAST = "expert by expert, from the last to the first, as autograd visits them"
+    TOKENS = "token by token, the rows of a token by rank"
+    SORTED_ROWS = "row by row, sorted by expert"
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The order in which one of transformers' functions computes and adds rows.
 
     Attributes:
-        by_rank: the rows of an expert are ordered by rank and then by token, not the other way round; outputs are added expert by
-            expert, and gradients from the last expert to the first.
-        unsorts: outputs are put back in the order of tokens and ranks, and added over the ranks.
-        spreads_unsorted: gradients of the hidden states are added in the order of tokens and ranks, not of experts.
+        by_rank: the rows of an expert are ordered by rank and then by token, not the other way round.
+        unsorts: outputs are put back in the order of tokens and ranks, and added over the ranks; otherwise expert by expert.
+        grads: the order in which gradients of the hidden states are added.
         sorts: rows are sorted by torch's sort, which is not stable: the order of the rows of an expert depends on all keys.
     """
 
     by_rank: bool = False
     unsorts: bool = True
-    spreads_unsorted: bool = False
+    grads: GradOrder = GradOrder.SORTED_ROWS
     sorts: bool = False
 
     def sort(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,9 +268,9 @@ class Order:
 
 
 ORDERS = {
-    "eager": Order(by_rank=True, unsorts=False),
+    "eager": Order(by_rank=True, unsorts=False, grads=GradOrder.EXPERTS_FROM_LAST),
     "grouped_mm": Order(sorts=True),
-    "batched_mm": Order(spreads_unsorted=True),
+    "batched_mm": Order(grads=GradOrder.TOKENS),
 }
 """By the name of the function in transformers' ``ALL_EXPERTS_FUNCTIONS``."""
 
