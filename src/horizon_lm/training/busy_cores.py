@@ -15,7 +15,7 @@ _LEAST_SECONDS = 30  # of a measurement, in which a short burst of another progr
 
 
 class BusyCores(Part):
-    """Measures the use of the cores in the steps, of all ranks, and warns once.
+    """Measures the use of the cores in the steps, of all ranks. Only the first long enough measurement may warn.
 
     Attributes:
         cores_of_others: cores of this run that other programs have used on average, on the machine that lacks most; None until
@@ -38,7 +38,8 @@ class BusyCores(Part):
         self._step_seconds += time.perf_counter() - begun
 
     def after_step(self, step: int, due: Intervals) -> None:
-        # Ranks exchange their times after 1, 2, 4, 8, ... steps, because they have no common clock.
+        # After a number of steps that all ranks know, not after seconds, because they have no common clock; and after 1, 2, 4, 8, ...
+        # of them, so that few exchanges find the first long enough measurement soon.
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
         if self._began is None or not is_power_of_two:
             return
@@ -46,9 +47,9 @@ class BusyCores(Part):
         ranks = [CoreUse(*each) for each in self._run.session.ranks.exchange("the use of cores", astuple(use))]
         if ranks[0].seconds < _LEAST_SECONDS:
             return
-        is_first, worst = self.cores_of_others is None, _worst_machine(ranks)
-        self.cores_of_others = round(max(0.0, missing_cores(worst)), 2)
-        if is_first and (problem := _problem(worst, is_alone=len(worst) == len(ranks))):
+        is_first, ranks_of_worst = self.cores_of_others is None, _ranks_of_worst_machine(ranks)
+        self.cores_of_others = round(max(0.0, missing_cores(ranks_of_worst)), 2)
+        if is_first and (problem := _problem(ranks_of_worst, is_alone=len(ranks_of_worst) == len(ranks))):
             self._run.session.reporter.print(f"warning: {problem}{self._slowness()}")
 
     def _slowness(self) -> str:
@@ -58,7 +59,7 @@ class BusyCores(Part):
         return text if planned is None else f"{text}, and {_seconds(planned.seconds)} by the plan"
 
 
-def _worst_machine(ranks: Sequence[CoreUse]) -> Sequence[CoreUse]:
+def _ranks_of_worst_machine(ranks: Sequence[CoreUse]) -> Sequence[CoreUse]:
     """Return the ranks of the machine that lacks most cores."""
     machines = defaultdict(list)
     for each in ranks:
