@@ -293,12 +293,21 @@ class ModelForward:
         return self._runner.run(calls, compute, may_have_head_grads)
 
     def _prepare_joint(self, calls: list[Call]) -> None:
-        """Prepare the engine for calls in lock-step. Raise StreamingError if they cannot be computed in one pass."""
+        """Prepare the engine for calls in lock-step. From the first such call on, gradients are summed in float32, which frees all
+        device buffers and gives up forward passes that await their backward pass.
+
+        Raises:
+            StreamingError: the calls cannot be computed in one pass.
+        """
         require_joint(calls)
         if self.statistics is not None:
             raise StreamingError("statistics of tokens are collected for one batch at a time")
         options = self.engine.options
         if not options.in_micro_batches:  # sums over batches are float32 with micro-batches
             # Rows of the largest call, so none of them is cut: with this setting the engine only adds up in float32.
-            most = max(len(next(v for v in call.values() if isinstance(v, torch.Tensor) and v.ndim)) for call in calls)
-            self.reconfigure(options.in_micro_batches_of(most))
+            self.reconfigure(options.in_micro_batches_of(max(map(_num_rows, calls))))
+
+
+def _num_rows(call: Call) -> int:
+    """Return the rows of a call: the first axis of all its tensors that have axes."""
+    return len(next(value for value in call.values() if isinstance(value, torch.Tensor) and value.ndim))
