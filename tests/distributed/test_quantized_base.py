@@ -24,6 +24,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, assert_same, train, whole
 from tests.support.planned_bytes import LENGTH
 from tests.support.quantized_folders import adapter_folder, save_published
+from tests.support.thinned_cases import without
 from tests.support.threaded_device import ThreadedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -114,7 +115,11 @@ def compare(pool: Pool, folder: str, kind: str, training: Training, delayed: boo
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of a format with and without tiles, one is tried.
+WITH_TILES_ALONE = ("4bit", "4bit, copies", "4bit, experts", "mxfp4", "fp8, experts", "fp8, deepseek")
+
+
+@pytest.mark.parametrize("name", without(CASES, WITH_TILES_ALONE))
 def test_bits_of_one_process(pool: Pool, folders: Any, name: str) -> None:
     family, kind, training = CASES[name]
     compare(pool, folders(family, kind), kind, training)

@@ -26,6 +26,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.runs import assert_same, environment_of, free_port, outputs_of
 from tests.e2e import resuming, tiny
 from tests.e2e.processes import RunProcess
+from tests.support.thinned_cases import without
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -82,7 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
     "made adapters": {"adapter_name_or_path": "made", "use_peft": True, "per_device_train_batch_size": 2},
 }
 
-LONG = ("micro-batches", "three ranks", "dpo of adapters", "made adapters")  # much of them is in other cases
+IN_OTHER_CASES = ("sft", "micro-batches", "three ranks", "dpo of adapters", "made adapters")
 
 
 def adapters_of_one_process(settings: dict[str, Any], folder: Path) -> str:
@@ -101,9 +102,7 @@ def with_dropout(model: Path, folder: Path, probability: float) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in CASES]
-)
+@pytest.mark.parametrize("name", without(CASES, IN_OTHER_CASES))
 def test_losses_of_one_process(pool: Pool, base: dict[str, Any], tmp_path: Path, name: str) -> None:
     """The last step of each epoch has too few rows for some of the ranks."""
     settings = base | CASES[name]

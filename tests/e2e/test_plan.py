@@ -241,7 +241,7 @@ def test_70b_model_is_rejected_here_and_fits_h200(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "host_memory", "names"),
     [
-        ("Qwen2.5-14B", "40GiB", {"use_peft"}),
+        pytest.param("Qwen2.5-14B", "40GiB", {"use_peft"}, marks=pytest.mark.slow),
         ("Qwen2.5-32B", "40GiB", {"use_peft", "load_in_4bit"}),
         ("openai/gpt-oss-20b", "24GiB", {"use_peft", "dequantize"}),
     ],
@@ -293,7 +293,10 @@ def test_remedy_with_more_than_three_changes(run_file: Path, boundaries: str, ro
 
 @pytest.mark.parametrize(
     ("host_memory", "others"),
-    [("64GiB", set()), ("4.9GiB", {"max_length", "moments", "precision", "update_in_backward"})],
+    [
+        ("64GiB", set()),
+        pytest.param("4.9GiB", {"max_length", "moments", "precision", "update_in_backward"}, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_are_far_too_long(host_memory: str, others: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The length is the remedy: the longest that fits, beside changes that short rows need, too. A row of many chunks would take minutes."""

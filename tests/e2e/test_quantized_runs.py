@@ -17,6 +17,7 @@ from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs, assert_resumes
 from tests.support import int4_folders
 from tests.support.quantized_folders import dequantized, opened, save_published
+from tests.support.thinned_cases import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QLORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_proj"], "load_in_4bit": True}
@@ -57,7 +58,9 @@ def test_other_formats_of_the_base_are_another_base(runs: Runs, base: dict[str, 
         horizon_lm.train({**cut, "bnb_4bit_quant_type": "fp4", "resume_from_checkpoint": True}, print_fn=lambda _: None)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("gpt_oss", "mxfp4"), ("llama", "fp8"), ("deepseek_v3", "int4 experts")])
+@pytest.mark.parametrize(
+    ("family", "kind"), thinned([("gpt_oss", "mxfp4"), ("llama", "fp8"), ("deepseek_v3", "int4 experts")], every=2)
+)
 def test_a_published_folder(base: dict[str, Any], tmp_path: Path, family: str, kind: str) -> None:
     """It needs no setting: it is planned, trained, exported, generated from and merged."""
     folder = save_published(
@@ -93,7 +96,7 @@ def test_a_published_folder(base: dict[str, Any], tmp_path: Path, family: str, k
 
 
 @pytest.mark.parametrize(
-    ("family", "tile"), [("llama", None), ("deepseek_v3", None), ("deepseek_v3", 1), ("deepseek_v3", 3)]
+    ("family", "tile"), thinned([("llama", None), ("deepseek_v3", None), ("deepseek_v3", 1), ("deepseek_v3", 3)])
 )
 def test_int4_in_a_run_file(base: dict[str, Any], tmp_path: Path, family: str, tile: int | None) -> None:
     """Losses and adapters are those of the same run on the decoded weights, bit for bit."""

@@ -13,6 +13,7 @@ import pytest
 from horizon_lm import waiting
 from horizon_lm.cli.largest_models import MODES, plan_largest
 from horizon_lm.cli.plan_arguments import Size
+from horizon_lm.model.known_models import known_models
 from horizon_lm.waiting import announced
 from tests.e2e import tiny
 from tests.e2e.command import run
@@ -90,7 +91,9 @@ def test_the_start_of_a_run_is_announced(said: list[str], tmp_path: Path) -> Non
     assert said == ["starting...", "planning..."]
 
 
-def test_each_search_for_the_largest_models_is_announced() -> None:
+def test_each_search_for_the_largest_models_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    smallest = min(known_models(), key=lambda each: each.parameters)
+    monkeypatch.setattr("horizon_lm.cli.largest_models.known_models", lambda: [smallest])
     said: list[str] = []
     plan_largest([], "rtx-3090", "1GB,2GB", Size(), said.append)
     assert len(said) == 2 * len(MODES)

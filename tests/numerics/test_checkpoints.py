@@ -68,7 +68,7 @@ def loaded(folder: Path, **options: Any) -> Digests:
     return digest(model, optimizer)
 
 
-@pytest.mark.parametrize(("precision", "moments", "in_backward", "tied"), thinned(MODES, every=5))
+@pytest.mark.parametrize(("precision", "moments", "in_backward", "tied"), thinned(MODES, every=7))
 def test_a_checkpoint_is_exact_while_training_goes_on(
     precision: str, moments: str, in_backward: bool, tied: bool, tmp_path: Path
 ) -> None:

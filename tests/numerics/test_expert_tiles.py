@@ -28,6 +28,7 @@ from tests.support.expert_models import EXPERTS, NAMES, assert_same, loss_and_gr
 from tests.support.gradients import assert_equal_gradients, losses_together
 from tests.support.schedule_proofs import without_wait
 from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import thinned
 from tests.support.training_steps import train, weights
 
 MORE = ("glm4_moe", "olmoe", "granitemoe", "granitemoehybrid", "ernie4_5_moe")
@@ -161,10 +162,13 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("options", "precision", "in_backward"),
-    [
-        (options, ("float32", "fp32_master", "bf16")[number % 3], number % 2 == 1)
-        for number, options in enumerate([*SETTINGS, *SETTINGS[2:4], SETTINGS[1]])
-    ],
+    thinned(
+        (
+            (options, ("float32", "fp32_master", "bf16")[number % 3], number % 2 == 1)
+            for number, options in enumerate([*SETTINGS, *SETTINGS[2:4], SETTINGS[1]])
+        ),
+        every=2,
+    ),
 )
 def test_steps_of_whole_blocks(options: dict[str, Any], precision: str, in_backward: bool) -> None:
     """In every precision, with every place of checkpoints, the weights after some steps are those of whole blocks."""

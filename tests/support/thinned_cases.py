@@ -23,6 +23,14 @@ def thinned(params: Iterable[Any], every: int = 3, keep: Collection[Any] = ()) -
     return [case if number % every == 0 or case in keep else _slow(case) for number, case in enumerate(cases)]
 
 
+def without(params: Iterable[Any], slow: Collection[Any]) -> list[Any]:
+    """Return all params, of which those in ``slow`` are marked ``slow``, because other cases have all that they have."""
+    cases = list(params)
+    if unknown := [each for each in slow if each not in cases]:
+        raise ValueError(f"slow names cases that do not exist: {unknown}")
+    return [_slow(case) if case in slow else case for case in cases]
+
+
 def _slow(case: Any) -> Any:
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.slow)
