@@ -228,6 +228,14 @@ def test_going_on_with_an_adapter(base: dict[str, Any], tmp_path: Path) -> None:
     assert names[0] == names[1]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_the_dtype_of_exported_adapters(base: dict[str, Any], tmp_path: Path, dtype: str | None) -> None:
+    """It is the one that the run asks for, and without a wish that of the parameters, as PEFT writes them."""
+    settings = base | {"max_steps": 2, "warmup_steps": 0, "output_dir": str(tmp_path / "run"), "export_dtype": dtype}
+    adapters = load_file(horizon_lm.train(settings, print_fn=lambda _: None).model_dir / "adapter_model.safetensors")
+    assert {value.dtype for value in adapters.values()} == {torch.bfloat16 if dtype else torch.float32}
+
+
 def test_the_base_is_not_changed(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     """The bytes of every frozen unit are those that were loaded, after 20 steps."""
     seen: list[dict[str, str]] = []

@@ -92,10 +92,32 @@ def share_weights(folder: Path) -> None:
     Args:
         folder: the folder of an adapter; it may have a folder for each further one.
     """
-    for config in (folder / ADAPTER_CONFIG, *folder.glob(f"*/{ADAPTER_CONFIG}")):
-        weights = config.with_name(ADAPTER_WEIGHTS)
-        if weights.is_file():
-            weights.chmod(S_IMODE(config.stat().st_mode))
+    for weights in _written(folder):
+        weights.chmod(S_IMODE(weights.with_name(ADAPTER_CONFIG).stat().st_mode))
+
+
+def convert_weights(folder: Path, dtype: str) -> None:
+    """Convert the weights of adapters that PEFT has written, because it writes the dtype of the parameters in any case.
+
+    Args:
+        folder: the folder of an adapter; it may have a folder for each further one.
+        dtype: dtype of the weights from now on, such as ``bfloat16``.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    for weights in _written(folder):
+        save_file(
+            {name: value.to(getattr(torch, dtype)) for name, value in load_file(weights).items()},
+            weights,
+            {"format": "pt"},
+        )
+
+
+def _written(folder: Path) -> list[Path]:
+    """Return the files with the weights of the adapters in a folder."""
+    configs = (folder / ADAPTER_CONFIG, *folder.glob(f"*/{ADAPTER_CONFIG}"))
+    return [weights for each in configs if (weights := each.with_name(ADAPTER_WEIGHTS)).is_file()]
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
 from horizon_lm.disk import Disk, part_of, publish_folder, restore_folder, write_file
 from horizon_lm.errors import ConfigError, HorizonError, first_line
-from horizon_lm.model.adapter_config import ADAPTER_CONFIG, share_weights
+from horizon_lm.model.adapter_config import ADAPTER_CONFIG, convert_weights, share_weights
 from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import write_plan
@@ -187,6 +187,8 @@ class RunDir:
         try:
             with ranks.failing_with_first("the export"):
                 model.save_pretrained(scratch, dtype=dtype)
+                if self._dtype:
+                    convert_weights(scratch, self._dtype)
                 share_weights(scratch)
                 if ranks.is_first:
                     tokenizer.save_pretrained(scratch)
