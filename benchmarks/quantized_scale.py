@@ -78,7 +78,7 @@ def plan(config: Any, quantization: dict[str, Any], rows: int, length: int, opti
     )
     step = choose(outline, request, Machine("here", True, None)).step
     return Planned(
-        dict(host_bytes(outline.sizes, outline.trained, step.host_settings())), dict(device_use(step).buffers),
+        dict(host_bytes(step)), dict(device_use(step).buffers),
         outline.sizes.num_parameters,
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ def measure(model: Any, optimizer: Any, outline: ModelOutline, training: Trainin
     kept = {kind: n for kind, n in engine.store.num_bytes.items() if n}
     if engine.boundaries.num_bytes:
         kept["boundaries"] = engine.boundaries.num_bytes
-    planned = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+    planned = host_bytes(step)
     counters = engine.device.counters
     counted = (kept, {kind: n for kind, n in counters.allocated.items() if n}, _collected(counters.moved))
     priced: dict[str, float] = {}

@@ -204,4 +204,4 @@ def test_allocated_bytes_equal_planned_bytes(settings: dict[str, Any], tied: boo
     engine = model.get_base_model()._horizon.engine
     assert {kind: n for kind, n in engine.device.counters.allocated.items() if n} == device_use(step).buffers
     kept = {kind: n for kind, n in engine.store.num_bytes.items() if n}
-    assert kept == host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+    assert kept == host_bytes(step)

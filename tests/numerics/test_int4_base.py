@@ -200,7 +200,7 @@ def test_host_bytes_are_planned(folders: Any, family: str, tile: int | None) -> 
     step = choose(
         outline, Request(3, precision="float32", grad_bytes=4, expert_tile=tile), Machine("here", True, None)
     ).step
-    planned = dict(host_bytes(outline.sizes, outline.trained, step.host_settings()))
+    planned = dict(host_bytes(step))
     model = adapted(opened(folders(family), expert_tile=tile))
     trained(model, horizon_lm.AdamW(model, lr=1e-2), steps=1)
     inside = model.base_model.model

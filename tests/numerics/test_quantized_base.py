@@ -364,7 +364,7 @@ def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, p
     quantized = Quantized.of(published_as or four_bits(), folder if published_as else None)
     outline = outline_model(ModelSource(config, family), length=24, dtype=torch.float32, adapters=Adapters(r=4, target_modules=tuple(targets)), quantized=quantized)  # fmt: skip
     step = choose(outline, Request(3, precision=precision, grad_bytes=4), Machine("here", True, None)).step
-    planned = dict(host_bytes(outline.sizes, outline.trained, step.host_settings()))
+    planned = dict(host_bytes(step))
     options = {"load_in_4bit": True} if kind == "4bit" else {}
     model = horizon_lm.from_pretrained(
         adapter_folder(folder, tmp_path, target_modules=targets), "cpu", precision, **options

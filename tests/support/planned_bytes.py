@@ -140,4 +140,4 @@ def require_planned_bytes_of(model: Any, case: Case) -> None:
     kept = {kind: n for kind, n in engine.store.num_bytes.items() if n}
     if engine.boundaries.num_bytes:
         kept["boundaries"] = engine.boundaries.num_bytes
-    assert kept == host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+    assert kept == host_bytes(step)

@@ -88,7 +88,7 @@ _HOST_NAMES = {
 
 def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     """Return the host memory of a run, with that of the device if it computes there."""
-    kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+    kept = host_bytes(step)
     optimizer = step.settings.optimizer
     count = "one" if optimizer.num_moments == 1 else "two"
     count = "one of matrices, two of others" if optimizer.orthogonalizes else f"{count} per parameter"
@@ -129,7 +129,7 @@ def disk_budget(step: Step, machine: Machine) -> Budget:
     if saves.num:
         each = exported if saves.only_model or saves.with_model else 0
         if not saves.only_model:
-            each += checkpoint_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+            each += checkpoint_bytes(step)
         count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
         note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
         items.append(Item("checkpoints", count * each, note))
@@ -162,9 +162,7 @@ def file_problems(step: Step, machine: Machine) -> list[str]:
     saved, width = _exported(step)
     files = [("the exported model", min(saved.num_parameters * width, _LARGEST_FILE))]
     if step.settings.saves.num and not step.settings.saves.only_model:
-        files.append(
-            ("a checkpoint", largest_file_bytes(step.outline.sizes, step.outline.trained, step.host_settings()))
-        )
+        files.append(("a checkpoint", largest_file_bytes(step)))
     return [
         f"A file may have at most {format_bytes(machine.file_limit)} (ulimit -f), and {name} needs one of {format_bytes(num_bytes)}; "
         "raise the limit: ulimit -f unlimited."

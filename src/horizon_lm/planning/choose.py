@@ -125,7 +125,7 @@ def _fits(step: Step, machine: Machine, room: int | None) -> bool:
     """Return whether the step fits. ``device_memory`` limits buffers whose sizes do not depend on the micro-batch."""
     needed = device_use(step).total
     if machine.on_host and machine.host_limits:
-        kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+        kept = host_bytes(step)
         used = sum(kept.values()) + machine.process_bytes
         return used + needed <= min(limit.num_bytes for limit in machine.host_limits)
     return room is None or needed <= room

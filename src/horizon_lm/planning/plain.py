@@ -21,7 +21,7 @@ def plain_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[s
         return []
     if step.outline.trains_decoded:  # what it would take decoded is not what is planned here
         return []
-    kept = host_bytes(step.outline.sizes, step.outline.trained, step.host_settings())
+    kept = host_bytes(step)
     state = {kind: num_bytes for kind, num_bytes in kept.items() if kind != "boundaries"}
     use = device_use(replace(step, settings=settings.keeping(Residency(step.outline.num_blocks))))
     available = min(limit.num_bytes for limit in machine.device_limits)

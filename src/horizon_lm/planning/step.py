@@ -6,7 +6,6 @@ from typing import Self
 
 from horizon_lm.planning.device_buffers import BufferSettings
 from horizon_lm.planning.experts import ExpertSizes
-from horizon_lm.planning.host_memory import HostSettings
 from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
@@ -132,22 +131,6 @@ class Step:
             forward_table_rows=max(
                 (self._distinct(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
             ),
-            shard=settings.shard,
-        )
-
-    def host_settings(self) -> HostSettings:
-        """Return the settings that determine the bytes in host memory."""
-        settings = self.settings
-        return HostSettings(
-            precision=settings.precision,
-            moments=settings.moments,
-            optimizer=settings.optimizer,
-            grad_bytes=settings.grad_bytes,
-            update_in_backward=settings.update_in_backward,
-            rows=self.table_rows,
-            boundary=self.boundary,
-            offloaded=self.waiting,
-            frozen_base=self.outline.base_is_frozen,
             shard=settings.shard,
         )
 
