@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from horizon_lm.planning.device_buffers import block_bytes, device_buffers
 from horizon_lm.planning.matrices import orthogonalizing_bytes
 from horizon_lm.planning.outline import Footprint, Linear
+from horizon_lm.planning.plan_file import PlannedMemory
 from horizon_lm.planning.request import ForwardBatch
 from horizon_lm.planning.residency import Working
 from horizon_lm.planning.step import Step
@@ -157,69 +158,7 @@ def weights_of_blocks(step: Step) -> Sequence[int]:
     return block_bytes(step.outline.sizes, step.buffer_settings())
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Memory in use at successive moments of a step; each value holds until the next moment.
-
-    Attributes:
-        seconds: time since the start of the step.
-        device, host: bytes in use.
-    """
-
-    seconds: Sequence[float]
-    device: Sequence[int]
-    host: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _BlockUse:
-    """The device memory of one block's computations in bytes.
-
-    Attributes:
-        forward: the activations of its forward pass.
-        kept: what it keeps from there to the end of its backward pass: its boundary and its graph, if they are resident.
-        backward: the activations of its recomputation and backward pass, without what is kept.
-        is_tiled: its experts are computed in tiles.
-    """
-
-    forward: int
-    kept: int
-    backward: int
-    is_tiled: bool
-
-
-def _block_use(step: Step, needed: Working, index: int, footprints: Sequence[Footprint]) -> _BlockUse:
-    """Return the memory of a block, given its footprints for each micro-batch."""
-    residency, num_blocks = step.settings.residency, step.outline.num_blocks
-    is_differentiated = index >= step.outline.first_differentiated
-    has_graph = residency.keeps_graph(index, num_blocks)
-    kept = step.boundary if is_differentiated and residency.keeps_boundary(index, num_blocks) else 0
-    if is_differentiated and has_graph:
-        kept += needed.graphs[index]
-    is_tiled = index in needed.tiled
-    return _BlockUse(
-        forward=sum(each.held for each in footprints) if is_tiled else footprints[0].graph,
-        kept=kept,
-        backward=needed.backward_peaks[index] if has_graph else needed.peaks[index],
-        is_tiled=is_tiled,
-    )
-
-
-def _block_changes(span: Span, use: _BlockUse) -> Iterator[tuple[float, int]]:
-    """Yield the moments at which a computation of a block changes the memory in use, and the changes."""
-    kind = span.op.kind
-    # The experts' tiles are computed between two operations of the block, of which the first allocates.
-    if kind == (Kind.ROUTE if use.is_tiled else Kind.FORWARD):
-        yield span.start, use.forward
-    if kind == Kind.FORWARD:
-        yield span.end, use.kept - use.forward
-    if kind == (Kind.RECOMPUTE if use.is_tiled else Kind.BACKWARD):
-        yield span.start, use.backward
-    if kind == Kind.BACKWARD:
-        yield span.end, -use.kept - use.backward
-
-
-def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
+def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> PlannedMemory:
     """Return the memory in use during a step.
 
     Buffers exist throughout. Activation checkpoints are added in the forward pass and freed in the backward pass;
@@ -231,23 +170,41 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> Curve:
         spans: spans of the step, which starts at 0.
         host_base: bytes of host memory, including activation checkpoints.
     """
-    needed = step_working(step)
-    of_slices = [step.outline.footprints(rows, step.settings.expert_tile) for rows in step.settings.slices]
-    blocks = [_block_use(step, needed, index, each) for index, each in enumerate(zip(*of_slices, strict=True))]
-    changes: list[tuple[float, int]] = []
-    for span in spans:
-        unit = span.op.unit
-        if span.op.stream != Stream.COMPUTE:
-            continue
-        if unit.is_block:
-            changes += _block_changes(span, blocks[unit.block_index])
-        elif unit == HEAD and span.end > span.start:
-            changes += [(span.start, needed.head), (span.end, -needed.head)]
-    changes.sort()
     use = device_use(step)
     base = sum(use.buffers.values()) + use.shared
-    seconds, device = [0.0], [base]
-    for moment, change in changes:
+    seconds: list[float] = [0.0]
+    device: list[float] = [base]
+    for moment, change in sorted(_changes(step, spans)):
         seconds.append(moment)
         device.append(max(base, device[-1] + change))
-    return Curve(seconds, device, [host_base] * len(seconds))
+    return PlannedMemory(seconds, device, [host_base] * len(seconds))
+
+
+def _changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
+    """Yield the moments at which computations change the memory in use on the device, and the changes."""
+    outline, residency, needed = step.outline, step.settings.residency, step_working(step)
+    of_slices = [outline.footprints(rows, step.settings.expert_tile) for rows in step.settings.slices]
+    for span in spans:
+        unit, kind = span.op.unit, span.op.kind
+        if span.op.stream == Stream.COMPUTE and unit == HEAD and span.end > span.start:
+            yield span.start, needed.head
+            yield span.end, -needed.head
+        if span.op.stream != Stream.COMPUTE or not unit.is_block:
+            continue
+        index = unit.block_index
+        is_tiled, has_graph = index in needed.tiled, residency.keeps_graph(index, outline.num_blocks)
+        forward = sum(each[index].held for each in of_slices) if is_tiled else of_slices[0][index].graph
+        backward = needed.backward_peaks[index] if has_graph else needed.peaks[index]
+        kept = 0  # from the forward pass to the end of the backward pass
+        if index >= outline.first_differentiated:
+            kept += step.boundary if residency.keeps_boundary(index, outline.num_blocks) else 0
+            kept += needed.graphs[index] if has_graph else 0
+        # The experts' tiles are computed between two operations of the block, of which the first allocates.
+        if kind == (Kind.ROUTE if is_tiled else Kind.FORWARD):
+            yield span.start, forward
+        if kind == Kind.FORWARD:
+            yield span.end, kept - forward
+        if kind == (Kind.RECOMPUTE if is_tiled else Kind.BACKWARD):
+            yield span.start, backward
+        if kind == Kind.BACKWARD:
+            yield span.end, -kept - backward

@@ -14,9 +14,10 @@ from horizon_lm.planning.budgets import (
 )
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import Curve, device_use, memory_curve
+from horizon_lm.planning.device_memory import device_use, memory_curve
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plain import plain_reasons
+from horizon_lm.planning.plan_file import PlannedMemory
 from horizon_lm.planning.request import Budget, Machine, Request
 from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_time import SaveTime, StepTime, estimated_seconds, save_time, staged, step_time
@@ -71,13 +72,6 @@ class Plan:
         return any(budget.deficit for budget in self.budgets if budget.place not in ("disk", "download"))
 
     @property
-    def run_seconds(self) -> float | None:
-        """Expected seconds of all steps; None if unknown."""
-        if self.time is None or self.request.num_steps is None:
-            return None
-        return self.time.seconds * self.request.num_steps
-
-    @property
     def load_seconds(self) -> float | None:
         """Maximum expected seconds for reading the weights; None if unknown."""
         hardware = self.machine.hardware
@@ -86,7 +80,7 @@ class Plan:
         return self.request.stored_bytes / self.request.shard.count / hardware.disk_read
 
     @property
-    def curve(self) -> Curve | None:
+    def curve(self) -> PlannedMemory | None:
         """Memory in use over a step; None without a simulated step."""
         return None if self.time is None else memory_curve(self.step, self.time.spans, self.host.num_bytes)
 

@@ -3,6 +3,7 @@
 Fields with a default may be missing: files of another version do not have them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,7 +72,21 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """The simulated step: its duration, stalls of compute by cause, and the busy share of each stream."""
+    """The simulated time of one step among many.
+
+    Attributes:
+        seconds: time from the last computation of one step to that of the next step.
+        tokens_per_second: throughput of all ranks in tokens without padding.
+        model_tflops: the model's operations (6·N·T and attention) per second on each device, not counting recomputation.
+        limited_by: the most expensive of ``copy_in``, ``copy_out``, ``gather``, ``reduce`` and ``update``, if a step would be more
+            than 5% shorter without it; otherwise ``compute``.
+        exposed_seconds: time without computation, by its cause.
+        exposed_update_seconds: time that updates add to the step.
+        busy: utilization of each stream.
+        hidden_from_tokens: tokens per step, of each rank, from which updates, loads and the gathering of weights are fully
+            overlapped; without loads if that is impossible.
+        run_seconds: expected seconds of all steps; None if their number is unknown.
+    """
 
     seconds: float
     tokens_per_second: float
@@ -80,13 +95,18 @@ class PlannedStep:
     exposed_seconds: dict[str, float]
     exposed_update_seconds: float = 0.0
     busy: dict[str, float]
-    hidden_from_tokens: dict[str, int | None]
+    hidden_from_tokens: Mapping[str, int | None]
     run_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """The memory in use over a step; each value holds from its moment in ``seconds`` on."""
+    """The memory in use over a step; each value holds until the next moment.
+
+    Attributes:
+        seconds: time since the start of the step.
+        device, host: bytes in use.
+    """
 
     seconds: list[float]
     device: list[float]

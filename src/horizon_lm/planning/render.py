@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,12 @@ from horizon_lm.planning.plan_file import (
     PlanFile,
     PlannedItem,
     PlannedLimit,
-    PlannedMemory,
     PlannedModel,
     PlannedRun,
     PlannedStep,
 )
 from horizon_lm.planning.remedies import Remedy, smallest
 from horizon_lm.planning.request import Budget
-from horizon_lm.planning.step_time import StepTime
 from horizon_lm.quantities import counted, format_bytes, format_seconds
 from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES
 from horizon_lm.schedule.trace import write_chrome
@@ -136,8 +134,8 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         )
     if plan.load_seconds is not None:
         yield f"  loading the weights: {format_seconds(plan.load_seconds)}"
-    if plan.run_seconds is not None:
-        yield f"  all {plan.request.num_steps:,} steps: {format_seconds(plan.run_seconds)}"
+    if time.run_seconds is not None:
+        yield f"  all {plan.request.num_steps:,} steps: {format_seconds(time.run_seconds)}"
 
 
 def _links(plan: Plan) -> str:
@@ -179,10 +177,10 @@ def summary_lines(plan: Plan) -> Iterator[str]:
                 f"{_TITLES[budget.place]}: {format_bytes(budget.num_bytes)} planned{_for_each(plan, budget)}, "
                 f"{format_bytes(budget.limit.num_bytes)} available ({budget.limit.name})"
             )
-    if plan.time is not None and plan.run_seconds is not None:
+    if plan.time is not None and plan.time.run_seconds is not None:
         yield (
             f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {CAUSE_TITLES[plan.time.limited_by]}; "
-            f"{format_seconds(plan.run_seconds)} for all steps, without evaluation, sample prompts and exports"
+            f"{format_seconds(plan.time.run_seconds)} for all steps, without evaluation, sample prompts and exports"
         )
 
 
@@ -244,7 +242,10 @@ def _seconds(seconds: float) -> str:
 
 def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
     """Return everything in a plan as JSON values. ``device``: the run's setting."""
-    machine, time, curve = plan.machine, plan.time, plan.curve
+    machine, time = plan.machine, plan.time
+    step = (
+        None if time is None else PlannedStep(**{each.name: getattr(time, each.name) for each in fields(PlannedStep)})
+    )
     content = PlanFile(
         fits=plan.fits,
         model=_model(plan.step.outline),
@@ -257,8 +258,8 @@ def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> di
         hardware=None if machine.hardware is None else asdict(machine.hardware),
         interconnect=None if machine.interconnect is None else asdict(machine.interconnect),
         save=None if plan.save is None else asdict(plan.save),
-        step=None if time is None else _step(time, plan.run_seconds),
-        memory=None if curve is None else PlannedMemory(list(curve.seconds), list(curve.device), list(curve.host)),
+        step=step,
+        memory=plan.curve,
         problems=list(plan.problems),
         remedies=[_remedy(remedy) for remedy in remedies],
     )
@@ -290,20 +291,6 @@ def _run(plan: Plan, device: str) -> PlannedRun:
             "attn_implementation": outline.attention,
         },
         reasons=list(plan.reasons),
-    )
-
-
-def _step(time: StepTime, run_seconds: float | None) -> PlannedStep:
-    return PlannedStep(
-        seconds=time.seconds,
-        tokens_per_second=time.tokens_per_second,
-        model_tflops=time.model_tflops,
-        limited_by=time.limited_by,
-        exposed_seconds=dict(time.exposed_seconds),
-        exposed_update_seconds=time.exposed_update_seconds,
-        busy=dict(time.busy),
-        hidden_from_tokens=dict(time.hidden_from_tokens),
-        run_seconds=run_seconds,
     )
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
+from horizon_lm.planning.plan_file import PlannedStep
 from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_cost import StepCost, rates
 from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Schedule, Stream
@@ -41,31 +42,10 @@ _MOVES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """The simulated time of one step among many.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime(PlannedStep):
+    """A simulated step. ``spans``: spans of all its operations; it starts at 0."""
 
-    Attributes:
-        seconds: time from the last computation of one step to that of the next step.
-        tokens_per_second: throughput of all ranks in tokens without padding.
-        model_tflops: the model's operations (6·N·T and attention) per second on each device, not counting recomputation.
-        limited_by: the most expensive of ``copy_in``, ``copy_out``, ``gather``, ``reduce`` and ``update``, if a step would be more
-            than 5% shorter without it; otherwise ``compute``.
-        exposed_seconds: time without computation, by its cause.
-        exposed_update_seconds: time that updates add to the step.
-        busy: utilization of each stream.
-        hidden_from_tokens: tokens per step, of each rank, from which updates, loads and the gathering of weights are fully
-            overlapped; without loads if that is impossible.
-        spans: spans of all operations of one step, which starts at 0.
-    """
-
-    seconds: float
-    tokens_per_second: float
-    model_tflops: float
-    limited_by: str
-    exposed_seconds: Mapping[str, float]
-    exposed_update_seconds: float
-    busy: Mapping[str, float]
     hidden_from_tokens: Mapping[str, int]
     spans: Sequence[Span]
 
@@ -104,6 +84,7 @@ def step_time(
         exposed_update_seconds=saved["update"],
         busy=_utilization(timeline, begin, seconds),
         hidden_from_tokens=_thresholds(step, passes, cost, speed),
+        run_seconds=None if step.settings.num_steps is None else seconds * step.settings.num_steps,
         spans=from_zero,
     )
 
