@@ -11,7 +11,7 @@ from horizon_lm.planning.catalog import Hardware, find_profile
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.residency import Residency
-from horizon_lm.planning.step_time import step_time
+from horizon_lm.planning.step_time import Simulation
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import RowShape
 from horizon_lm.preflight.this_machine import other_machine
@@ -158,6 +158,6 @@ def ours(case: Case, rows: int) -> Ours:
     assert plan.time is not None
     residency = Residency(plan.step.settings.residency.boundaries)
     as_theirs = replace(plan.step.settings.keeping(residency), compiled=False, precision="bf16", moments="float32")
-    alone = step_time(replace(plan.step, settings=as_theirs), case.hardware).seconds
+    alone = Simulation(replace(plan.step, settings=as_theirs), case.hardware).step_time().seconds
     name = run.precision + ("" if run.moments == "float32" else ", bf16 moments") + ("" if plan.fits else ": too large")
     return Ours(plan, name, alone, plan.time.seconds)

@@ -17,7 +17,7 @@ from horizon_lm.planning.request import Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.planning.step_cost import StepCost, rates, update_bytes
-from horizon_lm.planning.step_time import save_time, step_time
+from horizon_lm.planning.step_time import Simulation
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
 from horizon_lm.units import EMBED, HEAD, block
@@ -165,7 +165,9 @@ def test_update_and_compute_threads_share_cores() -> None:
 def share(hardware: Hardware, tokens: float, **settings: Any) -> float:
     """Return the share of a step in which the optimizer is exposed."""
     rows = max(1, round(tokens / 512))
-    time = step_time(Step(dense(length=512), StepSettings(rows, activation_checkpoints=28, **settings)), hardware)
+    time = Simulation(
+        Step(dense(length=512), StepSettings(rows, activation_checkpoints=28, **settings)), hardware
+    ).step_time()
     return time.exposed_update_seconds / time.seconds
 
 
@@ -192,7 +194,9 @@ def test_exposed_update_time_grows_with_slower_memory() -> None:
                                       host_bandwidth={"8": 70e9})], ids=["server", "desktop"])  # fmt: skip
 def test_updates_are_overlapped_only_above_threshold(hardware: Hardware, precision: str, in_backward: bool) -> None:
     settings = {"precision": precision, "update_in_backward": in_backward}
-    time = step_time(Step(dense(length=512), StepSettings(64, activation_checkpoints=28, **settings)), hardware)
+    time = Simulation(
+        Step(dense(length=512), StepSettings(64, activation_checkpoints=28, **settings)), hardware
+    ).step_time()
     threshold = time.hidden_from_tokens["update"]
     # b/2 · R/B tokens, with b bytes per update, for all parameters over those of blocks; a third of that during a
     # backward pass (architecture, 3.5), and attention shortens it.
@@ -207,7 +211,7 @@ def test_updates_are_overlapped_only_above_threshold(hardware: Hardware, precisi
 
 def test_bottleneck_is_named() -> None:
     def limit(**changes: Any) -> str:
-        return step_time(step(8 * 4096), machine(**changes)).limited_by
+        return Simulation(step(8 * 4096), machine(**changes)).step_time().limited_by
 
     assert limit(host_bandwidth={"16": 2000e9}) == "compute"
     assert limit(host_bandwidth={"16": 50e9}) == "update"
@@ -216,7 +220,7 @@ def test_bottleneck_is_named() -> None:
 
 def test_utilization_and_model_flops() -> None:
     of, hardware = step(16 * 4096), machine()
-    time = step_time(of, hardware)
+    time = Simulation(of, hardware).step_time()
     assert time.tokens_per_second == pytest.approx(16 * 4096 / time.seconds)
     assert set(time.busy) == set(map(str, Stream)) - {"disk", "collective"}
     assert all(0 < part <= 1 for part in time.busy.values())
@@ -239,7 +243,7 @@ def test_plan_suggests_smaller_moments(bandwidth: float, moments: str, named: bo
     if named:
         assert plan.time is not None
         of = replace(plan.step, settings=replace(plan.step.settings, moments="bfloat16"))
-        shorter = 1 - step_time(of, machine(host_bandwidth={"16": bandwidth})).seconds / plan.time.seconds
+        shorter = 1 - Simulation(of, machine(host_bandwidth={"16": bandwidth})).step_time().seconds / plan.time.seconds
         assert [match[1] for match in found if match] == [f"{100 * shorter:.0f}"]
 
 
@@ -281,7 +285,7 @@ def test_plan_names_experts_without_a_kernel(experts: int, capability: float, na
 def test_a_slower_disk_costs_more_of_the_steps() -> None:
     """A checkpoint is written while training goes on; updates that come too early wait for it."""
     of = step(2**17)
-    saves = [save_time(of, machine(disk_write=rate)) for rate in (1e8, 1e9, 3e9, 6e9, 1e11)]
+    saves = [Simulation(of, machine(disk_write=rate)).save_time() for rate in (1e8, 1e9, 3e9, 6e9, 1e11)]
     stalls, seconds = [each.stall_seconds for each in saves], [each.seconds for each in saves]
     assert stalls == sorted(stalls, reverse=True)
     assert seconds == sorted(seconds, reverse=True)
@@ -300,12 +304,12 @@ def test_plan_advises_on_save_steps_where_they_cause_saves(of_best: int, named: 
 
 
 def test_a_disk_that_takes_no_time_costs_nothing() -> None:
-    assert save_time(step(2**17), machine(disk_write=inf)).stall_seconds == 0
+    assert Simulation(step(2**17), machine(disk_write=inf)).save_time().stall_seconds == 0
 
 
 def test_a_disk_that_is_much_slower_than_a_step_stops_the_next_updates() -> None:
     """At the limit, the steps lose all of the time in which the checkpoint is written, but the step that hides it."""
     of, slow = step(2**17), machine(disk_write=1e7)
-    saved = save_time(of, slow)
+    saved = Simulation(of, slow).save_time()
     assert saved.seconds == pytest.approx(12 * PARAMETERS / 1e7, rel=1e-3)
-    assert saved.seconds - 2 * step_time(of, slow).seconds < saved.stall_seconds < saved.seconds
+    assert saved.seconds - 2 * Simulation(of, slow).step_time().seconds < saved.stall_seconds < saved.seconds

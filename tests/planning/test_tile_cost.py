@@ -14,7 +14,7 @@ from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Machine, Request
 from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_cost import StepCost
-from horizon_lm.planning.step_time import step_time
+from horizon_lm.planning.step_time import Simulation
 from horizon_lm.schedule.ops import Kind, Stream
 from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
@@ -81,7 +81,7 @@ def test_parts_of_a_block_are_its_whole(outline: ModelOutline) -> None:
 @pytest.mark.parametrize(("micro_batch", "resident"), [*itertools.product((None, 1), (0, 1))])
 def test_a_step_is_simulated(outline: ModelOutline, micro_batch: int | None, resident: int) -> None:
     of = step(outline, device_micro_batch_size=micro_batch, resident_blocks=resident, expert_tile=2)
-    time = step_time(of, machine())
+    time = Simulation(of, machine()).step_time()
     assert time.seconds > 0
     curve = memory_curve(of, time.spans, 0)
     assert max(curve.device) <= device_use(of).total

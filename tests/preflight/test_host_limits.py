@@ -12,7 +12,7 @@ from horizon_lm.optim.lion import Lion
 from horizon_lm.planning.plan import make_plan
 from horizon_lm.planning.remedies import _fewer_bytes_per_parameter
 from horizon_lm.planning.request import Machine, Request
-from horizon_lm.planning.step_time import staged, step_time
+from horizon_lm.planning.step_time import Simulation, staged
 from horizon_lm.preflight.this_machine import _ADDRESS_BYTES, _host_limits
 from horizon_lm.resources import MemoryLimit
 from tests.support.handmade_outlines import dense, machine
@@ -71,7 +71,7 @@ def test_plan_without_page_locking_is_slower_and_says_why() -> None:
     assert not [reason for reason in locked.reasons if "page-locked" in reason]
     (said,) = (reason for reason in unlocked.reasons if "page-locked" in reason)
     assert "out of memory; RLIMIT_MEMLOCK is 8.00 MiB" in said
-    assert unlocked.time.seconds == step_time(unlocked.step, staged(HARDWARE)).seconds
+    assert unlocked.time.seconds == Simulation(unlocked.step, staged(HARDWARE)).step_time().seconds
     assert unlocked.time.seconds > locked.time.seconds
     assert unlocked.host.num_bytes == locked.host.num_bytes
 

@@ -16,7 +16,7 @@ from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.planning.step_cost import rates
-from horizon_lm.planning.step_time import step_time
+from horizon_lm.planning.step_time import Simulation
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.simulate import Cost, Timeline, simulate, step_seconds
 from horizon_lm.units import block
@@ -155,7 +155,7 @@ def test_our_schedule_is_faster(machine: str) -> None:
     gpu = find_profile(machine)
     residency = Residency(NUM_BLOCKS)
     ours = Step(outline(), StepSettings(4, precision="bf16", head_chunk_tokens=512, **residency.options()))
-    assert step_time(ours, gpu).seconds < seconds(gpu)
+    assert Simulation(ours, gpu).step_time().seconds < seconds(gpu)
 
 
 def test_times_add_up_to_the_step() -> None:

@@ -1,7 +1,8 @@
 """The plan of a run: every byte on host, device and disk, the chosen settings, and the time of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from horizon_lm.planning.budgets import (
     buffer_budget,
@@ -13,14 +14,14 @@ from horizon_lm.planning.budgets import (
     transferred_bytes,
 )
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.choose import choose
+from horizon_lm.planning.choose import Choice, choose
 from horizon_lm.planning.device_memory import device_use, memory_curve
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plain import plain_reasons
 from horizon_lm.planning.plan_file import PlannedMemory
 from horizon_lm.planning.request import Budget, Machine, Request
 from horizon_lm.planning.step import Step
-from horizon_lm.planning.step_time import SaveTime, StepTime, estimated_seconds, save_time, staged, step_time
+from horizon_lm.planning.step_time import SaveTime, Simulation, StepTime, staged
 from horizon_lm.planning.tile_sizes import require_tiles, tile_sizes
 from horizon_lm.quantities import format_bytes
 
@@ -97,63 +98,52 @@ def make_plan(
         priced: simulate a step, which takes a moment; otherwise the plan has no times.
         typical: the model with sequences of typical length, for times; None for ``outline``.
     """
+
+    def plan(is_priced: bool = priced, **changes: Any) -> Plan:
+        return make_plan(outline, replace(request, **changes), machine, is_priced, typical)
+
     if request.moments == "auto":
-        return _with_chosen_moments(outline, request, machine, priced, typical)
+        return _with_chosen_moments(plan)
     if request.expert_tile == "auto":
-        return _with_chosen_tile(outline, request, machine, priced, typical)
+        whole = _with_chosen_tile(plan, tile_sizes(outline, request), priced, typical)
+        return replace(whole, request=request)
     require_tiles(outline, request)
     choice = choose(outline, request, machine)
     step, use = choice.step, device_use(choice.step)
     host = host_budget(step, use, machine)
     typical_step = step if typical is None else replace(step, outline=typical)
-    hardware = machine.hardware
-    if hardware is not None and machine.page_lock_error:
-        hardware = staged(hardware)
-    time, save = None, None
-    if priced and hardware is not None and not outline.unknown:
-        time, save = _times(typical_step, hardware, machine)
+    simulation = _simulation(typical_step, machine) if priced else None
+    time = None if simulation is None else simulation.step_time()
+    is_saved = request.saves.num and not request.saves.only_model and machine.hardware and machine.hardware.disk_write
     return Plan(
         request,
         machine,
         step,
-        [
-            *_adapter_reasons(outline),
-            *choice.reasons,
-            *_model_reasons(outline),
-            *_staging_reasons(host, machine),
-            *machine.notes,
-            *_expert_reasons(outline, hardware),
-            *_shorter_step_reasons(typical_step, hardware, machine, time),
-            *plain_reasons(typical_step, machine, time),
-            *([f"{outline.unknown}, so activations and times are not included"] if outline.unknown else []),
-        ],
+        list(_reasons(choice, typical_step, machine, host, time)),
         host=host,
         device=device_budget(step, use, machine),
         disk=disk_budget(step, machine),
         download=download_budget(step, machine),
         buffers=buffer_budget(step, use),
         time=time,
-        save=save,
+        save=simulation.save_time() if simulation is not None and is_saved else None,
         problems=file_problems(step, machine),
     )
 
 
-def _times(typical: Step, hardware: Hardware, machine: Machine) -> tuple[StepTime, SaveTime | None]:
-    """Return the time of a step with sequences of typical length, and of a checkpoint if there are any."""
-    settings, threads, interconnect = typical.settings, machine.computing_threads, machine.interconnect
-    time = step_time(typical, hardware, threads, interconnect)
-    is_saved = settings.saves.num and not settings.saves.only_model and hardware.disk_write
-    return time, save_time(typical, hardware, threads, interconnect) if is_saved else None
+def _simulation(step: Step, machine: Machine) -> Simulation | None:
+    """Return the simulation of a step on a machine; None if the rates of the machine or the costs of the model are unknown."""
+    hardware = machine.hardware
+    if hardware is None or step.outline.unknown:
+        return None
+    if machine.page_lock_error:
+        hardware = staged(hardware)
+    return Simulation(step, hardware, machine.computing_threads, machine.interconnect)
 
 
-def _with_chosen_moments(
-    outline: ModelOutline, request: Request, machine: Machine, priced: bool, typical: ModelOutline | None
-) -> Plan:
+def _with_chosen_moments(plan: Callable[..., Plan]) -> Plan:
     """Return the plan with moments in bfloat16 if its step is notably shorter, else the one in float32."""
-    exact, lighter = (
-        make_plan(outline, replace(request, moments=moments), machine, priced, typical)
-        for moments in ("float32", "bfloat16")
-    )
+    exact, lighter = plan(moments="float32"), plan(moments="bfloat16")
     if exact.time is None or lighter.time is None:
         return replace(exact, reasons=["moments: float32, because the time of a step is unknown", *exact.reasons])
     saved = 1 - lighter.time.seconds / exact.time.seconds
@@ -166,41 +156,40 @@ def _with_chosen_moments(
 
 
 def _with_chosen_tile(
-    outline: ModelOutline, request: Request, machine: Machine, priced: bool, typical: ModelOutline | None
+    plan: Callable[..., Plan], sizes: Sequence[int], priced: bool, typical: ModelOutline | None
 ) -> Plan:
-    """Return the plan with whole blocks, or with tiles of experts if that does not fit or takes notably longer. Its request leaves
-    the choice open.
+    """Return the plan with whole blocks, or with tiles of experts if that does not fit or takes notably longer.
+
+    Args:
+        plan: makes the plan with a tile.
+        sizes: sizes of tiles to try, largest first.
+        priced, typical: as in `make_plan`.
     """
-
-    def plan(tile: int | None, is_priced: bool) -> Plan:
-        return make_plan(outline, replace(request, expert_tile=tile), machine, is_priced, typical)
-
-    whole, sizes = plan(None, False), tile_sizes(outline, request)
-    must_be_cut, hardware = whole.memory_deficit, machine.hardware if priced else None
+    whole = plan(False, expert_tile=None)
+    must_be_cut, has_rates = whole.memory_deficit, priced and whole.machine.hardware is not None
     # Tiles can shorten a step of which more rows fit with them.
-    may_save_time = hardware is not None and len(whole.step.settings.slices) > 1
+    may_save_time = has_rates and len(whole.step.settings.slices) > 1
     if not sizes or not (must_be_cut or may_save_time):
-        return replace(plan(None, priced), request=request)
-    fitting = [each for size in sizes if not (each := plan(size, False)).memory_deficit][:_MOST_TILE_SIZES]
+        return plan(expert_tile=None)
+    fitting = [each for size in sizes if not (each := plan(False, expert_tile=size)).memory_deficit][:_MOST_TILE_SIZES]
     if not fitting:
-        return replace(min(whole, plan(sizes[-1], False), key=_short), request=request)
+        return min(whole, plan(False, expert_tile=sizes[-1]), key=_short)
 
     def seconds(tried: Plan) -> float:
-        if hardware is None:
-            return 0.0
-        typical_step = tried.step if typical is None else replace(tried.step, outline=typical)
-        return estimated_seconds(typical_step, hardware, machine.computing_threads, machine.interconnect)
+        step = tried.step if typical is None else replace(tried.step, outline=typical)
+        simulation = _simulation(step, tried.machine) if has_rates else None
+        return 0.0 if simulation is None else simulation.estimated_seconds()
 
     best = min(fitting, key=seconds)
     saved = 0.0 if must_be_cut else 1 - seconds(best) / seconds(whole)
     if not must_be_cut and saved < _SHARE_SAVED_BY_TILES:
-        return replace(plan(None, priced), request=request)
+        return plan(expert_tile=None)
     why = (
         f"a step is {saved:.0%} shorter than with whole blocks" if saved else "whole blocks do not fit the device twice"
     )
-    best = plan(best.step.settings.expert_tile, priced)
+    best = plan(expert_tile=best.step.settings.expert_tile)
     reason = f"expert_tile: {best.step.settings.expert_tile}, because {why}"
-    return replace(best, request=request, reasons=[reason, *best.reasons])
+    return replace(best, reasons=[reason, *best.reasons])
 
 
 def _short(plan: Plan) -> int:
@@ -208,29 +197,36 @@ def _short(plan: Plan) -> int:
     return plan.host.deficit + plan.device.deficit + plan.buffers.deficit
 
 
-def _model_reasons(outline: ModelOutline) -> list[str]:
-    """Return what is not proven for the model, or not possible with it."""
-    unproven = [f"allow_unproven_model: {outline.unproven}"] if outline.unproven else []
-    whole_head = [f"head: whole, because {outline.whole_head_only}"] if outline.whole_head_only else []
-    return unproven + whole_head
+def _reasons(choice: Choice, typical: Step, machine: Machine, host: Budget, time: StepTime | None) -> Iterator[str]:
+    """Yield the reasons for the settings, what is not proven or not possible, and what would make a step shorter.
 
-
-def _adapter_reasons(outline: ModelOutline) -> list[str]:
-    """Return how many parameters are trained beside a frozen base."""
-    if not outline.base_is_frozen:
-        return []
-    trained, total = outline.trained.num_parameters, outline.sizes.num_parameters
-    return [f"adapters: {trained:,} parameters are trained, {trained / total:.2%} of {total:,}"]
-
-
-def _staging_reasons(host: Budget, machine: Machine) -> list[str]:
-    """Return why transfers are staged, if they are."""
-    if not machine.page_lock_error:
-        return []
-    return [
-        f"{format_bytes(transferred_bytes(host))} of host memory cannot be page-locked ({machine.page_lock_error}); transfers use "
-        "staging buffers, which are slower"
-    ]
+    Args:
+        choice: the step, with its settings.
+        typical: the same step with sequences of typical length.
+        machine: the machine.
+        host: the host memory of the run.
+        time: time of the typical step; None if unknown.
+    """
+    outline = choice.step.outline
+    if outline.base_is_frozen:
+        trained, total = outline.trained.num_parameters, outline.sizes.num_parameters
+        yield f"adapters: {trained:,} parameters are trained, {trained / total:.2%} of {total:,}"
+    yield from choice.reasons
+    if outline.unproven:
+        yield f"allow_unproven_model: {outline.unproven}"
+    if outline.whole_head_only:
+        yield f"head: whole, because {outline.whole_head_only}"
+    if machine.page_lock_error:
+        yield (
+            f"{format_bytes(transferred_bytes(host))} of host memory cannot be page-locked ({machine.page_lock_error}); transfers "
+            "use staging buffers, which are slower"
+        )
+    yield from machine.notes
+    yield from _expert_reasons(outline, machine.hardware)
+    yield from _shorter_step_reasons(typical, machine, time)
+    yield from plain_reasons(typical, machine, time)
+    if outline.unknown:
+        yield f"{outline.unknown}, so activations and times are not included"
 
 
 _GROUPED = (9, 10)  # major compute capabilities with torch's kernel for grouped products, in torch 2.11 to 2.13
@@ -248,13 +244,12 @@ def _expert_reasons(outline: ModelOutline, hardware: Hardware | None) -> list[st
     ]
 
 
-def _shorter_step_reasons(step: Step, hardware: Hardware | None, machine: Machine, time: StepTime | None) -> list[str]:
+def _shorter_step_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[str]:
     """Return a change that would shorten a step limited by its optimizer updates, if there is one."""
-    if hardware is None or time is None or time.limited_by != "update" or step.settings.moments != "float32":
+    if time is None or time.limited_by != "update" or step.settings.moments != "float32":
         return []
-    lighter = replace(step, settings=replace(step.settings, moments="bfloat16"))
-    other = step_time(lighter, hardware, machine.computing_threads, machine.interconnect)
-    saved = 1 - other.seconds / time.seconds
+    lighter = _simulation(replace(step, settings=replace(step.settings, moments="bfloat16")), machine)
+    saved = 0.0 if lighter is None else 1 - lighter.step_time().seconds / time.seconds
     if saved < _NOTABLE_SHARE:
         return []
     return [f"optimizer updates are not fully overlapped: moments: bfloat16 would make a step {saved:.0%} shorter"]

@@ -9,8 +9,8 @@ from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.plan_file import PlannedStep
 from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_cost import StepCost, rates
-from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Schedule, Stream
-from horizon_lm.schedule.simulate import Rates, Timeline, simulate, step_seconds, without
+from horizon_lm.schedule.ops import SOMETIMES, UPDATES, Kind, Stream
+from horizon_lm.schedule.simulate import Timeline, simulate, step_seconds, without
 from horizon_lm.schedule.trace import Span, busy_seconds, exposed_seconds
 
 
@@ -50,53 +50,6 @@ class StepTime(PlannedStep):
     spans: Sequence[Span]
 
 
-def step_time(
-    step: Step,
-    hardware: Hardware,
-    computing_threads: int | None = None,
-    interconnect: Interconnect | None = None,
-) -> StepTime:
-    """Simulate one of many consecutive steps on a machine.
-
-    Args:
-        step: the step.
-        hardware: the machine.
-        computing_threads: as in `planning.step_cost.rates`.
-        interconnect: the links between several ranks, of which ``hardware`` is one's share; None for one rank.
-    """
-    passes, cost = step.passes(), StepCost(step, hardware, interconnect)
-    speed = rates(hardware, computing_threads, interconnect, step.settings)
-    timeline = simulate(passes * _STEPS, cost, speed)
-    begin, end = timeline.last_step(len(passes))
-    seconds = end - begin
-    spans = [span for schedule in timeline.passes for span in schedule if span.end > begin and span.start < end]
-    moves = _MOVES if step.layout.sharded else {name: _MOVES[name] for name in ("copy_in", "copy_out", "update")}
-    saved = {
-        name: max(0.0, seconds - step_seconds(passes, without(cost, *kinds), speed)) for name, kinds in moves.items()
-    }
-    from_zero = [Span(each.op, each.start - begin, each.end - begin, each.reached - begin) for each in spans]
-    return StepTime(
-        seconds=seconds,
-        tokens_per_second=(step.settings.tokens_per_step or step.tokens) * step.settings.num_ranks / seconds,
-        model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12,
-        limited_by=_limited_by(saved, seconds),
-        exposed_seconds=exposed_seconds(spans),
-        exposed_update_seconds=saved["update"],
-        busy=_utilization(timeline, begin, seconds),
-        hidden_from_tokens=_thresholds(step, passes, cost, speed),
-        run_seconds=None if step.settings.num_steps is None else seconds * step.settings.num_steps,
-        spans=from_zero,
-    )
-
-
-def estimated_seconds(
-    step: Step, hardware: Hardware, computing_threads: int | None = None, interconnect: Interconnect | None = None
-) -> float:
-    """Return about the seconds of a step, sooner than `step_time`, to compare settings. The arguments are those of `step_time`."""
-    passes, speed = step.passes(), rates(hardware, computing_threads, interconnect, step.settings)
-    return step_seconds(passes, StepCost(step, hardware, interconnect), speed, num_steps=2)
-
-
 @dataclass(frozen=True, slots=True)
 class SaveTime:
     """The simulated time of writing one checkpoint while training goes on.
@@ -112,28 +65,91 @@ class SaveTime:
     stall_seconds: float
 
 
-def save_time(
-    step: Step, hardware: Hardware, computing_threads: int | None = None, interconnect: Interconnect | None = None
-) -> SaveTime:
-    """Simulate a checkpoint between two of many consecutive steps.
+class Simulation:
+    """Many consecutive steps on a machine.
 
     Args:
         step: the step.
-        hardware: the machine, with the rate of its disk.
+        hardware: the machine, with the rate of its disk if checkpoints are simulated.
         computing_threads, interconnect: as in `planning.step_cost.rates`.
     """
-    passes, cost = step.passes(), StepCost(step, hardware, interconnect)
-    speed = rates(hardware, computing_threads, interconnect, step.settings)
-    # Both are _STEPS + 2 steps: the last but one has the checkpoint, and the last one shows what that has delayed.
-    with_save = simulate([*passes * _STEPS, *step.passes_with_save(), *passes], cost, speed)
-    without_save = simulate(passes * (_STEPS + 2), cost, speed)
-    saved = [span for span in with_save.spans if span.op.kind == Kind.SAVE]
-    delayed, undelayed = (timeline.last_step(len(passes))[1] for timeline in (with_save, without_save))
-    return SaveTime(
-        num_bytes=round(sum(cost(span.op) for span in saved)),
-        seconds=max(span.end for span in saved) - min(span.start for span in saved),
-        stall_seconds=max(0.0, delayed - undelayed),
-    )
+
+    def __init__(
+        self,
+        step: Step,
+        hardware: Hardware,
+        computing_threads: int | None = None,
+        interconnect: Interconnect | None = None,
+    ) -> None:
+        self._step, self._passes = step, step.passes()
+        self._cost = StepCost(step, hardware, interconnect)
+        self._rates = rates(hardware, computing_threads, interconnect, step.settings)
+
+    def estimated_seconds(self) -> float:
+        """Return about the seconds of a step, sooner than `step_time`, to compare settings."""
+        return step_seconds(self._passes, self._cost, self._rates, num_steps=2)
+
+    def step_time(self) -> StepTime:
+        """Simulate one of the steps."""
+        step, passes, cost = self._step, self._passes, self._cost
+        timeline = simulate(passes * _STEPS, cost, self._rates)
+        begin, end = timeline.last_step(len(passes))
+        seconds = end - begin
+        spans = [span for schedule in timeline.passes for span in schedule if span.end > begin and span.start < end]
+        moves = _MOVES if step.layout.sharded else {name: _MOVES[name] for name in ("copy_in", "copy_out", "update")}
+        saved = {
+            name: max(0.0, seconds - step_seconds(passes, without(cost, *kinds), self._rates))
+            for name, kinds in moves.items()
+        }
+        settings = step.settings
+        return StepTime(
+            seconds=seconds,
+            tokens_per_second=(settings.tokens_per_step or step.tokens) * settings.num_ranks / seconds,
+            model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12,
+            limited_by=_limited_by(saved, seconds),
+            exposed_seconds=exposed_seconds(spans),
+            exposed_update_seconds=saved["update"],
+            busy=_utilization(timeline, begin, seconds),
+            hidden_from_tokens=self._thresholds(),
+            run_seconds=None if settings.num_steps is None else seconds * settings.num_steps,
+            spans=[Span(each.op, each.start - begin, each.end - begin, each.reached - begin) for each in spans],
+        )
+
+    def save_time(self) -> SaveTime:
+        """Simulate a checkpoint between two of the steps."""
+        passes, cost = self._passes, self._cost
+        # Both are _STEPS + 2 steps: the last but one has the checkpoint, and the last one shows what that has delayed.
+        with_save = simulate([*passes * _STEPS, *self._step.passes_with_save(), *passes], cost, self._rates)
+        without_save = simulate(passes * (_STEPS + 2), cost, self._rates)
+        saved = [span for span in with_save.spans if span.op.kind == Kind.SAVE]
+        delayed, undelayed = (timeline.last_step(len(passes))[1] for timeline in (with_save, without_save))
+        return SaveTime(
+            num_bytes=round(sum(cost(span.op) for span in saved)),
+            seconds=max(span.end for span in saved) - min(span.start for span in saved),
+            stall_seconds=max(0.0, delayed - undelayed),
+        )
+
+    def _thresholds(self) -> dict[str, int]:
+        """Return the tokens per step from which transfers and updates are fully overlapped by computation.
+
+        The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
+        proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
+        """
+        cost, speed, passes = self._cost, self._rates, self._passes
+        forward = partial(cost.blocks_seconds, backward=False)
+        overlapping_updates = partial(cost.blocks_seconds, backward=self._step.settings.update_in_backward)
+        updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)
+        of_blocks = [op for op in passes[0].ops if op.unit.is_block or op.unit.is_tile]
+        loaded = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
+        gathered = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)
+        found = {"update": _tokens_for(updated / speed.host, overlapping_updates)}
+        if speed.through_host:
+            loaded += gathered
+        elif gathered:
+            found["gather"] = _tokens_for(gathered / speed.gather, forward)
+        if not speed.inline:
+            found["copy_in"] = _tokens_for(loaded / min(speed.link_in, speed.host), forward)
+        return found
 
 
 def _utilization(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
@@ -161,28 +177,6 @@ def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
     """Return the bottleneck of a step, given the seconds that it would be shorter without each cause."""
     cause, most = max(saved.items(), key=lambda each: each[1])
     return cause if most > _NOTABLE_SHARE * seconds else "compute"
-
-
-def _thresholds(step: Step, passes: Sequence[Schedule], cost: StepCost, speed: Rates) -> dict[str, int]:
-    """Return the tokens per step from which transfers and updates are fully overlapped by computation.
-
-    The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
-    proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
-    """
-    forward = partial(cost.blocks_seconds, backward=False)
-    overlapping_updates = partial(cost.blocks_seconds, backward=step.settings.update_in_backward)
-    updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)
-    of_blocks = [op for op in passes[0].ops if op.unit.is_block or op.unit.is_tile]
-    loaded = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
-    gathered = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)
-    found = {"update": _tokens_for(updated / speed.host, overlapping_updates)}
-    if speed.through_host:
-        loaded += gathered
-    elif gathered:
-        found["gather"] = _tokens_for(gathered / speed.gather, forward)
-    if not speed.inline:
-        found["copy_in"] = _tokens_for(loaded / min(speed.link_in, speed.host), forward)
-    return found
 
 
 def _tokens_for(seconds: float, computed: Callable[[float], float]) -> int:
