@@ -121,7 +121,7 @@ def depth_table(found: list[tuple[Simulated, Simulated, Ours]]) -> list[str]:
         rows.append([
             f"{case.layers}", f"{num_parameters / 1e9:.1f}", f"{12 * num_parameters / 1e9:.0f}", f"{case.rows}",
             f"{case.published}", f"{their.tflops:.1f}", bold_if_off(their.ratio), f"{split.ratio:.2f}",
-            f"{case.tflops(their.step.tokens, our.planned):.1f}", our.precision, f"{our.plan.host.num_bytes / 1e9:.0f}",
+            f"{case.tflops(their.step.tokens, our.planned):.1f}", our.precision, f"{our.plan.host.bytes / 1e9:.0f}",
         ])  # fmt: skip
     header = (
         "blocks | parameters, 1e9 | their bytes on the host, 1e9 | rows | published | theirs, simulated | ratio "

@@ -162,8 +162,8 @@ def predictions(hardware: Hardware) -> Iterator[str]:
             assert plan.time is not None
             yield (
                 f"{name}, {rows} x {length}, moments in {moments}: planned {plan.time.seconds:.3f} s a step, {plan.time.exposed_update_seconds:.3f} of "
-                f"them waiting for updates; limited by {plan.time.limited_by}; device {plan.device.num_bytes / _GIB:.1f} GiB, "
-                f"host {plan.host.num_bytes / _GIB:.1f} GiB"
+                f"them waiting for updates; limited by {plan.time.limited_by}; device {plan.device.bytes / _GIB:.1f} GiB, "
+                f"host {plan.host.bytes / _GIB:.1f} GiB"
             )
 
 

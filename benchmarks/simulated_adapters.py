@@ -39,8 +39,8 @@ def planned(model: str, profile: str) -> Plan:
 
 def row(model: str, profile: str) -> str:
     plan = planned(model, profile)
-    lacking = [f"{budget.place}: {format_bytes(budget.deficit)} missing" for budget in plan.budgets if budget.deficit]
-    start = f"| {model} | {profile} | {format_bytes(plan.host.num_bytes)} | {format_bytes(plan.device.num_bytes)} "
+    lacking = [f"{place}: {format_bytes(budget.deficit)} missing" for place, budget in plan.lacking.items()]
+    start = f"| {model} | {profile} | {format_bytes(plan.host.bytes)} | {format_bytes(plan.device.bytes)} "
     if lacking or plan.time is None:
         return f"{start}| {'; '.join(lacking)} | - | - | - |"
     exposed = plan.time.exposed_seconds.get("copy_in", 0.0)

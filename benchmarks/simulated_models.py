@@ -104,10 +104,10 @@ def byte_lines(case: Case) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for mode in MODES:
         plan = plan_of(case, mode, case.tokens[0], priced=False)
-        per_parameter = plan.host.num_bytes / plan.step.outline.sizes.num_parameters
+        per_parameter = plan.host.bytes / plan.step.outline.sizes.num_parameters
         yield (
-            f"| {mode} | {per_parameter:.2f} | {format_bytes(plan.host.num_bytes)} "
-            f"| {verdict(plan.host, case.host_memory is not None)} | {format_bytes(plan.device.num_bytes)} | {verdict(plan.device)} |"
+            f"| {mode} | {per_parameter:.2f} | {format_bytes(plan.host.bytes)} "
+            f"| {verdict(plan.host, case.host_memory is not None)} | {format_bytes(plan.device.bytes)} | {verdict(plan.device)} |"
         )
 
 

@@ -139,10 +139,10 @@ def line(model: str, cluster: Cluster, tokens: int) -> str:
 def plan_line(plan: Plan, model: str, cluster: Cluster, tokens: int) -> str:
     time = plan.time
     assert time is not None
-    needed = plan.host.num_bytes * cluster.gpus
+    needed = plan.host.bytes * cluster.gpus
     has = int(find_profile(cluster.profile).server["host_memory"])
     host = format_bytes(needed) + (f", **{format_bytes(needed - has)} missing**" if needed > has else "")
-    device = format_bytes(plan.device.num_bytes) + (
+    device = format_bytes(plan.device.bytes) + (
         f", **{format_bytes(plan.device.deficit)} missing**" if plan.device.deficit else ""
     )
     busy = " | ".join(

@@ -64,10 +64,10 @@ def row(case: Case, tile: str | None) -> str:
     settings, time = plan.step.settings, plan.time
     blocks = "whole" if settings.expert_tile is None else f"tiles of {settings.expert_tile}"
     start = (
-        f"| {case.model} | {case.trained} | {case.profile}, {case.memory} | {blocks} | {format_bytes(plan.host.num_bytes)} | "
-        f"{format_bytes(plan.device.num_bytes)} | "
+        f"| {case.model} | {case.trained} | {case.profile}, {case.memory} | {blocks} | {format_bytes(plan.host.bytes)} | "
+        f"{format_bytes(plan.device.bytes)} | "
     )
-    lacking = [f"{budget.place}: {format_bytes(budget.deficit)} missing" for budget in plan.budgets if budget.deficit]
+    lacking = [f"{place}: {format_bytes(budget.deficit)} missing" for place, budget in plan.lacking.items()]
     if lacking or time is None:
         return f"{start}{'; '.join(lacking)} | - | - | - |"
     exposed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in time.exposed_seconds.items() if seconds > 0.05)

@@ -220,14 +220,13 @@ def show_plans() -> None:
         available = plan.host.available or 0
         places = {"host": "host memory", "device": "device memory"}
         verdict = "does not fit: " + ", ".join(
-            f"{format_bytes(budget.deficit)} more {places.get(budget.place, budget.place)} needed"
-            for budget in plan.budgets
-            if budget.deficit
+            f"{format_bytes(budget.deficit)} more {places.get(place, place)} needed"
+            for place, budget in plan.lacking.items()
         )
         if plan.fits and plan.time is not None:
             verdict = f"fits; {plan.time.tokens_per_second:,.0f} tokens/s, simulated"
         table.add_row(
-            plan.machine.name, format_bytes(plan.host.num_bytes), format_bytes(available),
+            plan.machine.name, format_bytes(plan.host.bytes), format_bytes(available),
             f"{verdict} ({time.monotonic() - started:.1f} s)",
         )  # fmt: skip
     console.print(table, soft_wrap=False)

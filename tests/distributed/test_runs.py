@@ -212,7 +212,7 @@ def test_ranks_plan_for_the_smallest_of_their_machines(pool: Pool) -> None:
     """The run's folder is on the disk of the first rank; the others have none."""
     first, second = pool.run(2, agreeing)
     assert first == second
-    assert (first.host_limits[0].num_bytes, first.device_limits[0].num_bytes, first.disk_limits[0].num_bytes) == (
+    assert (first.host_limits[0].bytes, first.device_limits[0].bytes, first.disk_limits[0].bytes) == (
         6,
         3,
         100,

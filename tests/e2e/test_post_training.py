@@ -564,8 +564,8 @@ def test_speed_excludes_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     model = horizon_lm.stream(tiny.build_model(402), device="cpu")
     outline = SimpleNamespace(step_flops=lambda tokens: 1.0)
     plan = SimpleNamespace(
-        step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(num_bytes=1),
-        host=SimpleNamespace(num_bytes=1),
+        step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(bytes=1),
+        host=SimpleNamespace(bytes=1),
     )  # fmt: skip
     measured = metrics.Metrics(10, 5, plan)
     batch = SimpleNamespace(places=("",) * 2, num_trained=6, num_tokens=8)

@@ -273,8 +273,8 @@ def test_means_are_those_of_micro_batches() -> None:
 
     outline = SimpleNamespace(step_flops=lambda tokens: 1.0)
     plan = SimpleNamespace(
-        step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(num_bytes=1),
-        host=SimpleNamespace(num_bytes=1),
+        step=SimpleNamespace(outline=outline, tokens=1), time=None, buffers=SimpleNamespace(bytes=1),
+        host=SimpleNamespace(bytes=1),
     )  # fmt: skip
     measured = Metrics(10, 5, plan)
     batch = SimpleNamespace(places=("",) * 5, num_trained=12, num_tokens=20)

@@ -147,9 +147,9 @@ def result(tokens: int, energy: Energy) -> StepResult:
 def test_metrics_give_joules_of_a_token(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Energy of evaluations is not that of steps, and one unknown step makes that of its line unknown."""
     monkeypatch.setattr(horizon_lm, "stats", lambda model: {"device_bytes_peak": 0})
-    num_bytes = SimpleNamespace(num_bytes=1)
+    one_byte = SimpleNamespace(bytes=1)
     step = SimpleNamespace(outline=SimpleNamespace(step_flops=lambda tokens: 1.0), tokens=1)
-    plan: Any = SimpleNamespace(step=step, time=None, buffers=num_bytes, host=num_bytes)
+    plan: Any = SimpleNamespace(step=step, time=None, buffers=one_byte, host=one_byte)
     metrics = Metrics(10, 5, plan, machine.meter("1b", with_host=False))
     optimizer = SimpleNamespace(grad_norm=1.0, num_skipped=0)
 

@@ -125,7 +125,7 @@ def test_plan_has_the_moments_of_the_optimizer(cls: Any, note: str) -> None:
     plan = make_plan(dense(), request, Machine("here", True, None))
     (moments,) = [item for item in plan.host.items if item.name == "moments"]
     assert moments.note == note
-    assert moments.num_bytes == pytest.approx(4 * cls.planned().num_moments * PARAMETERS, rel=1e-3)
+    assert moments.bytes == pytest.approx(4 * cls.planned().num_moments * PARAMETERS, rel=1e-3)
 
 
 def test_frozen_unit_has_no_gradient_or_update() -> None:

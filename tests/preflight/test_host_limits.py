@@ -44,7 +44,7 @@ def test_host_memory_overrides_estimates_only(
     monkeypatch.setattr(resources, "memory_limits", lambda: found)
     limits, notes = _host_limits(host_memory)
     assert [limit.name for limit in limits] == names
-    assert min((limit.num_bytes for limit in limits), default=None) == room
+    assert min((limit.bytes for limit in limits), default=None) == room
     assert [("20.00 GiB" in note, "MemAvailable" in note) for note in notes] == [(True, True)] * warned
 
 
@@ -73,7 +73,7 @@ def test_plan_without_page_locking_is_slower_and_says_why() -> None:
     assert "out of memory; RLIMIT_MEMLOCK is 8.00 MiB" in said
     assert unlocked.time.seconds == Simulation(unlocked.step, staged(HARDWARE)).step_time().seconds
     assert unlocked.time.seconds > locked.time.seconds
-    assert unlocked.host.num_bytes == locked.host.num_bytes
+    assert unlocked.host.bytes == locked.host.bytes
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_changes_save_the_bytes_that_they_state(settings: dict[str, Any]) -> Non
     request = Request(per_device_train_batch_size=4, activation_checkpoints="host", **settings)
     outline, where = dense(), Machine("here", False, HARDWARE)
     num_params = sum(map(sum, [*outline.sizes.blocks, outline.sizes.table, outline.sizes.head, outline.sizes.outer]))
-    before = make_plan(outline, request, where).host.num_bytes
+    before = make_plan(outline, request, where).host.bytes
     for change in _fewer_bytes_per_parameter(request):
         stated = re.search(r"(\d+) bytes less per parameter", change.cost)
         assert stated is not None
-        saved = before - make_plan(outline, replace(request, **change.request_fields()), where).host.num_bytes
+        saved = before - make_plan(outline, replace(request, **change.request_fields()), where).host.bytes
         # 8-bit moments have scales, and updates in the backward pass need the gradients of a few units.
         assert saved / num_params == pytest.approx(int(stated[1]), rel=0.15)

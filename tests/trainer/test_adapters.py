@@ -292,7 +292,7 @@ def test_the_plan_counts_the_bytes_of_a_step(tmp_path: Path, precision: str, lat
     losses_together(model, [tiny_models.batch(rows=2, length=16)] * 2)
     optimizer.step()
     measured = horizon_lm.stats(model)["host_bytes_by_kind"]
-    counted = {item.name: item.num_bytes for item in planned.host.items}
+    counted = {item.name: item.bytes for item in planned.host.items}
     own = {name: size for name, size in counted.items() if not name.startswith(("process", "activations", "device"))}
     assert sum(measured.values()) == sum(own.values()), (measured, own)
 
@@ -322,7 +322,7 @@ def test_a_quantized_base(tmp_path: Path) -> None:
     adapters = [{n: p.detach() for n, p in t.model.named_parameters() if p.requires_grad} for t in trained.values()]
     assert difference(*adapters, 1e-5) is None
     planned = horizon_lm.plan(streamed, trl.SFTConfig(str(tmp_path), use_cpu=True), length=16)
-    counted = {item.name: item.num_bytes for item in planned.host.items}
+    counted = {item.name: item.bytes for item in planned.host.items}
     measured = horizon_lm.stats(streamed)["host_bytes_by_kind"]
     assert counted["quantized weights"] == measured["packed_weights"] > 0
     assert counted["weights"] == measured["weights"]

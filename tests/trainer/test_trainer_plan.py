@@ -45,7 +45,7 @@ def test_host_bytes_are_those_of_a_step(tmp_path: Path, precision: str, optim: s
     losses_together(model, [tiny_models.batch(rows=3, length=LENGTH)] * 4)
     optimizer.step()
     measured = horizon_lm.stats(model)["host_bytes_by_kind"]
-    names = {item.name: item.num_bytes for item in planned.host.items}
+    names = {item.name: item.bytes for item in planned.host.items}
     assert sum(measured.values()) == sum(
         num_bytes for name, num_bytes in names.items() if not name.startswith(("process", "activations", "device"))
     ), (measured, names)
@@ -149,7 +149,7 @@ def test_disk_of_checkpoints(tmp_path: Path, settings: dict[str, Any]) -> None:
     trainer.train()
     trainer.save_model()
     weights = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-    assert weights == pytest.approx(planned.disk.num_bytes, rel=0.15)  # headers and padding of a tiny model
+    assert weights == pytest.approx(planned.disk.bytes, rel=0.15)  # headers and padding of a tiny model
 
 
 def test_disk_has_room_for_the_best_checkpoint_and_the_newest(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_disk_has_room_for_the_best_checkpoint_and_the_newest(tmp_path: Path) ->
 
     def planned(limit: int, **settings: Any) -> int:
         args = arguments(tmp_path, max_steps=9, save_total_limit=limit, **BEST | settings)
-        return horizon_lm.plan(model, args, length=16).disk.num_bytes
+        return horizon_lm.plan(model, args, length=16).disk.bytes
 
     assert planned(1) < planned(1, load_best_model_at_end=True) == planned(2)
     assert planned(3) == planned(3, load_best_model_at_end=True)

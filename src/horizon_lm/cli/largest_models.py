@@ -115,7 +115,7 @@ def plan_largest(
             placed, machine = place_run(limited, hardware, size)
             cells.append(search.largest(placed, machine, size))
         limit = machine.host_limits[0]
-        rows.append((amount or f"{format_bytes(limit.num_bytes)} ({limit.name})", cells))
+        rows.append((amount or f"{format_bytes(limit.bytes)} ({limit.name})", cells))
     shape = f"{counted(run.rows_per_step * size.num_ranks, 'row')} of {run.max_length:,} tokens"
     return LargestTable(machine.name, shape, list(MODES), rows)
 
@@ -132,7 +132,7 @@ class _Search:
         found: list[tuple[str, int]] = []
         shard = own_shard(run, size)
         for known in self._known:
-            if _least_bytes(run, known.parameters) // shard.count > machine.host_limits[0].num_bytes:
+            if _least_bytes(run, known.parameters) // shard.count > machine.host_limits[0].bytes:
                 continue
             run = self._settings_for(run, known)
             source = self._open(run)

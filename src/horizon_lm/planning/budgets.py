@@ -32,14 +32,14 @@ _DEVICE_NAMES = {
 def device_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     """Return the device memory of a run; it is empty if the device computes in host memory."""
     if machine.on_host:
-        return Budget("device", [])
-    return Budget("device", [*_device_items(step, use), *_reserved_items(machine)], machine.device_limits)
+        return Budget.of([])
+    return Budget.of([*_device_items(step, use), *_reserved_items(machine)], machine.device_limits)
 
 
 def buffer_budget(step: Step, use: DeviceUse) -> Budget:
     """Return the memory of the engine's buffers on the device, which ``device_memory`` may limit."""
     limit = step.settings.device_memory
-    return Budget("buffers", _buffer_items(use), [] if limit is None else [Limit("device_memory", limit)])
+    return Budget.of(_buffer_items(use), [] if limit is None else [Limit("device_memory", limit)])
 
 
 def _device_items(step: Step, use: DeviceUse) -> list[Item]:
@@ -66,7 +66,7 @@ _COLLECTIVES = "sums of gradients, and what NCCL takes (estimate)"
 
 def _reserved_items(machine: Machine) -> list[Item]:
     """Return the device memory that is not used by the step itself."""
-    limits = [limit.num_bytes for limit in machine.device_limits]
+    limits = [limit.bytes for limit in machine.device_limits]
     margin = int(min(limits) * DEVICE_MARGIN) if limits else 0
     return [
         Item("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
@@ -95,7 +95,7 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     names = {**_HOST_NAMES, "moments": ("moments", f"{count} ({optimizer.name})")}
     items = [Item(names[kind][0], num_bytes, names[kind][1]) for kind, num_bytes in kept.items()]
     if machine.on_host:
-        items += [Item(f"device: {item.name}", item.num_bytes, item.note) for item in _device_items(step, use)]
+        items += [Item(f"device: {item.name}", item.bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if step.settings.compiled else 0
     saved, width = _exported(step)
     largest = max(map(slab_elements, saved.units)) * width
@@ -107,7 +107,7 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
         Item("process", machine.process_bytes, "interpreter, libraries and dataset"),
         Item("compilers", workers * _WORKER_BYTES, f"{workers} torch.compile worker processes"),
     ]
-    return Budget("host", [item for item in items if item.num_bytes], machine.host_limits)
+    return Budget.of([item for item in items if item.bytes], machine.host_limits)
 
 
 _TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")
@@ -116,7 +116,7 @@ _TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")
 def transferred_bytes(host: Budget) -> int:
     """Return the bytes of host memory that transfers to and from the device read or write."""
     names = {_HOST_NAMES[kind][0] for kind in _TRANSFERRED}
-    return sum(item.num_bytes for item in host.items if item.name in names)
+    return sum(item.bytes for item in host.items if item.name in names)
 
 
 def disk_budget(step: Step, machine: Machine) -> Budget:
@@ -135,12 +135,12 @@ def disk_budget(step: Step, machine: Machine) -> Budget:
         items.append(Item("checkpoints", count * each, note))
     if not machine.download_limits:
         items += _download_items(step)
-    return Budget("disk", items, machine.disk_limits)
+    return Budget.of(items, machine.disk_limits)
 
 
 def download_budget(step: Step, machine: Machine) -> Budget:
     """Return the disk space of the checkpoint download; it is empty unless it goes to another disk than the run."""
-    return Budget("download", _download_items(step) if machine.download_limits else [], machine.download_limits)
+    return Budget.of(_download_items(step) if machine.download_limits else [], machine.download_limits)
 
 
 def _download_items(step: Step) -> list[Item]:
@@ -171,10 +171,10 @@ def file_problems(step: Step, machine: Machine) -> list[str]:
     ]
 
 
-def describe_deficit(budget: Budget) -> str:
+def describe_deficit(place: str, budget: Budget) -> str:
     """Return the needed, available and missing bytes of one place as a sentence."""
     assert budget.limit is not None
     return (
-        f"{budget.place}: {format_bytes(budget.num_bytes)} needed, {format_bytes(budget.limit.num_bytes)} available "
+        f"{place}: {format_bytes(budget.bytes)} needed, {format_bytes(budget.limit.bytes)} available "
         f"({budget.limit.name}), {format_bytes(budget.deficit)} short ({budget.deficit:,} bytes)"
     )

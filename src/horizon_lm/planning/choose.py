@@ -34,7 +34,7 @@ def device_room(machine: Machine) -> int | None:
     """Return the device bytes available to a step, or None if device memory is host memory or has no limit."""
     if machine.on_host or not machine.device_limits:
         return None
-    room = int(min(limit.num_bytes for limit in machine.device_limits) * (1 - DEVICE_MARGIN))
+    room = int(min(limit.bytes for limit in machine.device_limits) * (1 - DEVICE_MARGIN))
     return room - machine.reserved_bytes
 
 
@@ -127,7 +127,7 @@ def _fits(step: Step, machine: Machine, room: int | None) -> bool:
     if machine.on_host and machine.host_limits:
         kept = host_bytes(step)
         used = sum(kept.values()) + machine.process_bytes
-        return used + needed <= min(limit.num_bytes for limit in machine.host_limits)
+        return used + needed <= min(limit.bytes for limit in machine.host_limits)
     return room is None or needed <= room
 
 

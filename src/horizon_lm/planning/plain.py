@@ -24,7 +24,7 @@ def plain_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[s
     kept = host_bytes(step)
     state = {kind: num_bytes for kind, num_bytes in kept.items() if kind != "boundaries"}
     use = device_use(replace(step, settings=settings.keeping(Residency(step.outline.num_blocks))))
-    available = min(limit.num_bytes for limit in machine.device_limits)
+    available = min(limit.bytes for limit in machine.device_limits)
     needed = sum(state.values()) + use.checkpoints + use.activations + use.shared + machine.device_context_bytes
     needed += int(available * DEVICE_MARGIN)
     if needed > available:

@@ -60,17 +60,23 @@ class Plan:
     problems: Sequence[str] = ()
 
     @property
-    def budgets(self) -> Sequence[Budget]:
-        return (self.host, self.device, self.buffers, self.disk, self.download)
+    def budgets(self) -> dict[str, Budget]:
+        """The budgets by the names of their places."""
+        return {name: getattr(self, name) for name in ("host", "device", "buffers", "disk", "download")}
+
+    @property
+    def lacking(self) -> dict[str, Budget]:
+        """The budgets of places that are too small."""
+        return {place: budget for place, budget in self.budgets.items() if budget.deficit}
 
     @property
     def fits(self) -> bool:
-        return not self.problems and not any(budget.deficit for budget in self.budgets)
+        return not self.problems and not self.lacking
 
     @property
     def memory_deficit(self) -> bool:
         """True if memory is too small, not just the disk."""
-        return any(budget.deficit for budget in self.budgets if budget.place not in ("disk", "download"))
+        return bool(self.lacking.keys() - {"disk", "download"})
 
     @property
     def load_seconds(self) -> float | None:
@@ -83,7 +89,7 @@ class Plan:
     @property
     def curve(self) -> PlannedMemory | None:
         """Memory in use over a step; None without a simulated step."""
-        return None if self.time is None else memory_curve(self.step, self.time.spans, self.host.num_bytes)
+        return None if self.time is None else memory_curve(self.step, self.time.spans, self.host.bytes)
 
 
 def make_plan(

@@ -7,40 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-
-@dataclass(frozen=True, slots=True)
-class PlannedItem:
-    name: str
-    bytes: int
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedLimit:
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The planned bytes of the host, the device or the disk.
-
-    Attributes:
-        items: the parts that add up to ``bytes``.
-        bytes: all planned bytes.
-        available: the smallest of ``limits``; None if unknown.
-        limits: limits of this machine.
-    """
-
-    items: list[PlannedItem]
-    bytes: int
-    available: int | None
-    limits: list[PlannedLimit]
-
-    @property
-    def is_used(self) -> bool:
-        """True if any bytes are planned. A CPU has no device memory, so its buffers are planned on the host."""
-        return bool(self.items)
+from horizon_lm.planning.request import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +92,11 @@ class PlanFile:
     fits: bool = True
     model: PlannedModel
     run: PlannedRun
-    host: Place
-    device: Place
-    buffers: Place | None = None
-    disk: Place
-    download: Place | None = None
+    host: Budget
+    device: Budget
+    buffers: Budget | None = None
+    disk: Budget
+    download: Budget | None = None
     hardware: dict[str, Any] | None
     interconnect: dict[str, Any] | None = None
     save: dict[str, Any] | None = None
@@ -139,8 +106,8 @@ class PlanFile:
     remedies: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def device_peak(self) -> Place | None:
+    def device_peak(self) -> Budget | None:
         """The planned bytes to compare with ``device_bytes_peak``, or None if no bytes are planned."""
-        if self.buffers is not None and self.buffers.is_used:
+        if self.buffers is not None and self.buffers.items:
             return self.buffers
-        return self.device if self.device.is_used else None
+        return self.device if self.device.items else None

@@ -215,7 +215,7 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
         settings = {"activation_checkpoints": "host", "resident_blocks": 0, "resident_graphs": 0}
         yield Change(settings, "more transfers and recomputation")
     if plan.buffers.deficit:
-        needed = f"{-(-plan.buffers.num_bytes // 2**20)}MiB"
+        needed = f"{-(-plan.buffers.bytes // 2**20)}MiB"
         yield Change({"device_memory": needed}, "more device memory in use", {"device_memory": parse_bytes(needed)})
 
 

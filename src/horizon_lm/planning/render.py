@@ -12,10 +12,7 @@ from horizon_lm.planning.budgets import describe_deficit
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.plan_file import (
-    Place,
     PlanFile,
-    PlannedItem,
-    PlannedLimit,
     PlannedModel,
     PlannedRun,
     PlannedStep,
@@ -38,7 +35,7 @@ _WIDTH = 40
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield the full text of a plan, after a line for each place that it does not fit into."""
-    yield from (f"does not fit: {describe_deficit(budget)}" for budget in plan.budgets if budget.deficit)
+    yield from (f"does not fit: {describe_deficit(*each)}" for each in plan.lacking.items())
     outline, request = plan.step.outline, plan.request
     active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
     yield (
@@ -55,10 +52,10 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             rows = counted(batch.rows, "row")
             yield f"key-value cache of sample_prompts: {format_bytes(batch.kept_bytes)} for {rows} of {batch.length:,} tokens"
     yield f"on {plan.machine.name}"
-    for budget in plan.budgets:
-        if budget.items and (budget.place != "buffers" or budget.limits):
+    for place, budget in plan.budgets.items():
+        if budget.items and (place != "buffers" or budget.limits):
             yield ""
-            yield from _budget_lines(budget, plan.machine.num_processes if budget is plan.host else 1)
+            yield from _budget_lines(place, budget, plan.machine.num_processes if place == "host" else 1)
     yield ""
     yield "settings"
     yield from (f"  {reason}" for reason in plan.reasons)
@@ -80,24 +77,22 @@ def _and_process(plan: Plan) -> str:
     return f" and process; {shared}"
 
 
-def _budget_lines(budget: Budget, num_processes: int) -> Iterator[str]:
+def _budget_lines(place: str, budget: Budget, num_processes: int) -> Iterator[str]:
     """Yield the items of a place, of one of the processes that share it."""
-    yield _TITLES[budget.place] + (" of each process" if num_processes > 1 else "")
+    yield _TITLES[place] + (" of each process" if num_processes > 1 else "")
     for item in budget.items:
-        yield f"  {item.name:{_WIDTH}} {format_bytes(item.num_bytes):>12}  {item.note}".rstrip()
+        yield f"  {item.name:{_WIDTH}} {format_bytes(item.bytes):>12}  {item.note}".rstrip()
     limit = budget.limit
     if limit is None:
         verdict = ""
     elif budget.deficit:
-        verdict = (
-            f"of {format_bytes(limit.num_bytes)} ({limit.name}): DOES NOT FIT, {format_bytes(budget.deficit)} short"
-        )
+        verdict = f"of {format_bytes(limit.bytes)} ({limit.name}): DOES NOT FIT, {format_bytes(budget.deficit)} short"
     else:
-        left = limit.num_bytes - budget.num_bytes
-        verdict = f"of {format_bytes(limit.num_bytes)} ({limit.name}): fits, {format_bytes(left)} left"
-    yield f"  {'total':{_WIDTH}} {format_bytes(budget.num_bytes):>12}  {verdict}".rstrip()
+        left = limit.bytes - budget.bytes
+        verdict = f"of {format_bytes(limit.bytes)} ({limit.name}): fits, {format_bytes(left)} left"
+    yield f"  {'total':{_WIDTH}} {format_bytes(budget.bytes):>12}  {verdict}".rstrip()
     if num_processes > 1:
-        total = format_bytes(budget.num_bytes * num_processes)
+        total = format_bytes(budget.bytes * num_processes)
         yield f"  {f'all {num_processes} processes of a machine':{_WIDTH}} {total:>12}"
 
 
@@ -171,22 +166,19 @@ def _save_advice(plan: Plan) -> str:
 def summary_lines(plan: Plan) -> Iterator[str]:
     """Yield the summary of a plan that a run logs before it starts."""
     yield from plan.reasons
-    for budget in plan.budgets:
+    for place, budget in plan.budgets.items():
         if budget.items and budget.limit is not None:
+            shared = place == "host" and plan.machine.num_processes > 1
+            of_each = f" for each of {plan.machine.num_processes} processes" if shared else ""
             yield (
-                f"{_TITLES[budget.place]}: {format_bytes(budget.num_bytes)} planned{_for_each(plan, budget)}, "
-                f"{format_bytes(budget.limit.num_bytes)} available ({budget.limit.name})"
+                f"{_TITLES[place]}: {format_bytes(budget.bytes)} planned{of_each}, "
+                f"{format_bytes(budget.limit.bytes)} available ({budget.limit.name})"
             )
     if plan.time is not None and plan.time.run_seconds is not None:
         yield (
             f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {CAUSE_TITLES[plan.time.limited_by]}; "
             f"{format_seconds(plan.time.run_seconds)} for all steps, without evaluation, sample prompts and exports"
         )
-
-
-def _for_each(plan: Plan, budget: Budget) -> str:
-    shared = budget is plan.host and plan.machine.num_processes > 1
-    return f" for each of {plan.machine.num_processes} processes" if shared else ""
 
 
 def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
@@ -202,9 +194,9 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
     for remedy in remedies:
         sizes = ", ".join(
-            f"{_TITLES[b.place]} {format_bytes(b.num_bytes)}"
-            for b in remedy.plan.budgets
-            if b.items and b.place in ("host", "device")
+            f"{_TITLES[place]} {format_bytes(remedy.plan.budgets[place].bytes)}"
+            for place in ("host", "device")
+            if remedy.plan.budgets[place].items
         )
         yield f"  {_arguments(remedy)}\n    {sizes}; cost: {remedy.cost}"
 
@@ -212,9 +204,9 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
 def _least_lines(plan: Plan) -> Iterator[str]:
     """Yield the memory that the run would take with the fewest bytes per parameter."""
     least = smallest(plan)
-    lacking = [each for each in (least.plan.host, least.plan.device) if each.deficit]
-    if lacking and least.plan.host.num_bytes < plan.host.num_bytes:
-        needed = " and ".join(f"{format_bytes(each.num_bytes)} of {_TITLES[each.place]}" for each in lacking)
+    lacking = {place: each for place, each in least.plan.lacking.items() if place in ("host", "device")}
+    if lacking and least.plan.host.bytes < plan.host.bytes:
+        needed = " and ".join(f"{format_bytes(each.bytes)} of {_TITLES[place]}" for place, each in lacking.items())
         yield f"Even with {_arguments(least)} it would take {needed}."
 
 
@@ -250,11 +242,11 @@ def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> di
         fits=plan.fits,
         model=_model(plan.step.outline),
         run=_run(plan, device),
-        host=_place(plan.host),
-        device=_place(plan.device),
-        buffers=_place(plan.buffers),
-        disk=_place(plan.disk),
-        download=_place(plan.download),
+        host=plan.host,
+        device=plan.device,
+        buffers=plan.buffers,
+        disk=plan.disk,
+        download=plan.download,
         hardware=None if machine.hardware is None else asdict(machine.hardware),
         interconnect=None if machine.interconnect is None else asdict(machine.interconnect),
         save=None if plan.save is None else asdict(plan.save),
@@ -294,20 +286,11 @@ def _run(plan: Plan, device: str) -> PlannedRun:
     )
 
 
-def _place(budget: Budget) -> Place:
-    return Place(
-        [PlannedItem(item.name, item.num_bytes, item.note) for item in budget.items],
-        budget.num_bytes,
-        budget.available,
-        [PlannedLimit(limit.name, limit.num_bytes) for limit in budget.limits],
-    )
-
-
 def _remedy(remedy: Remedy) -> dict[str, Any]:
     return {
         "settings": dict(remedy.settings),
         "cost": remedy.cost,
-        "bytes": {budget.place: budget.num_bytes for budget in remedy.plan.budgets},
+        "bytes": {place: budget.bytes for place, budget in remedy.plan.budgets.items()},
     }
 
 
@@ -319,7 +302,7 @@ def write_plan(plan: Plan, device: str, folder: Path) -> None:
     curve = plan.curve
     assert curve is not None
     # If the device computes in host memory, a trace counts only the engine's buffers: nothing reports other allocations.
-    buffers = plan.buffers.num_bytes
+    buffers = plan.buffers.bytes
     samples = [
         (at, {"device bytes": buffers if plan.machine.on_host else device_bytes, "host bytes": host_bytes})
         for at, device_bytes, host_bytes in zip(curve.seconds, curve.device, curve.host, strict=True)

@@ -15,7 +15,7 @@ class Item:
     """A number of bytes with one purpose. ``note``: an explanation, if the name does not suffice."""
 
     name: str
-    num_bytes: int
+    bytes: int
     note: str = ""
 
 
@@ -24,7 +24,7 @@ class Limit:
     """An upper bound on the bytes in one place."""
 
     name: str
-    num_bytes: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +32,32 @@ class Budget:
     """The bytes needed and available in one place.
 
     Attributes:
-        place: ``host``, ``device``, ``buffers`` (the engine's, on the device), ``disk`` or ``download``.
-        items: bytes by purpose.
-        limits: upper bounds; empty if none is known.
+        items: bytes by purpose; empty if nothing is needed there, as on the device if it computes in host memory.
+        bytes: their sum.
+        available: the smallest of ``limits``; None if none is known.
+        limits: upper bounds.
     """
 
-    place: str
-    items: Sequence[Item]
-    limits: Sequence[Limit] = field(default=())
+    items: list[Item]
+    bytes: int
+    available: int | None
+    limits: list[Limit]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(item.num_bytes for item in self.items)
+    @classmethod
+    def of(cls, items: Sequence[Item], limits: Sequence[Limit] = ()) -> "Budget":
+        """Return the budget of these items."""
+        available = min((limit.bytes for limit in limits), default=None)
+        return cls(list(items), sum(item.bytes for item in items), available, list(limits))
 
     @property
     def limit(self) -> Limit | None:
         """The smallest limit, or None if there is no limit."""
-        return min(self.limits, key=lambda limit: limit.num_bytes, default=None)
-
-    @property
-    def available(self) -> int | None:
-        return None if self.limit is None else self.limit.num_bytes
+        return min(self.limits, key=lambda limit: limit.bytes, default=None)
 
     @property
     def deficit(self) -> int:
         """Number of missing bytes; 0 if the place suffices or has no limit."""
-        return 0 if self.available is None else max(0, self.num_bytes - self.available)
+        return 0 if self.available is None else max(0, self.bytes - self.available)
 
 
 @dataclass(frozen=True, slots=True)

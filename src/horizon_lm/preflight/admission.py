@@ -176,7 +176,7 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
 
 def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:
     """Return the error for a plan that does not fit, with the numbers and the remedies."""
-    deficits = (f"  {describe_deficit(budget)}" for budget in plan.budgets if budget.deficit)
+    deficits = (f"  {describe_deficit(*each)}" for each in plan.lacking.items())
     return DoesNotFitError("\n".join(["this run does not fit", *deficits, *remedy_lines(plan, remedies)]))
 
 

@@ -94,7 +94,7 @@ def agree_on_machine(mesh: "Mesh | None", own: Machine) -> Machine:
         return [Limit(*limit) for each in ranks for limit in each[name]]
 
     def least(name: str) -> list[Limit]:
-        return sorted(limits(name, everyone), key=lambda limit: limit.num_bytes)[:1]
+        return sorted(limits(name, everyone), key=lambda limit: limit.bytes)[:1]
 
     return replace(
         own,
@@ -115,7 +115,7 @@ def _shares(limits: Sequence[Limit], num_processes: int) -> list[Limit]:
     """Return the limits of one of several processes."""
     if num_processes == 1:
         return list(limits)
-    return [Limit(f"{each.name} / {num_processes}", each.num_bytes // num_processes) for each in limits]
+    return [Limit(f"{each.name} / {num_processes}", each.bytes // num_processes) for each in limits]
 
 
 def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
@@ -139,7 +139,7 @@ def _host_limits(host_memory: int | None) -> tuple[list[Limit], list[str]]:
         limits.append(Limit(found.name, found.room - reserved))
     if host_memory is not None:
         limits.append(Limit("host_memory", host_memory))
-    return sorted(limits, key=lambda limit: limit.num_bytes), notes
+    return sorted(limits, key=lambda limit: limit.bytes), notes
 
 
 def _probe_device(device: str) -> tuple[str, list[Limit], str]:

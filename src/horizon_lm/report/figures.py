@@ -9,7 +9,8 @@ from typing import Any
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
-from horizon_lm.planning.plan_file import Place, PlanFile
+from horizon_lm.planning.plan_file import PlanFile
+from horizon_lm.planning.request import Budget
 from horizon_lm.quantities import format_bytes
 from horizon_lm.report.palette import (
     FIRST,
@@ -104,7 +105,7 @@ def run_memory_figure(metrics: MetricsFile, plan: PlanFile | None) -> Figure:
     return _over_steps(figure, metrics, 520, top=48)
 
 
-def waterfall_figure(place: Place) -> Figure:
+def waterfall_figure(place: Budget) -> Figure:
     """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered, because names may
     repeat.
     """
@@ -278,7 +279,7 @@ def _over_seconds(figure: Figure, length: float, unit: str, last_row: int) -> No
     figure.update_xaxes(title=f"{unit} from the step's start", row=last_row, col=1)
 
 
-def _limits(used: Sequence[float], place: Place | None) -> list[int]:
+def _limits(used: Sequence[float], place: Budget | None) -> list[int]:
     """Return the planned and the available bytes that an axis must include. A limit far above the others is left out, as
     it would flatten them.
     """
@@ -288,7 +289,7 @@ def _limits(used: Sequence[float], place: Place | None) -> list[int]:
     return [place.bytes, place.available] if near and place.available is not None else [place.bytes]
 
 
-def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Place | None, unit: float) -> None:
+def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Budget | None, unit: float) -> None:
     """Add lines at the planned and available bytes, or a note if the available bytes are far above."""
     if place is None:
         return

@@ -56,7 +56,7 @@ def build_page(run: Run) -> str:
     if counted_views:
         figures["step-memory"] = step_memory_figure(counted_views)
     places = _places(run)
-    figures |= {f"bytes-{name}": waterfall_figure(place) for name, _, place in places if place.is_used}
+    figures |= {f"bytes-{name}": waterfall_figure(place) for name, _, place in places if place.items}
     plotly, script = get_plotlyjs(), _asset("page.js")
     title, about = _about(run)
     return _environment().get_template("page.html.jinja").render(
@@ -115,7 +115,7 @@ def _places(run: Run) -> list[tuple[str, str, Any]]:
     if run.plan is None:
         return []
     places = [("host", "Host", run.plan.host), ("device", "Device", run.plan.device)]
-    if run.plan.buffers is not None and run.plan.buffers.is_used:
+    if run.plan.buffers is not None and run.plan.buffers.items:
         places.append(("buffers", "Buffers, part of the device", run.plan.buffers))
     return [*places, ("disk", "Disk", run.plan.disk)]
 

@@ -210,9 +210,9 @@ class Metrics:
             "host_joules_per_token": _ratio(recent.joules[0], recent.window_total, 6),
             "device_joules_per_token": _ratio(recent.joules[1], recent.window_total, 6),
             "device_bytes_peak": device_bytes,
-            "of_planned_device": _ratio(device_bytes, plan.buffers.num_bytes),
+            "of_planned_device": _ratio(device_bytes, plan.buffers.bytes),
             "host_bytes": host_bytes,
-            "of_planned_host": _ratio(host_bytes, plan.host.num_bytes),
+            "of_planned_host": _ratio(host_bytes, plan.host.bytes),
             "seconds": round(now - self.started, 3),
             "eta_seconds": round(seconds / recent.window_steps * (self._num_steps - step), 1),
         }

@@ -135,7 +135,7 @@ class RunDir:
 
     def begin(self, config: RunConfig, plan: Plan) -> None:
         """Write settings and plan, and rename the metrics of an earlier run. The model must be loaded: nothing is left to fail."""
-        self._export_bytes = next(item.num_bytes for item in plan.disk.items if item.name == "exported model")
+        self._export_bytes = next(item.bytes for item in plan.disk.items if item.name == "exported model")
         try:
             for stale in (self.trace_file, self.path / "predicted_trace.json"):
                 self._disk.remove(stale)

@@ -136,7 +136,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     settings = RunSettings(given, point, apply_plan(config, plan), plan)
     if point is not None:
         reporter.print(*resume.choice_warnings(point, given, settings.config))
-    exported = next(item.num_bytes for item in plan.disk.items if item.name == "exported model")
+    exported = next(item.bytes for item in plan.disk.items if item.name == "exported model")
     second = SecondPlace.find(config, exported) if ranks.is_first else SecondPlace()
     session.run_dir.take()
     reporter.print(f"run folder: {session.run_dir.path}")
