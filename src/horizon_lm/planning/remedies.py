@@ -10,7 +10,7 @@ from typing import Any
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan, make_plan
-from horizon_lm.planning.request import Machine, Request
+from horizon_lm.planning.request import Request
 from horizon_lm.quantities import parse_bytes
 
 OutlineFor = Callable[..., ModelOutline]
@@ -66,24 +66,20 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     if not plan.memory_deficit:
         return []
     changes = list(_changes(plan))
-    found: list[tuple[frozenset[int], Remedy]] = []
+    found: dict[frozenset[int], Remedy] = {}
     for count in range(1, min(_MOST, len(changes)) + 1):
         for chosen in combinations(range(len(changes)), count):
             parts = [changes[i] for i in chosen]
             if len({name for part in parts for name in part.settings}) < sum(len(part.settings) for part in parts):
                 continue  # two values of one setting
-            if any(smaller <= set(chosen) for smaller, _ in found):
+            if any(smaller <= set(chosen) for smaller in found):
                 continue  # a subset suffices
-            try:
-                remedy = _try(plan.request, plan.machine, parts, outline_for)
-            except ConfigError:  # the model does not support this change
-                continue
-            if not remedy.plan.memory_deficit:
-                found.append((frozenset(chosen), remedy))
+            if (remedy := _remedy_of(plan, parts, outline_for)) is not None:
+                found[frozenset(chosen)] = remedy
             if len(found) == _MOST:
-                return [remedy for _, remedy in found]
+                return list(found.values())
     return (
-        [remedy for _, remedy in found]
+        list(found.values())
         or _minimal_remedy(plan, changes, outline_for)
         or _minimal_remedy(plan, [*changes, _ONE_ROW], outline_for)
         or _much_shorter_rows(plan, outline_for)
@@ -99,11 +95,7 @@ def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineF
     best: Remedy | None = None
     for without in [None, *reversed(parts)]:
         fewer = [part for part in parts if part is not without]
-        try:
-            remedy = _try(plan.request, plan.machine, fewer, outline_for)
-        except ConfigError:
-            remedy = None
-        if remedy is not None and not remedy.plan.memory_deficit:
+        if (remedy := _remedy_of(plan, fewer, outline_for)) is not None:
             best, parts = remedy, fewer
     return [best] if best else []
 
@@ -154,17 +146,20 @@ def smallest(plan: Plan) -> Remedy:
     return Remedy(settings, "", make_plan(plan.step.outline, less, plan.machine, priced=False))
 
 
-def _try(request: Request, machine: Machine, parts: list[Change], outline_for: OutlineFor) -> Remedy:
-    """Return a request with several changes as a remedy, with its plan."""
-    changed: dict[str, Any] = {}
-    outlined: dict[str, Any] = {}
+def _remedy_of(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> Remedy | None:
+    """Return these changes as a remedy; None if the run does not fit with them, or its model does not support one of them."""
+    of_request: dict[str, Any] = {}
+    of_outline: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    for part in parts:
-        changed |= part.request_fields()
-        outlined |= part.of_outline
-        settings |= part.settings
-    plan = make_plan(outline_for(**outlined), replace(request, **changed), machine, priced=False)
-    return Remedy(settings, "; ".join(part.cost for part in parts), plan)
+    for each in changes:
+        of_request |= each.request_fields()
+        of_outline |= each.of_outline
+        settings |= each.settings
+    try:
+        changed = make_plan(outline_for(**of_outline), replace(plan.request, **of_request), plan.machine, priced=False)
+    except ConfigError:
+        return None
+    return None if changed.memory_deficit else Remedy(settings, "; ".join(each.cost for each in changes), changed)
 
 
 def _changes(plan: Plan) -> Iterator[Change]:

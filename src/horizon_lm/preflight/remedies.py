@@ -7,7 +7,6 @@ from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import HorizonError
-from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.remedies import Remedy, find_remedies
 from horizon_lm.preflight.inputs import Source
@@ -19,16 +18,10 @@ def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
     """Return the changes of settings with which the run of a plan would fit: up to three, or adapters if there are none."""
     if plan.fits:
         return []
-    found = find_remedies(plan, partial(_outline, source, run, plan.step.outline.length))
+    found = find_remedies(plan, partial(source.outline, run, length=plan.step.outline.length))
     if found or run.use_peft or source.is_streamed or not plan.memory_deficit:
         return found
     return _with_adapters(plan, run, source)
-
-
-def _outline(
-    source: Source, run: RunConfig, typical_length: int, length: int | None = None, mlp_chunk_tokens: int | None = None
-) -> ModelOutline:
-    return source.outline(run, length=length or typical_length, mlp_chunk_tokens=mlp_chunk_tokens)
 
 
 def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
@@ -36,7 +29,7 @@ def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
     request = replace(plan.request, grad_bytes=4 if run.grad_dtype is None else plan.request.grad_bytes)
     remedy = None
     for settings, cost in _adapters(run, source):
-        outline_for = partial(_outline, source, run.model_copy(update=settings), plan.step.outline.length)
+        outline_for = partial(source.outline, run.model_copy(update=settings), length=plan.step.outline.length)
         try:
             adapted = make_plan(outline_for(), request, plan.machine, priced=False)
         except HorizonError:  # PEFT is not installed, or has no adapters for this model
