@@ -188,7 +188,7 @@ class FieldStep:
         kept = checkpoint * (ceil(self.outline.num_blocks / settings.interval) + 1)
         loss = BYTES * self.tokens * sizes.vocabulary + _CHECKPOINTS_AT_LOSS * checkpoint
         blocks = checkpoint * (settings.interval + 1) + max(
-            kind.footprint(settings.rows).peak for kind in self.outline.kinds
+            kind.footprint.at(settings.rows).peak for kind in self.outline.kinds
         )
         return on_device + kept + max(loss, blocks)
 

@@ -204,7 +204,7 @@ def test_fused_attention_with_sinks_is_planned_linearly() -> None:
         outline = outline_model(source, length=length, dtype=torch.bfloat16, on_accelerator=True)
         assert not outline.unknown
         assert all(kind.forward.at(1).attention for kind in outline.kinds) == (name != "eager")
-        return max(kind.peak.at(1) for kind in outline.kinds)
+        return max(kind.footprint.at(1).peak for kind in outline.kinds)
 
     for name, growth in (("sinks", 8), ("varlen", 8), ("flex_attention", 8), ("eager", 60)):
         assert peak(name, 2048) / peak(name, 256) == pytest.approx(growth, rel=0.1), name

@@ -5,7 +5,7 @@ from typing import Any
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.model_sizes import ModelSizes
-from horizon_lm.planning.outline import BlockKind, Linear, ModelOutline, Work
+from horizon_lm.planning.outline import BlockKind, Footprint, Linear, ModelOutline, Work
 
 # The shape of Qwen2.5-7B.
 BLOCK, TABLE, HIDDEN, VOCABULARY, ATTENTION = 233_057_792, 152_064 * 3584, 3584, 152_064, 3584
@@ -38,8 +38,7 @@ def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_
         kinds=[
             BlockKind(
                 range(num_blocks),
-                graph=Linear(10**9, 2 * 10**9),
-                peak=Linear(12 * 10**8, 24 * 10**8),
+                footprint=Linear(Footprint(10**9, 12 * 10**8), Footprint(2 * 10**9, 24 * 10**8)),
                 forward_peak=Linear(3 * 10**8, 6 * 10**8),
                 forward=work(forward, attention),
                 backward=work(2 * forward, 2.5 * attention),

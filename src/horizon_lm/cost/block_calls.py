@@ -4,7 +4,7 @@ The model's outer code (masks, positions, rotary tables) runs on the CPU over a 
 different numbers of rows and tokens. The dimensions that change with each of them give the shapes for any batch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,40 +34,44 @@ class BlockCalls:
         block: one of these blocks.
         indices: indices of all of them.
         in_float32: weights that they compute with in float32, by their names inside the block.
+        dtype: dtype of hidden states.
+        length: tokens of a sequence, T.
+        accelerated: assume the kernels of a GPU.
     """
 
     block: nn.Module
     indices: tuple[int, ...]
     in_float32: frozenset[str]
+    dtype: torch.dtype
+    length: int
+    accelerated: bool
     _spec: Any
     _leaves: tuple[Any, ...]  # each tensor replaced by None
     _tensors: Mapping[int, tuple[tuple["_Extent", ...], torch.dtype]]
     _identities: Mapping[int, int]  # identities of tensors, equal if several structures are called with the same tensor
 
-    def arguments(self, rows: int, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for a batch of this shape, with tensors on the meta device."""
+    def arguments(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for a micro-batch of this many rows, with tensors on the meta device."""
         leaves = list(self._leaves)
         for index, (extents, dtype) in self._tensors.items():
-            leaves[index] = torch.empty([e.at(rows, length) for e in extents], dtype=dtype, device="meta")
+            leaves[index] = torch.empty([e.at(rows, self.length) for e in extents], dtype=dtype, device="meta")
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
 
-    def run(self, rows: int, length: int, dtype: torch.dtype, accelerated: bool) -> BlockRun:
-        """Run a block's forward and backward pass for a micro-batch of this shape on the meta device."""
-        return run_on_meta(self.block, *self.arguments(rows, length), dtype, accelerated, self.in_float32)
+    def run(self, rows: int) -> BlockRun:
+        """Run a block's forward and backward pass for a micro-batch on the meta device."""
+        return run_on_meta(self.block, *self.arguments(rows), self.dtype, self.accelerated, self.in_float32)
 
-    def run_core(
-        self, experts: RoutedExperts, rows: int, length: int, dtype: torch.dtype, accelerated: bool
-    ) -> CoreRun:  # fmt: skip
+    def run_core(self, experts: RoutedExperts, rows: int) -> CoreRun:
         """Do the same without the experts of the block, and with the experts alone."""
-        args, kwargs = self.arguments(rows, length)
-        return run_core_on_meta(self.block, experts, args, kwargs, dtype, accelerated, self.in_float32)
+        args, kwargs = self.arguments(rows)
+        return run_core_on_meta(self.block, experts, args, kwargs, self.dtype, self.accelerated, self.in_float32)
 
-    def shared_bytes(self, rows: int, length: int) -> dict[int, int]:
+    def shared_bytes(self, rows: int) -> dict[int, int]:
         """Return the size in bytes of each input shared with other blocks (masks, rotary tables), by the identity of
         the tensor.
         """
-        args, kwargs = self.arguments(rows, length)
+        args, kwargs = self.arguments(rows)
         hidden = args[0] if args else kwargs["hidden_states"]
         leaves = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)[0]
         return {
@@ -75,6 +79,14 @@ class BlockCalls:
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and leaf is not hidden
         }
+
+
+def shared_bytes(calls: Iterable[BlockCalls], rows: int) -> int:
+    """Return the bytes of shared inputs. Structures of blocks may have different masks; a shared tensor counts once."""
+    found: dict[int, int] = {}
+    for each in calls:
+        found |= each.shared_bytes(rows)
+    return sum(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ class _Extent:
         return self.factor * (rows if self.by_rows else 1) * (length if self.by_length else 1)
 
 
-def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool) -> list[BlockCalls]:
+def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool, accelerated: bool) -> list[BlockCalls]:
     """Return the arguments with which a model on the meta device calls its blocks, one entry per distinct block
     structure.
 
@@ -99,6 +111,7 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool)
         dtype: dtype of hidden states.
         length: length of the batches, T: sequences longer than a sliding window have a different mask.
         masked: rows are padded, which requires a mask.
+        accelerated: assume the kernels of a GPU.
     """
     indices: dict[Any, list[int]] = {}
     for index, block in enumerate(parts.blocks):
@@ -107,9 +120,12 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool)
     kinds = {index: copy for copy, same in zip(copies, indices.values(), strict=True) for index in same}
     seen = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
     return [
-        _compare(copy, [calls[same[0]] for calls in seen], tuple(same), _in_float32(parts, same[0]))
+        BlockCalls(
+            copy, tuple(same), _in_float32(parts, same[0]), dtype, length, accelerated,
+            *_compare([calls[same[0]] for calls in seen]),
+        )
         for copy, same in zip(copies, indices.values(), strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def _shapes() -> list[tuple[int, int]]:
@@ -124,8 +140,8 @@ def _in_float32(parts: ModelParts, index: int) -> frozenset[str]:
     return parts.in_float32_inside(f"{parts.block_prefix}.{index}")
 
 
-def _compare(block: nn.Module, calls: list[Call], indices: tuple[int, ...], in_float32: frozenset[str]) -> BlockCalls:
-    """Return the arguments for batches of any shape, from the calls of a block in the batches of `_shapes`."""
+def _compare(calls: list[Call]) -> tuple[Any, ...]:
+    """Return the last fields of `BlockCalls`, from the calls of a block in the batches of `_shapes`."""
     flat = [pytree.tree_flatten(call, is_leaf=_is_leaf) for call in calls]
     leaves, spec = flat[0]
     more_rows, more_tokens = flat[1][0], flat[2][0]
@@ -136,7 +152,7 @@ def _compare(block: nn.Module, calls: list[Call], indices: tuple[int, ...], in_f
             tensors[index] = tuple(map(_extent, *shapes)), leaf.dtype
     plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     identities = {index: id(leaves[index]) for index in tensors}  # of one forward pass, while all its tensors are alive
-    return BlockCalls(block, indices, in_float32, spec, plain, tensors, identities)
+    return spec, plain, tensors, identities
 
 
 def _is_leaf(value: Any) -> bool:

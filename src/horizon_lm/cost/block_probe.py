@@ -166,12 +166,13 @@ def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, fr
     """Return the names of the weights that a block's forward pass may write in training, for each block that writes
     any.
     """
+    if trial is None:
+        return {}
     by_kind: dict[Any, frozenset[str]] = {}
     found = {}
-    for index, module in enumerate(parts.blocks) if trial is not None else ():
+    for index, module in enumerate(parts.blocks):
         kind = structure_key(module)
         if kind not in by_kind:
-            assert trial is not None
             by_kind[kind] = _written(module, *trial.calls[index])
         if by_kind[kind]:
             found[index] = by_kind[kind]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from horizon_lm.cost.block_calls import call_of_each_block, find_calls
+from horizon_lm.cost.block_calls import call_of_each_block, find_calls, shared_bytes
 from horizon_lm.cost.block_probe import copy_on_meta
 from horizon_lm.cost.meta_recorder import recording
 from horizon_lm.model.attention_kernels import head_dimensions
@@ -93,13 +93,10 @@ class CacheProbe:
     def _prompt_peak(self, rows: int, length: int) -> int:
         """Return the peak of computing prompts, without the cache."""
         parts = find_parts(self._skeleton())
-        calls = find_calls(parts, self._dtype, length, masked=True)
-        masks: dict[int, int] = {}
-        for each in calls:
-            masks |= each.shared_bytes(rows, length)
+        calls = find_calls(parts, self._dtype, length, masked=True, accelerated=self._accelerated)
         hidden = rows * length * parts.sizes().hidden * self._dtype.itemsize
-        peak = max(each.run(rows, length, self._dtype, self._accelerated).forward_peak for each in calls)
-        return 3 * hidden + peak + sum(masks.values())
+        peak = max(each.run(rows).forward_peak for each in calls)
+        return 3 * hidden + peak + shared_bytes(calls, rows)
 
     def _run(self, rows: int, length: int) -> "_Trial":
         """Compute one token of each row with a static cache."""

@@ -40,11 +40,6 @@ class CoreRun:
     backward: Work
     output: Any
 
-    def with_tile(self, size: int) -> Footprint:
-        """Return the footprint with tiles of this many experts."""
-        own = self.footprint
-        return Footprint(own.graph, own.peak, own.experts + size * self.grad, own.held)
-
 
 def run_core_on_meta(
     block: nn.Module, experts: RoutedExperts, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype,

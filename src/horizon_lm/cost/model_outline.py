@@ -2,9 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +12,7 @@ from torch.utils import _pytree as pytree
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.stack import Stack
-from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls
+from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls, shared_bytes
 from horizon_lm.cost.head_probe import head_peak, head_work
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model import attention
@@ -35,7 +34,7 @@ from horizon_lm.model.routed_experts import (
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.model_sizes import ModelSizes
-from horizon_lm.planning.outline import BlockKind, CoreCosts, Linear, ModelOutline, Work
+from horizon_lm.planning.outline import BlockKind, CoreCosts, Footprint, Linear, ModelOutline, Work
 from horizon_lm.units import block
 
 
@@ -83,7 +82,12 @@ def outline_model(
     experts = expert_sizes(parts)
     found = find_chunked_path(parts)
     path = found if isinstance(found, ChunkedPath) else None
-    measure = partial(_costs, parts, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values, path)
+    try:
+        costs = _costs(parts, path, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values)
+    except HorizonError:
+        raise
+    except Exception as error:  # the model's own code may raise any exception on the meta device
+        costs = _unknown(parts, error)
     return ModelOutline(
         name=source.place,
         sizes=replace(parts.sizes(), experts=experts),
@@ -101,7 +105,7 @@ def outline_model(
         whole_head_only="" if path is not None else str(found),
         whole_batch_only=examined.whole_batch_only,
         unproven=examined.unproven,
-        **_measured_or_unknown(parts, measure),
+        **costs,
     )
 
 
@@ -129,28 +133,12 @@ def published_sizes(source: ModelSource, quantized: QuantizedWeights | None) -> 
     return _trained_parts(source, None, None, quantized).sizes()
 
 
-def _measured_or_unknown(parts: ModelParts, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the costs of blocks and head, as fields of an outline, or why they are unknown."""
-    try:
-        return measure()
-    except HorizonError:
-        raise
-    except Exception as error:  # the model's own code may raise any exception on the meta device
-        return _unknown(parts, error)
-
-
 def _costs(
-    parts: ModelParts,
-    length: int,
-    dtype: torch.dtype,
-    masked: bool,
-    accelerated: bool,
-    mlp_chunk_tokens: int | None,
-    head_values: Sequence[str],
-    path: ChunkedPath | None,
-) -> dict[str, Any]:
+    parts: ModelParts, path: ChunkedPath | None, length: int, dtype: torch.dtype, masked: bool, accelerated: bool,
+    mlp_chunk_tokens: int | None, head_values: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
     """Return the costs of blocks and head, as fields of an outline."""
-    calls = find_calls(parts, dtype, length, masked)
+    calls = find_calls(parts, dtype, length, masked, accelerated)
     if mlp_chunk_tokens is not None:
         for each in calls:
             if not chunk_mlps(each.block, mlp_chunk_tokens):
@@ -159,8 +147,8 @@ def _costs(
     forward, backward = head_work(parts, trunk, dtype)
     experts = find_divisible_experts(parts)
     return {
-        "kinds": [_kind(each, experts.get(each.indices[0]), length, dtype, accelerated) for each in calls],
-        "shared": Linear(_shared(calls, 1, length), _shared(calls, 2, length)),
+        "kinds": [_kind(each, experts.get(each.indices[0])) for each in calls],
+        "shared": Linear(shared_bytes(calls, 1), shared_bytes(calls, 2)),
         "head_peak": {
             name: head_peak(parts, trunk, dtype, name == "chunked" and path is not None, head_values)
             for name in ("chunked", "whole")
@@ -173,8 +161,9 @@ def _costs(
 def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
     """Return costs of 0 as fields of an outline, and the reason why they are unknown."""
     nothing, no_work = Linear(0, 0), Linear(Work(), Work())
+    no_bytes = Linear(Footprint(0, 0), Footprint(0, 0))
     return {
-        "kinds": [BlockKind(range(parts.num_blocks), nothing, nothing, nothing, no_work, no_work)],
+        "kinds": [BlockKind(range(parts.num_blocks), no_bytes, nothing, no_work, no_work)],
         "shared": nothing,
         "head_peak": {"chunked": nothing, "whole": nothing},
         "head_forward": no_work,
@@ -183,45 +172,26 @@ def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
     }
 
 
-def _kind(
-    calls: BlockCalls, experts: RoutedExperts | None, length: int, dtype: torch.dtype, accelerated: bool
-) -> BlockKind:
+def _kind(calls: BlockCalls, experts: RoutedExperts | None) -> BlockKind:
     """Measure blocks of one structure, and return their memory and work as functions of the rows."""
     # Memory and work are linear in the rows, so two runs suffice.
-    one, two = (calls.run(rows, length, dtype, accelerated) for rows in (1, 2))
+    one, two = calls.run(1), calls.run(2)
+    core = None if experts is None else _core(calls, experts)
     return BlockKind(
-        indices=calls.indices,
-        graph=Linear(one.footprint.graph, two.footprint.graph),
-        peak=Linear(one.footprint.peak, two.footprint.peak),
-        forward_peak=Linear(one.forward_peak, two.forward_peak),
-        forward=Linear(one.forward, two.forward),
-        backward=Linear(one.backward, two.backward),
-        core=None if experts is None else _core(calls, experts, length, dtype, accelerated),
-    )
+        calls.indices, core=core, **_linear(one, two, "footprint", "forward_peak", "forward", "backward")
+    )  # fmt: skip
 
 
-def _core(calls: BlockCalls, experts: RoutedExperts, length: int, dtype: torch.dtype, accelerated: bool) -> CoreCosts:
+def _core(calls: BlockCalls, experts: RoutedExperts) -> CoreCosts:
     """Measure blocks of one structure without their experts, and the experts alone, as `_kind` does."""
-    one, two = (calls.run_core(experts, rows, length, dtype, accelerated) for rows in (1, 2))
-    return CoreCosts(
-        count=experts.count,
-        graph=Linear(one.footprint.graph, two.footprint.graph),
-        peak=Linear(one.footprint.peak, two.footprint.peak),
-        experts=Linear(one.footprint.experts, two.footprint.experts),
-        held=Linear(one.footprint.held, two.footprint.held),
-        grad=one.grad,  # of weights, so it is the same for all numbers of rows
-        before=Linear(one.before, two.before),
-        forward=Linear(one.forward, two.forward),
-        backward=Linear(one.backward, two.backward),
-    )
+    one, two = calls.run_core(experts, 1), calls.run_core(experts, 2)
+    # The gradients are of weights, so they are the same for all numbers of rows.
+    return CoreCosts(experts.count, one.grad, **_linear(one, two, "footprint", "before", "forward", "backward"))
 
 
-def _shared(calls: list[BlockCalls], rows: int, length: int) -> int:
-    """Return the bytes of shared inputs. Structures of blocks may have different masks; a shared tensor counts once."""
-    found: dict[int, int] = {}
-    for each in calls:
-        found |= each.shared_bytes(rows, length)
-    return sum(found.values())
+def _linear(one: object, two: object, *names: str) -> dict[str, Any]:
+    """Return these attributes of a run with one row and of one with two, as functions of the rows."""
+    return {name: Linear(getattr(one, name), getattr(two, name)) for name in names}
 
 
 def _is_of_bitsandbytes(codec: Codec) -> bool:

@@ -146,7 +146,9 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
     hidden = tokens * outline.sizes.hidden * outline.compute_bytes
     in_block = max(kind.forward_peak.at(max(1.0, rows_at_once * per_row)) for kind in outline.kinds)
     if settings.expert_tile is not None:
-        in_block += max((kind.core.held.at(batch.rows * per_row) for kind in outline.kinds if kind.core), default=0)
+        in_block += max(
+            (kind.core.footprint.at(batch.rows * per_row).held for kind in outline.kinds if kind.core), default=0
+        )
     head = outline.head_peak["chunked" if settings.chunked_head else "whole"]
     at_head = head.at(min(tokens, settings.chunk_tokens or tokens))
     masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)

@@ -1,15 +1,33 @@
 """A model as seen by the planner: sizes of its units and costs of their computations, as plain data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from operator import add, attrgetter, sub
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from operator import add, sub
+from typing import Any, Generic, Self, TypeVar
 
 from horizon_lm.planning.model_sizes import ModelSizes
 
 
+class _Amounts:
+    """Amounts that are added, subtracted and multiplied field by field."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(add, self._values(), other._values()))
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(*map(sub, self._values(), other._values()))
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*(value * factor for value in self._values()))
+
+    def _values(self) -> list[Any]:
+        return [getattr(self, name) for name in self.__slots__]  # astuple takes ten times as long
+
+
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(_Amounts):
     """Memory of one computation of a block in bytes, without its weights, gradient slots and inputs.
 
     Attributes:
@@ -24,9 +42,13 @@ class Footprint:
     experts: int = 0
     held: int = 0
 
+    def with_tile(self, expert_bytes: int) -> Self:
+        """Return the footprint with a tile of experts whose gradients take these bytes."""
+        return replace(self, experts=self.experts + expert_bytes)
+
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Work(_Amounts):
     """The cost of a computation, summed over its operations.
 
     Attributes:
@@ -43,19 +65,8 @@ class Work:
     moved_bytes: float = 0.0
     num_ops: float = 0.0
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(*map(add, _figures(self), _figures(other)))
 
-    def __sub__(self, other: "Work") -> "Work":
-        return Work(*map(sub, _figures(self), _figures(other)))
-
-    def __mul__(self, factor: float) -> "Work":
-        return Work(*(figure * factor for figure in _figures(self)))
-
-
-_figures = attrgetter(*(each.name for each in fields(Work)))  # astuple takes ten times as long
-
-T = TypeVar("T", int, Work)
+T = TypeVar("T", int, Footprint, Work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +87,18 @@ class CoreCosts:
 
     Attributes:
         count: number of experts.
-        graph, peak, experts, held: bytes as in `Footprint`; ``experts`` without the gradients of their weights.
         grad: bytes of the largest gradient of a weight of one expert; 0 if none is trained.
+        footprint: bytes, without the gradients of experts.
         before: work of a forward pass up to the experts.
         forward, backward: work as in `BlockKind`, without the experts.
     """
 
     count: int
-    graph: Linear[int]
-    peak: Linear[int]
-    experts: Linear[int]
-    held: Linear[int]
     grad: int
+    footprint: Linear[Footprint]
     before: Linear[Work]
     forward: Linear[Work]
     backward: Linear[Work]
-
-    def footprint(self, rows: int, tile: int) -> Footprint:
-        """Return the footprint of one of these blocks for a micro-batch of this many rows, and tiles of this many experts."""
-        experts = self.experts.at(rows) + min(tile, self.count) * self.grad
-        return Footprint(self.graph.at(rows), self.peak.at(rows), experts, self.held.at(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +107,29 @@ class BlockKind:
 
     Attributes:
         indices: indices of these blocks.
-        graph, peak: bytes as in `Footprint`.
+        footprint: bytes of whole blocks.
         forward_peak: peak bytes of a forward pass without a graph.
         forward, backward: work of a forward pass, and of a backward pass with an existing graph.
         core: the costs without experts; None if they cannot be cut into tiles.
     """
 
     indices: Sequence[int]
-    graph: Linear[int]
-    peak: Linear[int]
+    footprint: Linear[Footprint]
     forward_peak: Linear[int]
     forward: Linear[Work]
     backward: Linear[Work]
     core: CoreCosts | None = None
 
-    def footprint(self, rows: int, tile: int | None = None) -> Footprint:
-        """Return the footprint of one of these blocks for a micro-batch of this many rows.
+    def footprint_with(self, rows: int, tile: int | None) -> Footprint:
+        """Return the footprint of one of these blocks.
 
         Args:
-            rows: number of rows.
+            rows: rows of the micro-batch.
             tile: number of experts in a tile; None for whole blocks.
         """
-        if self.core is not None and tile is not None:
-            return self.core.footprint(rows, tile)
-        return Footprint(self.graph.at(rows), self.peak.at(rows))
+        if self.core is None or tile is None:
+            return self.footprint.at(rows)
+        return self.core.footprint.at(rows).with_tile(min(tile, self.core.count) * self.core.grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +195,8 @@ class ModelOutline:
         return next(kind for kind in self.kinds if index in kind.indices)
 
     def footprints(self, rows: int, tile: int | None = None) -> Sequence[Footprint]:
-        """Return the footprint of each block. The arguments are those of `BlockKind.footprint`."""
-        found = {id(kind): kind.footprint(rows, tile) for kind in self.kinds}
+        """Return the footprint of each block. The arguments are those of `BlockKind.footprint_with`."""
+        found = {id(kind): kind.footprint_with(rows, tile) for kind in self.kinds}
         return [found[id(self.kind(index))] for index in range(self.num_blocks)]
 
     def step_flops(self, tokens: int) -> float:

@@ -114,7 +114,7 @@ def find_footprint(
     if experts := engine.tiles.experts.get(index):
         assert engine.options.expert_tile is not None
         core = run_core_on_meta(block.module, experts, args, kwargs, dtype, device.type != "cpu", in_float32)
-        footprint = core.with_tile(min(engine.options.expert_tile, experts.count))
+        footprint = core.footprint.with_tile(min(engine.options.expert_tile, experts.count) * core.grad)
         return footprint, tree_map(lambda t: torch.zeros_like(t, device=device), core.output)
     if meter is None:
         run = run_on_meta(block.module, args, kwargs, dtype, in_float32=in_float32)
