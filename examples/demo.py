@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import horizon_lm
-from horizon_lm.cli.plan_arguments import read_arguments
+from horizon_lm.cli.plan_arguments import Size, read_arguments
 from horizon_lm.cli.planned_run import plan_one
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import read_run_config
@@ -216,7 +216,7 @@ def show_plans() -> None:
         table.add_column(heading, overflow="fold")
     for device, host_memory in (("cpu", None), ("h200", "1.5TB")):
         started = time.monotonic()
-        plan = plan_one(read_arguments([], LARGE, device, host_memory)).plan
+        plan = plan_one(*read_arguments([], LARGE, device, host_memory), Size()).plan
         available = plan.host.available or 0
         places = {"host": "host memory", "device": "device memory"}
         verdict = "does not fit: " + ", ".join(

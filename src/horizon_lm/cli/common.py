@@ -120,6 +120,11 @@ def require_threads() -> None:
         )
 
 
+def run_argument(help: str, metavar: str = "RUN.yaml [--key value]") -> Any:
+    """Return the argument of a command that takes a run file and settings."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
 def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[str | None, list[str]]:
     """Return the run file, if any, and the overrides, among them the options of the command that are set.
 

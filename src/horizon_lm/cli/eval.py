@@ -3,8 +3,7 @@
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,19 +13,6 @@ from horizon_lm.cli import common
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.paths import near_path
 from horizon_lm.visible import visible
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """The results of the tasks.
-
-    Attributes:
-        table: a table in Markdown.
-        content: all results, as returned by lm-eval.
-    """
-
-    table: str
-    content: dict[str, Any]
 
 
 def load_tasks(names: Sequence[str]) -> list[Any]:
@@ -75,8 +61,8 @@ def require_template(tokenizer: Any) -> None:
 def evaluate_model(
     model: Any, tokenizer: Any, tasks: list[Any], num_fewshot: int | None, limit: int | None, batch_size: int,
     apply_chat_template: bool,
-) -> Results:  # fmt: skip
-    """Run tasks on a streamed model.
+) -> dict[str, Any]:  # fmt: skip
+    """Run tasks on a streamed model, and return all results, as lm-eval does.
 
     Raises:
         ConfigError: lm-eval rejects the settings.
@@ -84,7 +70,6 @@ def evaluate_model(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
 
     from horizon_lm.engine.streamed import engine_of
 
@@ -103,13 +88,13 @@ def evaluate_model(
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"lm-eval rejects the settings: {first_line(error)}") from error
     assert results is not None
-    return Results(make_table(results), dict(results))
+    return dict(results)
 
 
-def write_results(results: Results, path: Path) -> None:
+def write_results(results: Mapping[str, Any], path: Path) -> None:
     """Write all results as JSON. Raise ConfigError if the file cannot be written."""
     try:
-        path.write_text(json.dumps(results.content, indent=2, default=str) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output: {path}: {error.strerror or error}") from error
 
@@ -167,7 +152,9 @@ def eval(
         require_template(tokenizer)
     streamed = open_model(request).eval()
     results = evaluate_model(streamed, tokenizer, loaded, num_fewshot, limit, batch_size, apply_chat_template)
-    print(visible(results.table))
+    from lm_eval.utils import make_table
+
+    print(visible(make_table(results)))
     if output is not None:
         write_results(results, output)
         print(f"results: {output}")

@@ -5,20 +5,13 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli.common import Model, exits, run_arguments
+from horizon_lm.cli.common import Model, exits, run_argument, run_arguments
 from horizon_lm.config.load import read_run_config
 
 
 @exits
 def inspect(
-    run: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN.yaml [--key value]",
-            help="A run file and overrides of its settings, as for train.",
-            show_default=False,
-        ),
-    ] = None,
+    run: Annotated[list[str] | None, run_argument("A run file and overrides of its settings, as for train.")] = None,
     model: Model = None,
     batches: Annotated[int, typer.Option(min=0, help="Number of batches to show.")] = 1,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show of each batch.")] = 4,

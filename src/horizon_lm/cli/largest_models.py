@@ -1,7 +1,7 @@
 """Find the largest known models that a machine can train."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from horizon_lm.cli.common import run_arguments
 from horizon_lm.cli.plan_arguments import Size, other_hardware, read_amounts
@@ -30,58 +30,14 @@ MODES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LargestTable:
-    """The largest known dense model and mixture of experts that fit, by host memory and mode.
-
-    Attributes:
-        machine: name of the machine.
-        shape: rows and tokens of a step, as text.
-        modes: names of the modes.
-        rows: for each amount of host memory its name, and for each mode the names and parameters of models.
-    """
-
-    machine: str
-    shape: str
-    modes: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[Sequence[tuple[str, int]]]]]
-
-    def as_json(self) -> dict[str, object]:
-        """Return the table as JSON values."""
-        content = [
-            {
-                "host_memory": amount,
-                "largest": {
-                    mode: [{"name": name, "parameters": n} for name, n in cell]
-                    for mode, cell in zip(self.modes, cells, strict=True)
-                },
-            }
-            for amount, cells in self.rows
-        ]
-        return {"machine": self.machine, "step": self.shape, "rows": content}
-
-    def lines(self) -> list[str]:
-        """Return the table as lines of Markdown."""
-        table = [
-            f"Largest known models by host memory, on {self.machine}, steps of {self.shape}:",
-            "",
-            f"| host memory | {' | '.join(f'`{mode}`' if ',' not in mode else mode for mode in self.modes)} |",
-            "|---" * (len(self.modes) + 1) + "|",
-        ]
-        for amount, cells in self.rows:
-            texts = [", ".join(f"{name.rpartition('/')[2]}" for name, _ in cell) or "none" for cell in cells]
-            table.append(f"| {amount} | {' | '.join(texts)} |")
-        return table
-
-
 def plan_largest(
     arguments: Sequence[str],
     device: str | None,
     host_memory: str | None,
     size: Size,
     progress: Callable[[str], None] = lambda text: None,
-) -> LargestTable:
-    """Find the largest known models that this machine or another machine can train.
+) -> dict[str, Any]:
+    """Return the largest known models that this machine or another machine can train, by host memory and mode, as JSON values.
 
     Args:
         arguments: settings of the run except its model.
@@ -106,18 +62,30 @@ def plan_largest(
         chosen = [text for key, value in settings.items() for text in (f"--{key}", value)]
         runs[mode] = read_run_config(path, [*overrides, "--model_name_or_path", "-", *chosen], without_rows=True)
     search = _Search()
-    rows: list[tuple[str, list[list[tuple[str, int]]]]] = []
+    rows: list[dict[str, Any]] = []
     for amount, num_bytes in amounts:
-        cells: list[list[tuple[str, int]]] = []
+        largest: dict[str, list[dict[str, Any]]] = {}
         for mode, run in runs.items():
-            progress(f"planning... {len(rows) * len(MODES) + len(cells) + 1} of {len(amounts) * len(MODES)}: {mode}")
+            progress(f"planning... {len(rows) * len(MODES) + len(largest) + 1} of {len(amounts) * len(MODES)}: {mode}")
             limited = run if num_bytes is None else run.model_copy(update={"host_memory": num_bytes})
             placed, machine = place_run(limited, hardware, size)
-            cells.append(search.largest(placed, machine, size))
+            found = search.largest(placed, machine, size)
+            largest[mode] = [{"name": known.name, "parameters": known.parameters} for known in found]
         limit = machine.host_limits[0]
-        rows.append((amount or f"{format_bytes(limit.bytes)} ({limit.name})", cells))
-    shape = f"{counted(run.rows_per_step * size.num_ranks, 'row')} of {run.max_length:,} tokens"
-    return LargestTable(machine.name, shape, list(MODES), rows)
+        rows.append({"host_memory": amount or f"{format_bytes(limit.bytes)} ({limit.name})", "largest": largest})
+    step = f"{counted(run.rows_per_step * size.num_ranks, 'row')} of {run.max_length:,} tokens"
+    return {"machine": machine.name, "step": step, "rows": rows}
+
+
+def largest_lines(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `plan_largest` returns as lines of Markdown."""
+    yield f"Largest known models by host memory, on {table['machine']}, steps of {table['step']}:"
+    yield ""
+    yield f"| host memory | {' | '.join(f'`{mode}`' if ',' not in mode else mode for mode in MODES)} |"
+    yield "|---" * (len(MODES) + 1) + "|"
+    for row in table["rows"]:
+        names = [[each["name"].rpartition("/")[2] for each in found] for found in row["largest"].values()]
+        yield f"| {row['host_memory']} | {' | '.join(', '.join(each) or 'none' for each in names)} |"
 
 
 class _Search:
@@ -127,9 +95,9 @@ class _Search:
         self._known = list(reversed(known_models()))
         self._sources: dict[tuple[str, bool], Source] = {}
 
-    def largest(self, run: RunConfig, machine: Machine, size: Size) -> list[tuple[str, int]]:
+    def largest(self, run: RunConfig, machine: Machine, size: Size) -> list[KnownModel]:
         """Return the largest dense model that fits, and the largest mixture of experts if it is larger."""
-        found: list[tuple[str, int]] = []
+        found: list[KnownModel] = []
         shard = own_shard(run, size)
         for known in self._known:
             if _least_bytes(run, known.parameters) // shard.count > machine.host_limits[0].bytes:
@@ -140,7 +108,7 @@ class _Search:
             if sparse and found:
                 continue
             if plan_run(run, source, machine, priced=False, shard=shard, num_ranks=size.num_ranks).fits:
-                found.append((known.name, known.parameters))
+                found.append(known)
                 if not sparse:
                     return found
         return found

@@ -36,10 +36,9 @@ def _without_advice() -> Iterator[None]:
 def plan(
     run: Annotated[
         list[str] | None,
-        typer.Argument(
+        common.run_argument(
+            "A run file and overrides of its settings: horizon-lm plan run.yaml --max_length 4096",
             metavar="[RUN.yaml] [--key value]",
-            help="A run file and overrides of its settings: horizon-lm plan run.yaml --max_length 4096",
-            show_default=False,
         ),
     ] = None,
     model: common.Model = None,
@@ -80,19 +79,19 @@ def plan(
         other_hardware(device)  # mistakes are reported before torch is imported
         read_amounts(host_memory)
         with announced("planning...") as progress, without_garbage_collection():
-            from horizon_lm.cli.largest_models import plan_largest
+            from horizon_lm.cli.largest_models import largest_lines, plan_largest
 
             with _without_advice():
                 table = plan_largest(run or [], device, host_memory, size, progress)
-        print(json.dumps(table.as_json(), indent=2) if as_json else "\n".join(table.lines()))
+        print(json.dumps(table, indent=2) if as_json else "\n".join(largest_lines(table)))
         return
-    planned = read_arguments(run or [], model, device, host_memory, size)
+    config, hardware = read_arguments(run or [], model, device, host_memory)
     with announced("planning..."), without_garbage_collection():
         from horizon_lm.cli.planned_run import plan_one
         from horizon_lm.preflight.admission import does_not_fit
 
         with _without_advice():
-            result = plan_one(planned)
+            result = plan_one(config, hardware, size)
     prices = Prices(price_per_hour, price_per_kwh)
     if as_json:
         content = plan_as_json(result.plan, result.device, result.remedies)

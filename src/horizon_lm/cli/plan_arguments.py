@@ -23,25 +23,10 @@ class Size:
         return self.gpus * self.machines
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A run to plan.
-
-    Attributes:
-        run: its settings.
-        hardware: the machine to plan for; None for this one.
-        size: number of processes.
-    """
-
-    run: RunConfig
-    hardware: Hardware | None
-    size: Size = Size()
-
-
 def read_arguments(
-    arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None, size: Size = Size()
-) -> Planned:
-    """Return the run that the arguments of the command name.
+    arguments: Sequence[str], model: str | None, device: str | None, host_memory: str | None
+) -> tuple[RunConfig, Hardware | None]:
+    """Return the run that the arguments of the command name, and the machine to plan for; None for this one.
 
     Raises:
         ConfigError: no model is named, or a setting or the machine is not valid.
@@ -52,7 +37,7 @@ def read_arguments(
     hardware = other_hardware(device)
     if device is not None and hardware is None:
         overrides += ["--device", device]
-    return Planned(read_run_config(path, overrides, without_rows=True), hardware, size)
+    return read_run_config(path, overrides, without_rows=True), hardware
 
 
 def read_amounts(host_memory: str | None) -> list[tuple[str, int]]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from horizon_lm.cli.plan_arguments import Planned, Size
+from horizon_lm.cli.plan_arguments import Size
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import LANGUAGE_MODEL
 from horizon_lm.errors import HorizonError
@@ -35,9 +35,8 @@ class Result:
     remedies: Sequence[Remedy]
 
 
-def plan_one(planned: Planned) -> Result:
-    """Plan a run. A plan that does not fit is returned, not raised."""
-    run, hardware, size = planned.run, planned.hardware, planned.size
+def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
+    """Plan a run for a machine; None for this one. A plan that does not fit is returned, not raised."""
     source = open_source(run)
     notes = _notes_on_weights(run, source)
     loaded = _load_as_training_does(run, source) if hardware is None else ()

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from horizon_lm.cli.common import Model, exits, run_arguments
+from horizon_lm.cli.common import Model, exits, run_argument, run_arguments
 from horizon_lm.waiting import announced
 
 
@@ -14,11 +14,7 @@ from horizon_lm.waiting import announced
 def train(
     run: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN.yaml [--key value]",
-            help="A run file and overrides of its settings: horizon-lm train run.yaml --learning_rate 1e-5",
-            show_default=False,
-        ),
+        run_argument("A run file and overrides of its settings: horizon-lm train run.yaml --learning_rate 1e-5"),
     ] = None,
     model: Model = None,
     settings: Annotated[bool, typer.Option("--settings", help="List all settings with their defaults.")] = False,
