@@ -1,6 +1,7 @@
 """Show how the rows of a run are tokenized and which tokens are trained on."""
 
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -122,41 +123,26 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
 def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:
     """Render one sequence of a batch, whose first ``num_tokens`` tokens are not padding."""
     ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
-    positions = None if batch.position_ids is None else batch.position_ids[index].tolist()
-    special, text, was_trained = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text(), False
-    for run in _runs(ids[:num_tokens], labels[:num_tokens], positions, special):
-        if run.begins_row and text:
+    positions = [1] * len(ids) if batch.position_ids is None else batch.position_ids[index].tolist()
+    special, text = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text()
+    examples = accumulate(
+        int(position == 0) for position in positions
+    )  # the number of a packed example, for each token
+    styles = [
+        (each, label != IGNORE_INDEX, token in special)
+        for each, label, token in zip(examples, labels, ids, strict=True)
+    ]
+    last, was_trained = 0, False
+    for (example, trained, is_special), run in groupby(range(num_tokens), key=styles.__getitem__):
+        if example != last and text:
             text.append("\n-- next example in this packed row --\n", style="cyan")
-        if console.color_system is None and run.trained != was_trained:
-            text.append("[[" if run.trained else "]]")
-        was_trained = run.trained
-        style = f"{_TRAINED if run.trained else _CONTEXT} {_SPECIAL if run.special else ''}".strip()
-        text.append(visible(tokenizer.decode(run.ids)), style=style)
+        if console.color_system is None and trained != was_trained:
+            text.append("[[" if trained else "]]")
+        last, was_trained = example, trained
+        style = f"{_TRAINED if trained else _CONTEXT} {_SPECIAL if is_special else ''}".strip()
+        text.append(visible(tokenizer.decode([ids[place] for place in run])), style=style)
     if console.color_system is None and was_trained:
         text.append("]]")
     if num_tokens < len(ids):
         text.append(f" + {len(ids) - num_tokens} padding tokens", style=_PADDING)
     return text
-
-
-@dataclass
-class _Run:
-    """A run of consecutive tokens shown in one style."""
-
-    ids: list[int]
-    trained: bool
-    special: bool
-    begins_row: bool
-
-
-def _runs(ids: list[int], labels: list[int], positions: list[int] | None, special: set[int]) -> list[_Run]:
-    runs: list[_Run] = []
-    for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        trained, is_special = label != IGNORE_INDEX, token in special
-        begins = positions is not None and positions[index] == 0
-        last = runs[-1] if runs else None
-        if last is not None and not begins and (last.trained, last.special) == (trained, is_special):
-            last.ids.append(token)
-        else:
-            runs.append(_Run([token], trained, is_special, begins))
-    return runs
