@@ -82,26 +82,27 @@ class StepCost:
         sizes = self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes
         elements, in_float32 = self._elements(op, sizes), _in_float32(op.unit, sizes)
         packed, decoded = self._quantized(op) if op.kind in (Kind.STREAM_IN, Kind.GATHER) else (0, 0)
+
+        def moved(itemsize: int) -> float:
+            return (elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed
+
         if op.kind == Kind.GATHER:
-            itemsize = self._outline.compute_bytes
-            held = (elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed
-            return held * (ranks - 1) * part + self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
+            decoding = self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
+            return moved(self._outline.compute_bytes) * (ranks - 1) * part + decoding
         if op.kind == Kind.GATHER_MATRICES:
-            itemsize = self._summed_bytes(op.unit)
-            return (elements * itemsize + in_float32 * (4 - itemsize)) * (ranks - 1) / ranks
+            return moved(self._summed_bytes(op.unit)) * (ranks - 1) / ranks
         if op.kind == Kind.REDUCE:
             copies = self._settings.num_replicas
             parts = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
-            itemsize = self._summed_bytes(op.unit)
-            return (elements * itemsize + in_float32 * (4 - itemsize)) * parts * part
+            return moved(self._summed_bytes(op.unit)) * parts * part
         itemsize = self._settings.grad_bytes if op.kind in _OF_GRADS else WEIGHT_BYTES[self._settings.precision]
-        moved = ((elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed) * part
+        own = moved(itemsize) * part
         if self._step.gathers_packed:  # decoded once it is gathered
-            return moved
+            return own
         hardware = self._hardware
         decoding = self._decoding_seconds(packed, decoded) * min(hardware.link_in, hardware.host_rate)
         # A GPU decodes a part while the next one crosses the link.
-        return moved + decoding if hardware.on_host else max(moved, decoding)
+        return own + decoding if hardware.on_host else max(own, decoding)
 
     def _elements(self, op: Op, sizes: ModelSizes) -> float:
         """Return the elements that an operation moves, given the sizes of all or of the trained parameters."""
@@ -211,27 +212,16 @@ class StepCost:
         if key not in self._known:
             if experts:
                 work = self._tiles.work(op, self._outline.kinds[kind], experts)
-                engine_bytes = self._around_part(op, experts)
             else:
                 work = self._block(op.kind, index, has_graph)
-                engine_bytes = self._around_block(op.kind, sum(sizes_of(op.unit, self._outline.trained)))
             own_code = self._seconds(work, self._settings.compiled)
-            self._known[key] = own_code + engine_bytes / self._hardware.device_bandwidth
+            self._known[key] = own_code + self._engine_bytes(op, experts) / self._hardware.device_bandwidth
         return self._known[key]
-
-    def _around_part(self, op: Op, experts: ExpertSizes) -> float:
-        """Return the same as `_around_block` for a tile, or for the core of a block with tiles."""
-        if op.kind in (Kind.ROUTE, Kind.RECOMPUTE):
-            return 0.0
-        if not op.unit.is_tile:
-            return self._around_block(op.kind, self._elements(op, self._outline.trained))
-        into_slot = self._into_slot(self._elements(op, self._outline.trained)) if op.kind == Kind.BACKWARD else 0.0
-        return into_slot + self._tiles.rows_bytes(op, experts)
 
     def _block(self, op_kind: Kind, index: int, has_graph: bool) -> Work:
         """Return the work of a block's own code, summed over micro-batches. A backward pass with a kept graph recomputes nothing."""
         kind, total = self._outline.kind(index), Work()
-        if op_kind == Kind.STAGE:  # rounds gradients, which `_around_block` has
+        if op_kind == Kind.STAGE:  # rounds gradients, which `_engine_bytes` has
             return total
         for rows in self._settings.slices:
             if op_kind == Kind.FORWARD or not has_graph:
@@ -240,21 +230,21 @@ class StepCost:
                 total += kind.backward.at(rows)
         return total
 
-    def _around_block(self, op_kind: Kind, parameters: float) -> float:
-        """Return the device bytes that the engine moves: gradients of these parameters into their slot, micro-batches into
-        whole tensors.
+    def _engine_bytes(self, op: Op, experts: ExpertSizes | None) -> float:
+        """Return the device bytes that the engine moves around a block, its core or a tile: gradients into their slot, micro-batches
+        into whole tensors, and the rows of a tile.
         """
-        if op_kind == Kind.STAGE:
+        if op.kind in (Kind.ROUTE, Kind.RECOMPUTE):
+            return 0.0
+        parameters, num_slices = self._elements(op, self._outline.trained), len(self._settings.slices)
+        if op.kind == Kind.STAGE:
             return parameters * (4 + self._settings.grad_bytes)
-        concatenated = 2 * self._step.hidden if len(self._settings.slices) > 1 else 0
-        return concatenated if op_kind == Kind.FORWARD else concatenated + self._into_slot(parameters)
-
-    def _into_slot(self, parameters: float) -> float:
-        """Return the device bytes of moving the gradients of these parameters into their slot."""
-        num_slices = len(self._settings.slices)
         # fp32 accumulation reads the gradient and the sum, and writes the sum: 3 x 4 bytes.
         each = 12 if num_slices > 1 else self._outline.compute_bytes + self._settings.grad_bytes
-        return parameters * each * num_slices
+        into_slot = parameters * each * num_slices if op.kind == Kind.BACKWARD else 0.0
+        if experts and op.unit.is_tile:
+            return into_slot + self._tiles.rows_bytes(op, experts)
+        return into_slot + (2 * self._step.hidden if num_slices > 1 else 0)
 
     def _head(self, op: Op) -> Work:
         """Return the work of norm, head and loss.
@@ -327,29 +317,25 @@ def rates(
         computing_threads: threads of computation, if updates share the cores; None for all cores.
         interconnect, settings: the links between several ranks, and the settings of their step; None for one rank.
     """
-    alone = _rates_alone(hardware, computing_threads)
-    if interconnect is None or settings is None:
-        return alone
-    ranks = settings.shard.count
-    return replace(
-        alone,
-        gather=interconnect.gather_rate(ranks),
-        reduce=interconnect.reduce_rate(ranks, settings.num_replicas, settings.grad_bytes),
-        through_host=interconnect.through_host,
-    )
-
-
-def _rates_alone(hardware: Hardware, computing_threads: int | None) -> Rates:
-    """Return the rates of a machine for one rank."""
-    disk = hardware.disk_write or float("inf")
-    if not hardware.on_host:
-        return Rates(hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both, disk=disk)
-    computing = computing_threads or hardware.cores
-    updating = max(1, hardware.cores - computing)
-    share = min(1.0, hardware.cores / (computing + updating))  # more threads than cores share them
-    known = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
-    alone = max(known, default=hardware.host_rate)
-    return Rates(
-        hardware.link_in, hardware.link_out, hardware.host_rate, inline=True, compute_share=share,
-        update_share=share * alone / hardware.host_rate, disk=disk,
+    found = Rates(
+        hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both,
+        disk=hardware.disk_write or float("inf"),
     )  # fmt: skip
+    if hardware.on_host:
+        computing = computing_threads or hardware.cores
+        updating = max(1, hardware.cores - computing)
+        share = min(1.0, hardware.cores / (computing + updating))  # more threads than cores share them
+        known = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
+        alone = max(known, default=hardware.host_rate)
+        found = replace(
+            found, link_both=None, inline=True, compute_share=share, update_share=share * alone / hardware.host_rate
+        )
+    if interconnect is not None and settings is not None:
+        ranks = settings.shard.count
+        found = replace(
+            found,
+            gather=interconnect.gather_rate(ranks),
+            reduce=interconnect.reduce_rate(ranks, settings.num_replicas, settings.grad_bytes),
+            through_host=interconnect.through_host,
+        )
+    return found

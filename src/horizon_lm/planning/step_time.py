@@ -156,7 +156,10 @@ def _utilization(timeline: Timeline, begin: float, seconds: float) -> dict[str, 
     """Return the share of a step in which each stream is busy. Updates count as work of the host, in whatever stream they run."""
     end = begin + seconds
     running = [
-        (Stream.HOST if span.op.kind in UPDATES else span.op.stream, _clipped(span, begin, end))
+        (
+            Stream.HOST if span.op.kind in UPDATES else span.op.stream,
+            replace(span, start=max(span.start, begin), end=min(span.end, end)),
+        )
         for span in timeline.spans
         if span.end > begin and span.start < end
     ]
@@ -166,11 +169,6 @@ def _utilization(timeline: Timeline, begin: float, seconds: float) -> dict[str, 
         str(stream): busy_seconds([span for of_stream, span in running if of_stream == stream]) / seconds
         for stream in streams
     }
-
-
-def _clipped(span: Span, begin: float, end: float) -> Span:
-    """Return the part of a span between two moments."""
-    return Span(span.op, max(span.start, begin), min(span.end, end), span.reached)
 
 
 def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
