@@ -10,12 +10,15 @@ import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model.source import ModelSource
+from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.request import Limit, Machine, Request
+from horizon_lm.planning.step import Step
+from horizon_lm.planning.step_time import Simulation, staged
 from horizon_lm.slabs import Shard
 from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
@@ -80,6 +83,25 @@ def test_blocks_whose_feed_forward_layers_are_chunked_are_cut() -> None:
     assert made.fits
     assert made.step.settings.expert_tile in (4, 2, 1)
     assert not plan(chunked, room, expert_tile=None, mlp_chunk_tokens=8).fits
+
+
+def test_steps_with_other_tiles_are_compared_at_the_rates_of_the_plan(
+    outline: ModelOutline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without page-locked memory, the transfers of all of them are staged."""
+    on = replace(with_device_room(GPU, smallest(outline, 4)), page_lock_error="not allowed")
+    rates = []
+
+    class Recorded(Simulation):
+        def __init__(self, step: Step, hardware: Hardware, *others: Any) -> None:
+            rates.append(hardware.link_both)
+            super().__init__(step, hardware, *others)
+
+    monkeypatch.setattr("horizon_lm.planning.plan.Simulation", Recorded)
+    made = make_plan(outline, REQUEST, on)
+    assert made.step.settings.expert_tile is not None
+    assert len(rates) > 1
+    assert set(rates) == {staged(machine()).link_both} != {machine().link_both}
 
 
 def test_a_device_that_is_too_small_for_any_tile(outline: ModelOutline) -> None:
