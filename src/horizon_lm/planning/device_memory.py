@@ -112,7 +112,7 @@ def step_working(step: Step) -> Working:
         hidden=step.hidden,
         boundary=step.boundary,
         tokens=step.tokens,
-        head_peak=outline.head_peak["chunked" if settings.chunked_head else "whole"],
+        head_peak=outline.head_peak[settings.head],
         chunk_tokens=settings.chunk_tokens,
         first=outline.first_differentiated,
     )
@@ -149,7 +149,7 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
         in_block += max(
             (kind.core.footprint.at(batch.rows * per_row).held for kind in outline.kinds if kind.core), default=0
         )
-    head = outline.head_peak["chunked" if settings.chunked_head else "whole"]
+    head = outline.head_peak[settings.head]
     at_head = head.at(min(tokens, settings.chunk_tokens or tokens))
     masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
     return int(3 * hidden + max(in_block, at_head) + max(0, masks) + batch.kept_bytes)
