@@ -5,9 +5,10 @@ different numbers of rows and tokens. The dimensions that change with each of th
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from horizon_lm.cost.block_probe import BlockRun, output_on_meta, run_on_meta
 from horizon_lm.cost.core_probe import CoreRun, run_core_on_meta
 from horizon_lm.model.block_template import structure_key
+from horizon_lm.model.functional import Place, in_place
 from horizon_lm.model.outer_trial import forwards
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import RoutedExperts
@@ -120,9 +122,9 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool,
     kinds = {index: copy for copy, same in zip(copies, indices.values(), strict=True) for index in same}
     seen = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
     return [
-        BlockCalls(
-            copy, tuple(same), _in_float32(parts, same[0]), dtype, length, accelerated,
-            *_compare([calls[same[0]] for calls in seen]),
+        _compare(
+            [calls[same[0]] for calls in seen], block=copy, indices=tuple(same), in_float32=_in_float32(parts, same[0]),
+            dtype=dtype, length=length, accelerated=accelerated,
         )
         for copy, same in zip(copies, indices.values(), strict=True)
     ]  # fmt: skip
@@ -140,8 +142,10 @@ def _in_float32(parts: ModelParts, index: int) -> frozenset[str]:
     return parts.in_float32_inside(f"{parts.block_prefix}.{index}")
 
 
-def _compare(calls: list[Call]) -> tuple[Any, ...]:
-    """Return the last fields of `BlockCalls`, from the calls of a block in the batches of `_shapes`."""
+def _compare(calls: list[Call], **known: Any) -> BlockCalls:
+    """Return the arguments for batches of any shape, from the calls of a block in the batches of `_shapes`. ``known``: what else is
+    known of the block.
+    """
     flat = [pytree.tree_flatten(call, is_leaf=_is_leaf) for call in calls]
     leaves, spec = flat[0]
     more_rows, more_tokens = flat[1][0], flat[2][0]
@@ -152,7 +156,7 @@ def _compare(calls: list[Call]) -> tuple[Any, ...]:
             tensors[index] = tuple(map(_extent, *shapes)), leaf.dtype
     plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     identities = {index: id(leaves[index]) for index in tensors}  # of one forward pass, while all its tensors are alive
-    return spec, plain, tensors, identities
+    return BlockCalls(**known, _spec=spec, _leaves=plain, _tensors=tensors, _identities=identities)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -224,7 +228,8 @@ def _record(
     (table,) = parts.units[EMBED]
     replaced: dict[nn.Module, Any] = {block: stand_in(index) for index, block in enumerate(parts.blocks)}
     replaced[parts.embed] = lambda ids: torch.zeros((*ids.shape, table.param.shape[1]), dtype=dtype)
-    with _outer_parameters(parts, dtype), forwards(replaced), _short_window(parts, length), torch.no_grad():
+    zeros = in_place(_zero_parameters(parts, dtype))
+    with zeros, forwards(replaced), _short_window(parts, length), torch.no_grad():
         try:
             parts.model(**{"use_cache": False, **inputs})
         except _DoneError:
@@ -236,33 +241,17 @@ def _zeros(leaf: Any) -> Any:
     return torch.zeros_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
 
 
-@contextmanager
-def _outer_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: replace the outer parameters, which are on the meta device, by zeros."""
-    refs = parts.units[OUTER]
-    for ref in refs:
-        for module, attribute in ref.places:
-            module._parameters[attribute] = nn.Parameter(
-                torch.zeros(ref.param.shape, dtype=parts.computed_dtype(ref.name, dtype))
-            )
-    try:
-        yield
-    finally:
-        for ref in refs:
-            for module, attribute in ref.places:
-                module._parameters[attribute] = ref.param
+def _zero_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[Place]:
+    """Yield zeros for the outer parameters, which are on the meta device, with the places that they are read from."""
+    for ref in parts.units[OUTER]:
+        zeros = nn.Parameter(torch.zeros(ref.param.shape, dtype=parts.computed_dtype(ref.name, dtype)))
+        yield from ((module, attribute, zeros) for module, attribute in ref.places)
 
 
-@contextmanager
-def _short_window(parts: ModelParts, length: int) -> Iterator[None]:
+def _short_window(parts: ModelParts, length: int) -> AbstractContextManager[Any]:
     """Context manager: scale the sliding window to the probe, keeping its ratio to ``length``."""
     config = parts.model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is None:
-        yield
-        return
-    config.sliding_window = _WINDOW if window < length else 10 * max(_LENGTH)
-    try:
-        yield
-    finally:
-        config.sliding_window = window
+        return nullcontext()
+    return patch.object(config, "sliding_window", _WINDOW if window < length else 10 * max(_LENGTH))

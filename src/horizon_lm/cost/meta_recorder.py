@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -65,13 +66,11 @@ class Recorder(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
         """Count an operation: as a matrix product if torch knows its FLOPs, else as bytes that it moves."""
-        num_bytes = _num_bytes(tensors)
         packet = func._overloadpacket
         if packet in flop_registry:
-            operations = float(flop_registry[packet](*args, **kwargs, out_val=result))
-            self.work += Work(products=operations, product_bytes=num_bytes, num_ops=1)
+            self.multiply(float(flop_registry[packet](*args, **kwargs, out_val=result)), tensors)
         elif not func._schema.name.startswith(_MAKES_NOTHING):
-            self.work += Work(moved_bytes=num_bytes, num_ops=1)
+            self.work += Work(moved_bytes=_num_bytes(tensors), num_ops=1)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         """Count the bytes of a storage until it is freed."""
@@ -299,8 +298,7 @@ class _Grouped(torch.autograd.Function):
         return of_tokens, of_weight, None, None
 
 
-@contextmanager
-def _experts(recorder: Recorder) -> Iterator[None]:
+def _experts(recorder: Recorder) -> AbstractContextManager[Any]:
     """Context manager: replace the grouped matrix products of experts by a stand-in.
 
     On the meta device, torch's grouped product supports only bf16, and transformers' fallback has no backward pass
@@ -311,19 +309,13 @@ def _experts(recorder: Recorder) -> Iterator[None]:
     def multiply(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return _Grouped.apply(input.to(weight.dtype), weight, offs, recorder)
 
-    original = moe._grouped_mm
-    moe._grouped_mm = multiply
-    try:
-        yield
-    finally:
-        moe._grouped_mm = original
+    return patch.object(moe, "_grouped_mm", multiply)
 
 
 # Autocast
 
 
-@contextmanager
-def _no_autocast() -> Iterator[None]:
+def _no_autocast() -> AbstractContextManager[Any]:
     """Context manager: let code switch autocast off on the meta device, for which torch has none.
 
     PEFT does so around the adapters of stacked experts.
@@ -333,8 +325,4 @@ def _no_autocast() -> Iterator[None]:
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
 
-    torch.autocast = autocast  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.autocast = original  # type: ignore[misc]
+    return patch.object(torch, "autocast", autocast)
