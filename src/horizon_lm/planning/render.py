@@ -211,13 +211,18 @@ def _least_lines(plan: Plan) -> Iterator[str]:
 
 
 def _arguments(remedy: Remedy) -> str:
-    return " ".join(f"--{name} {_value(value)}" for name, value in remedy.settings.items())
+    return " ".join(f"--{name} {setting_text(value)}" for name, value in remedy.settings.items())
 
 
-def _value(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def setting_text(value: Any) -> str:
+    """Return a value as written in a run file."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return ", ".join(map(setting_text, value))
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {setting_text(each)}" for key, each in value.items()) + "}"
+    return str(value)
 
 
 def _billions(number: float) -> str:

@@ -15,6 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
+from horizon_lm.planning.render import setting_text
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.report import run_files
 from horizon_lm.report.figures import run_figures, step_memory_figure, timeline_figure, waterfall_figure
@@ -138,20 +139,9 @@ def _settings(run: Run) -> list[tuple[str, str, str | None, str | None]]:
         field = RunConfig.model_fields.get(name)  # None if this version does not have the setting
         description = "" if field is None else field.description or ""
         differs = name in planned and (name not in given or planned[name] != given[name])
-        value = _text(given[name]) if name in given else None
-        rows.append((name, description, value, _text(planned[name]) if differs else None))
+        value = setting_text(given[name]) if name in given else None
+        rows.append((name, description, value, setting_text(planned[name]) if differs else None))
     return rows
-
-
-def _text(value: Any) -> str:
-    """Return a value as written in a run file."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return ", ".join(_text(each) for each in value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_text(each)}" for key, each in value.items()) + "}"
-    return str(value)
 
 
 def _policy(scripts: list[str]) -> str:
