@@ -26,10 +26,6 @@ class Interconnect:
     network: float = 0.0
 
     @property
-    def num_ranks(self) -> int:
-        return self.gpus * self.machines
-
-    @property
     def through_host(self) -> bool:
         """True if collectives within a machine cross the links to the host."""
         return self.gpus > 1 and not self.peer
