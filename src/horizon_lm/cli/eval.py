@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import typer
 
@@ -104,15 +105,14 @@ def _quiet() -> Iterator[None]:
     """Context manager: silence lm-eval's usage hints and its git calls, which fail outside a repository."""
     from lm_eval import evaluator
 
-    logger, commit = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash
+    logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
-    evaluator.get_git_commit_hash = lambda: None
     try:
-        yield
+        with patch.object(evaluator, "get_git_commit_hash", lambda: None):
+            yield
     finally:
         logger.setLevel(before)
-        evaluator.get_git_commit_hash = commit
 
 
 @common.exits

@@ -102,7 +102,9 @@ class _Search:
         for known in self._known:
             if _least_bytes(run, known.parameters) // shard.count > machine.host_limits[0].bytes:
                 continue
-            run = self._settings_for(run, known)
+            # Adapters are trained on weights as they were published, all weights once they are decoded.
+            decoded = known.quantization is not None and not run.use_peft
+            run = run.model_copy(update={"model_name_or_path": known.name, "dequantize": decoded})
             source = self._open(run)
             sparse = bool(num_experts(source.config.get_text_config()))
             if sparse and found:
@@ -112,11 +114,6 @@ class _Search:
                 if not sparse:
                     return found
         return found
-
-    def _settings_for(self, run: RunConfig, known: KnownModel) -> RunConfig:
-        """Return the run with a model. Adapters are trained on its weights as they were published, all weights once they are decoded."""
-        decoded = known.quantization is not None and not run.use_peft
-        return run.model_copy(update={"model_name_or_path": known.name, "dequantize": decoded})
 
     def _open(self, run: RunConfig) -> Source:
         key = (run.model_name_or_path, run.use_peft)
