@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -40,12 +40,12 @@ class CoreUse:
 
     def since(self, before: "CoreUse") -> "CoreUse":
         """Return the times between an earlier moment and this one."""
-        everybody, own, seconds = (
-            self.everybody - before.everybody,
-            self.own - before.own,
-            self.seconds - before.seconds,
+        return replace(
+            self,
+            everybody=self.everybody - before.everybody,
+            own=self.own - before.own,
+            seconds=self.seconds - before.seconds,
         )
-        return CoreUse(self.host, self.cores, self.usable, everybody, own, seconds)
 
 
 def cores_of_others(processes: Sequence[CoreUse]) -> float:

@@ -180,12 +180,10 @@ def _measure_device(notes: _Figures, open_device: Callable[[], Device], where: t
     )
     major, minor = torch.cuda.get_device_capability(where) if on_gpu else (0, 0)
     notes.add("capability", major + minor / 10, "reported by CUDA")
-    rates: dict[str, dict[str, float]] = {"matmul": {}, "attention": {}}
-    for dtype in DTYPES:
-        rates["matmul"][dtype] = matmul_rate(where, getattr(torch, dtype), rounds)
-        rates["attention"][dtype] = attention_rate(where, getattr(torch, dtype), rounds)
-    notes.add("matmul", rates["matmul"], "a projection's forward and backward pass, mean over shapes")
-    notes.add("attention", rates["attention"], "causal scaled_dot_product_attention, forward and backward pass")
+    products = {dtype: matmul_rate(where, getattr(torch, dtype), rounds) for dtype in DTYPES}
+    notes.add("matmul", products, "a projection's forward and backward pass, mean over shapes")
+    attention = {dtype: attention_rate(where, getattr(torch, dtype), rounds) for dtype in DTYPES}
+    notes.add("attention", attention, "causal scaled_dot_product_attention, forward and backward pass")
     notes.add("device_bandwidth", elementwise_bandwidth(where, rounds), "eager mul, add and silu")
     notes.add("op_seconds", operation_seconds(where, rounds), "tiny products, forward and backward pass")
     link = link_rates(open_device(), rounds)
