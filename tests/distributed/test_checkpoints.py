@@ -171,23 +171,24 @@ def exporting(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
     model, optimizer = build(Training(), device_mesh=mesh)
     train(model, optimizer, Training(steps=1), [rank])
     ranks = Ranks(model._horizon.engine.mesh)
-    settings = {"model_name_or_path": "m", "datasets": "d", "output_dir": f"{folder}/{rank}"}
+    settings = {"model_name_or_path": "m", "datasets": "d", "output_dir": f"{folder}/run"}
     config = as_config(settings)
-    run_dir, said, looked = RunDir(config), list[str](), count()
+    run_dir, said, looked = RunDir(config, ranks), list[str](), count()
     disk = FailingDisk(
         {"folder": 2, "weights": 6, "never": 0, "checkpoint": 0}[how] if rank == 0 else 10**9,
         how in ("never", "checkpoint"),
     )
     run_dir.take()
-    run_dir._disk = disk
+    run_dir._disk, run_dir.second = disk, SecondPlace()
     write = partial(save_checkpoint, model=model, optimizer=optimizer)
     checkpoints = RunCheckpoints(config, run_dir.path, said.append, model, write, None, ranks)
     last = LastResort(
-        run_dir, SecondPlace(), ranks, said.append, lambda: "SIGTERM" if rank == 1 and next(looked) > 20 else "",
+        run_dir, said.append, lambda: "SIGTERM" if rank == 1 and next(looked) > 20 else "",
         lambda: checkpoints.keep(1, {}, None) if how == "checkpoint" else None, lambda: checkpoints.last,
     )  # fmt: skip
     try:
-        last.export(model, SimpleNamespace(save_pretrained=lambda part: None))
+        with run_dir:
+            last.export(model, SimpleNamespace(save_pretrained=lambda part: None))
     except (DoesNotFitError, InterruptedRunError) as error:
         return f"{type(error).__name__}: {error}", said
     return "", said
@@ -203,8 +204,8 @@ def test_an_export_that_fails_is_tried_again_by_all_ranks(pool: Pool, tmp_path: 
         assert "The trained weights are lost." in error
     elif how == "checkpoint":
         assert error.startswith("InterruptedRunError: interrupted by SIGTERM")
-        assert f"Kept: {tmp_path / '0' / 'checkpoint-1'}. Run the same command again to go on from there" in error
-        verify(tmp_path / "0" / "checkpoint-1", read_manifest(tmp_path / "0" / "checkpoint-1"))
+        assert f"Kept: {tmp_path / 'run' / 'checkpoint-1'}. Run the same command again to go on from there" in error
+        verify(tmp_path / "run" / "checkpoint-1", read_manifest(tmp_path / "run" / "checkpoint-1"))
     else:
         assert not error
-        assert load_file(tmp_path / "0" / "model" / "model.safetensors")
+        assert load_file(tmp_path / "run" / "model" / "model.safetensors")

@@ -407,7 +407,7 @@ def test_everything_exported_is_on_disk_before_it_gets_its_name(
             super().rename(source, target)
 
     recording = Recording()
-    monkeypatch.setattr(train, "RunDir", lambda config, resumes: RunDir(config, resumes, recording))
+    monkeypatch.setattr(train, "RunDir", lambda config, ranks, resumes: RunDir(config, ranks, resumes, recording))
     horizon_lm.train(config, **QUIET)
     assert recording.unsynced == set()
     assert str(folder_of(base)) in synced  # the name, afterwards

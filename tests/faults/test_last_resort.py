@@ -158,8 +158,9 @@ class Run:
     def export(self, polls: int = 3) -> None:
         """Export. A signal arrives when the run has looked for one so often."""
         looked = count()
+        self.run_dir.second = SecondPlace("run", self.second)
         LastResort(
-            self.run_dir, SecondPlace("run", self.second), Ranks(), self.said.append,
+            self.run_dir, self.said.append,
             lambda: "SIGTERM" if next(looked) >= polls else "", self.save_checkpoint, lambda: self.checkpoint,
         ).export(self.model, Tokenizer())  # fmt: skip
 

@@ -29,14 +29,15 @@ class Callbacks(Part):
     Args:
         config: settings of the run.
         callbacks: the user's instances or classes of `transformers.TrainerCallback`.
+        with_trackers: open the trackers of ``report_to``, as the first of several ranks does.
 
     Raises:
         ConfigError: the package of a ``report_to`` service is missing, or transformers or a callback rejects the run.
     """
 
-    def __init__(self, config: RunConfig, callbacks: Sequence[Any]) -> None:
+    def __init__(self, config: RunConfig, callbacks: Sequence[Any], with_trackers: bool = True) -> None:
         self._steps_per_epoch, self._wandb_project = 1, config.wandb_project
-        self._trackers, self._callbacks = open_trackers(config.report_to), list(callbacks)
+        self._trackers, self._callbacks = open_trackers(config.report_to) if with_trackers else [], list(callbacks)
         self._handler: Any = None
         self._resumed: Mapping[str, Any] = {}
         if not (self._trackers or self._callbacks):

@@ -9,9 +9,7 @@ from typing import Any
 from horizon_lm.checkpoints.new_folder import is_of_system
 from horizon_lm.errors import ConfigError, DisagreementError, DoesNotFitError, InterruptedRunError, RankLostError
 from horizon_lm.quantities import format_seconds
-from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_dir import RunDir
-from horizon_lm.training.second_place import SecondPlace
 
 _PATIENCE_SECONDS = 30.0  # until the second place is used
 _RETRY_SECONDS = 5.0
@@ -28,9 +26,7 @@ class LastResort:
     arrives, it tries the second place, and then to leave a checkpoint in either. With neither, it waits until a signal arrives.
 
     Args:
-        run_dir: the folder of the run.
-        second: the second place.
-        ranks: the ranks. All of them call `export`; the first one writes and decides.
+        run_dir: the folder of the run, and the second place. All ranks call `export`; the first one writes and decides.
         report: prints a line for people.
         requested: returns the name of the signal that has arrived; empty if there was none.
         save_checkpoint: writes a checkpoint somewhere, and returns its folder; None if it cannot.
@@ -38,8 +34,6 @@ class LastResort:
     """
 
     run_dir: RunDir
-    second: SecondPlace
-    ranks: Ranks
     report: Callable[[str], None]
     requested: Callable[[], str]
     save_checkpoint: Callable[[], Path | None]
@@ -62,9 +56,9 @@ class LastResort:
         if failure is not None:
             self._report_failure(failure)
         while failure is not None:
-            signal = self.ranks.agree("the end of the waiting", self.requested())
+            signal = self.run_dir.ranks.agree("the end of the waiting", self.requested())
             own = [time.monotonic() - self._began, is_of_system(failure)]
-            waited, may_pass = self.ranks.of_first("the waiting", own)
+            waited, may_pass = self.run_dir.ranks.of_first("the waiting", own)
             if signal or waited >= _PATIENCE_SECONDS or not may_pass:
                 if self._export_elsewhere(model, tokenizer):
                     return
@@ -84,7 +78,7 @@ class LastResort:
     def _attempt(self, model: Any, tokenizer: Any, target: Path) -> Exception | None:
         """Return why a model could not be written, on all ranks."""
         try:
-            line = self.run_dir.write_model(model, tokenizer, target, self.ranks)
+            line = self.run_dir.write_model(model, tokenizer, target)
             if line:
                 self.report(line)
         except (RankLostError, DisagreementError):
@@ -95,8 +89,8 @@ class LastResort:
 
     def _export_elsewhere(self, model: Any, tokenizer: Any) -> bool:
         """Export the model into the second place. Return whether that was possible."""
-        own = self.second.path("model")
-        place = self.ranks.of_first("the second place", None if own is None else str(own))
+        own = self.run_dir.second.path("model")
+        place = self.run_dir.ranks.of_first("the second place", None if own is None else str(own))
         if place is None:
             return False
         failure = self._attempt(model, tokenizer, Path(place))
@@ -110,7 +104,7 @@ class LastResort:
     def _report_failure(self, failure: Exception) -> None:
         """Print why the model is not written yet, and what to do."""
         self._reported = time.monotonic()
-        second = self.second.folder
+        second = self.run_dir.second.folder
         place = "" if second is None else f" After {format_seconds(_PATIENCE_SECONDS)} it goes to {second}."
         self.report(
             f"{self.run_dir.problem(failure)} The trained model is kept in memory, and written as soon as that is possible: make the "
@@ -131,7 +125,7 @@ class LastResort:
         if checkpoint is None:
             sentences.append(f"The {'weights of the last steps' if last else 'trained weights'} are lost.")
         sentences.append(self.run_dir.kept_artifacts(last))
-        kind, text, can_go_on = self.ranks.of_first(
+        kind, text, can_go_on = self.run_dir.ranks.of_first(
             "the end of the export", [type(problem).__name__, " ".join(sentences), last is not None]
         )
         if signal and can_go_on:

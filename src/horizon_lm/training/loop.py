@@ -10,7 +10,7 @@ from horizon_lm.training.busy_cores import BusyCores
 from horizon_lm.training.evaluation import Evaluation
 from horizon_lm.training.first_step import FirstStep
 from horizon_lm.training.intervals import Control
-from horizon_lm.training.line_file import LineFile, LineFiles
+from horizon_lm.training.line_file import LineFiles
 from horizon_lm.training.long_steps import LongSteps
 from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.non_finite import NonFinite
@@ -59,9 +59,8 @@ class Loop:
         ]
         self.due = replace(self.intervals, requests=self.requests)
         state.keep("callbacks", self.callbacks)
-        self.metrics_file = LineFile(self.run_dir.metrics_file)
         # Last, because lines after the checkpoint are removed.
-        state.keep("files", LineFiles([self.metrics_file, self.run_dir.samples], self.reporter.print))
+        state.keep("files", LineFiles(self.run_dir.line_files, self.reporter.print))
 
     def run(self) -> RunResult:
         """Run all steps, those after a checkpoint if there is one, and export the model."""
@@ -81,7 +80,8 @@ class Loop:
         """Evaluate before the first step, or finish the last one of a resumed run. Return the number of steps that are done."""
         point = self.settings.point
         step = 0 if point is None else point.step
-        self.reporter.begin(self.metrics_file, self.intervals.num_steps, self.callbacks.logged)
+        file = self.run_dir.metrics if self.ranks.is_first else None
+        self.reporter.begin(file, self.intervals.num_steps, self.callbacks.logged)
         self.callbacks.begin(
             self.model, self.tokenizer, self.optimizer, self.scheduler, self.intervals, self.reporter.print, step
         )

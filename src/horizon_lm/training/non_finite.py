@@ -62,10 +62,10 @@ class NonFinite:
             problem = f"the loss is {self._loss}" + (f", and {unit} is the first unit not to be finite" if unit else "")
         sentences = [] if bad is None else [bad.describe(batch.places)]
         try:
-            file = save_bad_batch(
-                self._run_dir.path / "bad-batches", step, batch, self._tokenizer, problem, unit, bad
-            )  # fmt: skip
-            sentences.append("" if file is None else f"The batch is in {file}.")
+            if self._ranks.is_first:
+                folder = self._run_dir.path / "bad-batches"
+                file = save_bad_batch(folder, step, batch, self._tokenizer, problem, unit, bad)
+                sentences.append("" if file is None else f"The batch is in {file}.")
         except OSError as error:
             sentences.append(f"The batch could not be saved ({error.strerror}).")
         return problem, " ".join(filter(None, sentences))
@@ -86,7 +86,7 @@ class NonFinite:
         remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
         return (
             f"step {step}: {problem}. {cause}{' ' if cause else ''}The weights are {weights}, no model was exported, and the "
-            f"metrics so far are in {self._run_dir.metrics_file}. Remedy: {remedy}, or check the rows of this step: "
+            f"metrics so far are in {self._run_dir.metrics.path}. Remedy: {remedy}, or check the rows of this step: "
             f"{shown_places(batch)}"
         )
 

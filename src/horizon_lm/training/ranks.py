@@ -2,8 +2,6 @@
 
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -53,7 +51,6 @@ class Ranks:
     def __init__(self, mesh: Mesh | None = None) -> None:
         self.mesh = mesh
         self.rank, self.size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
-        self._folder: str | None = None
         self._owns_group = False
         self._monitor: Monitor | None = None
 
@@ -97,8 +94,6 @@ class Ranks:
             is_reported = self._monitor.stop(failure)
             if isinstance(error, HorizonError):
                 error.is_reported = is_reported and not is_first_of_machine()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
         if self._owns_group and dist.is_initialized() and error is None:
             dist.destroy_process_group()
         if lost:
@@ -113,14 +108,6 @@ class Ranks:
     def is_first(self) -> bool:
         """True for the rank that prints, and writes the folder of the run."""
         return self.rank == 0
-
-    def own_settings(self, config: RunConfig) -> RunConfig:
-        """Return the settings of this rank: all but the first have a temporary folder, which is deleted at the end."""
-        if self.is_first:
-            return config
-        self._folder = tempfile.mkdtemp(prefix="horizon-lm-rank-")
-        changes = {"output_dir": os.path.join(self._folder, "run"), "report_to": [], "push_to_hub": False}
-        return config.model_copy(update=changes)
 
     def find_resume_point(self, config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
         """Return the checkpoint to go on from, and lines to print (`resume.find_resume_point`).

@@ -79,8 +79,8 @@ class Reporter:
                 self._failed.add(output)
                 self.print(f"warning: {output} failed ({first_line(error)}); the run goes on without it")
 
-    def begin(self, file: LineFile, num_steps: int, logged: Callable[[Mapping[str, Any]], None]) -> None:
-        """Write metrics into a file from now on, passing each line on to ``logged``, and start the progress bar."""
+    def begin(self, file: LineFile | None, num_steps: int, logged: Callable[[Mapping[str, Any]], None]) -> None:
+        """Write metrics into a file from now on, if this rank has one, and pass each line on to ``logged``. Start the progress bar."""
         self._file, self._num_steps, self._logged = file, num_steps, logged
         if self._bar is not None:
             with self.attempt("the progress bar"):
@@ -119,9 +119,9 @@ class Reporter:
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of metrics to disk, show it and pass it on. If the disk is full, the line is kept until it is not."""
-        assert self._file is not None
-        with self.attempt(str(self._file.path)):
-            self._file.append(json.dumps(line))
+        if self._file is not None:
+            with self.attempt(str(self._file.path)):
+                self._file.append(json.dumps(line))
         with self.attempt("the line of metrics"):
             self.show(line)
         self._logged(line)

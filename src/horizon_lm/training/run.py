@@ -19,7 +19,6 @@ from horizon_lm.training.rows import RunData
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
 from horizon_lm.training.samples import SamplePrompts
-from horizon_lm.training.second_place import SecondPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,6 @@ class Run:
         tokenizer, data, prompts: the tokenizer of the model, the rows, and the prompts to answer.
         intervals: the steps after which the run does something besides training.
         admission: has made the plan, and finds a smaller one.
-        second: the place for the model if its folder cannot be written to.
     """
 
     session: Session
@@ -73,7 +71,6 @@ class Run:
     prompts: SamplePrompts
     intervals: Intervals
     admission: Admission
-    second: SecondPlace
 
     def identity(self, model: Any, step: int) -> dict[str, Any]:
         """Return what a checkpoint is compared with when the run is resumed after a step, as plain data."""

@@ -60,10 +60,13 @@ class RunCheckpoints:
         return self._folder / f"checkpoint-{step}"
 
     def _take_over(self, point: ResumePoint | None, overwrites: bool) -> list[Path]:
-        """Return the checkpoints that this run goes on from, and rename those that it will not pass through.
+        """Return the checkpoints that this run goes on from, and rename those that it will not pass through. Other ranks
+        leave this to the first one.
 
         A later checkpoint, of a run that was continued otherwise, would be taken for this run's when it is resumed.
         """
+        if not self._ranks.is_first:
+            return []
         for part in self._folder.glob(".checkpoint-*.horizon-part"):  # of an interrupted run
             self._disk.remove(part)
         kept, last = [], -1
@@ -113,7 +116,7 @@ class RunCheckpoints:
         self.save(step, state)
         self.wait()
         own = self.path(step)
-        # Of the first rank, because the run's folder of another one is a temporary one.
+        # Of the first rank, which knows the checkpoints in the folder.
         written = self._ranks.of_first("the checkpoint", str(own) if own in self._kept else None)
         if written is not None:
             return Path(written)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from horizon_lm.resources import takes_files
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_lock import RunLock
+from horizon_lm.training.second_place import SecondPlace
 
 _RUN_FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "samples.jsonl", "trace.json", "predicted_trace.json", "loss.png", "model",
@@ -30,14 +32,20 @@ Contents = dict[str, tuple[int, int, int]]  # inode, bytes and time of the last 
 class RunDir:
     """Context manager: ``output_dir`` with ``config.yaml``, ``plan.json``, ``metrics.jsonl`` and, at the end, ``model/``.
 
+    Only the first of several ranks writes into it.
+
     Args:
         config: settings of the run.
+        ranks: the ranks; None for one.
         resumes: the run goes on from a checkpoint.
         disk: the file operations to use.
 
     Attributes:
+        ranks: the ranks.
         settings: the text of ``config.yaml``.
+        metrics, samples: ``metrics.jsonl`` and ``samples.jsonl``.
         model_dir: the folder of the trained model.
+        second: the place for the model if its folder cannot be written to.
         is_exported: the trained model is there.
 
     Raises:
@@ -45,26 +53,48 @@ class RunDir:
             is not writable.
     """
 
-    def __init__(self, config: RunConfig, resumes: bool = False, disk: Disk | None = None) -> None:
-        self.path, self._disk, self.settings = Path(config.output_dir).expanduser(), disk or Disk(), ""
-        self._lock = RunLock(self.path)
+    def __init__(
+        self, config: RunConfig, ranks: Ranks | None = None, resumes: bool = False, disk: Disk | None = None
+    ) -> None:
+        self._config, self.ranks, self._resumes, self._disk = config, ranks or Ranks(), resumes, disk or Disk()
+        self.path, self.settings = Path(config.output_dir).expanduser(), ""
+        self.metrics, self.samples = LineFile(self.path / "metrics.jsonl"), LineFile(self.path / "samples.jsonl")
+        self.model_dir, self.is_exported, self.second = self.path / "model", False, SecondPlace()
+        self._lock, self._saved, self._export_bytes = RunLock(self.path), list[Path](), 0
+        self._held_a_run = False
+        self._replaceable: dict[Path, Contents | None] = {}  # folders of an earlier run, as they were
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None  # of another rank than the first
+        if self.ranks.is_first:
+            self._require_usable()
+
+    def __enter__(self) -> Self:
+        if not self.ranks.is_first:
+            self._scratch = tempfile.TemporaryDirectory(prefix="horizon-lm-rank-")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    @property
+    def line_files(self) -> list[LineFile]:
+        """The files of lines that this rank writes."""
+        return [self.metrics, self.samples] if self.ranks.is_first else []
+
+    def _require_usable(self) -> None:
+        """Raise ConfigError if the run cannot write into the folder, or may not."""
+        config = self._config
         self._lock.require_free()
-        self.model_dir, self.metrics_file = self.path / "model", self.path / "metrics.jsonl"
-        self.trace_file = self.path / "trace.json"
-        self.samples, self._resumes = LineFile(self.path / "samples.jsonl"), resumes
         self._held_a_run = self._holds_a_run()
         if not self._held_a_run:
             self._reject_foreign_files()
-            self._reject_inputs(config)
-        self._save_total_limit, self._saved = config.save_total_limit, list[Path]()
-        self._dtype, self._export_bytes, self.is_exported = config.exported_dtype, 0, False
-        self._replaceable: dict[Path, Contents | None] = {}  # folders of an earlier run, as they were
-        self._overwrites = config.overwrite_output_dir
+            self._reject_inputs()
         with suppress(OSError):  # a folder that cannot be written to is rejected below
             restore_folder(self._disk, self.model_dir)
         self._reject_finished_run()
         checkpoints = sorted(folder.name for folder in self.path.glob("checkpoint-*"))
-        if checkpoints and not config.overwrite_output_dir and not resumes:
+        if checkpoints and not config.overwrite_output_dir and not self._resumes:
             raise ConfigError(
                 f"output_dir: {self.path} holds {checkpoints[0]} of another run; choose another folder, or set "
                 "overwrite_output_dir: true to write beside it"
@@ -75,15 +105,9 @@ class RunDir:
         if config.push_to_hub:
             _require_login()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
     def _reject_finished_run(self) -> None:
         """Raise ConfigError if the folder has a trained model that may not be replaced."""
-        if self.model_dir.exists() and not self._overwrites:
+        if self.model_dir.exists() and not self._config.overwrite_output_dir:
             raise ConfigError(
                 f"output_dir: {self.path} holds a finished run; choose another folder, or set "
                 "overwrite_output_dir: true to replace its model once the new one is trained"
@@ -105,9 +129,9 @@ class RunDir:
                     f"output_dir: {self.path / name} was not written by horizon-lm and would be overwritten; choose another folder"
                 )
 
-    def _reject_inputs(self, config: RunConfig) -> None:
+    def _reject_inputs(self) -> None:
         """Raise ConfigError if the folder is that of the model or of rows: a later run would read this one's files as its own."""
-        own = self.path.resolve()
+        config, own = self._config, self.path.resolve()
         for each in (*(config.datasets or ()), *(config.eval_datasets or ())):
             rows = Path(each.path).expanduser()
             if exists(each.path) and (
@@ -122,8 +146,18 @@ class RunDir:
                     f"output_dir: {self.path} is the folder of the model to start from; choose another folder"
                 )
 
-    def take(self) -> None:
-        """Create the folder, and lock it until the end of the run. Files of an earlier run are left as they are."""
+    def take(self, export_bytes: int = 0) -> None:
+        """Create the folder, and lock it until the end of the run. Files of an earlier run are left as they are.
+
+        Args:
+            export_bytes: bytes of the exported model, for which a second place is found, too.
+
+        Raises:
+            ConfigError, DoesNotFitError: the folder or ``fallback_dir`` cannot be written to, or has no room.
+        """
+        if not self.ranks.is_first:
+            return
+        self._export_bytes, self.second = export_bytes, SecondPlace.find(self._config, export_bytes)
         try:
             self._disk.make_folder(self.path)
             self._lock.take()
@@ -135,14 +169,15 @@ class RunDir:
 
     def begin(self, config: RunConfig, plan: Plan) -> None:
         """Write settings and plan, and rename the metrics of an earlier run. The model must be loaded: nothing is left to fail."""
-        self._export_bytes = next(item.bytes for item in plan.disk.items if item.name == "exported model")
+        if not self.ranks.is_first:
+            return
         try:
-            for stale in (self.trace_file, self.path / "predicted_trace.json"):
-                self._disk.remove(stale)
+            for stale in ("trace.json", "predicted_trace.json"):
+                self._disk.remove(self.path / stale)
             self.write_settings(config, plan)
             if not self._resumes:
                 self._disk.remove(self.samples.path)
-                LineFile(self.metrics_file).set_aside()
+                self.metrics.set_aside()
             self._disk.sync(self.path)
         except OSError as error:
             raise self.problem(error) from error
@@ -155,18 +190,18 @@ class RunDir:
 
     def append_samples(self, line: dict[str, Any]) -> None:
         """Append a line to ``samples.jsonl``."""
-        self.samples.append(json.dumps(line, ensure_ascii=False))
+        if self.ranks.is_first:
+            self.samples.append(json.dumps(line, ensure_ascii=False))
 
-    def write_model(self, model: Any, tokenizer: Any, target: Path, ranks: Ranks) -> str:
+    def write_model(self, model: Any, tokenizer: Any, target: Path) -> str:
         """Write a model. The folder gets its name once it is complete and durable; only then is an old one of ours deleted.
 
-        All ranks call this, because each has a part of the weights. Only the folder of the first one is kept: what libraries write
-        on the others, such as PEFT's adapters, goes to a scratch folder in their temporary run folder (`Ranks.own_settings`).
+        All ranks call this, because each has a part of the weights. The folder is that of the first one: what libraries write
+        on the others, such as PEFT's adapters, goes to a temporary folder.
 
         Args:
             model, tokenizer: the contents of the folder.
             target: the folder.
-            ranks: the ranks.
 
         Returns:
             A line about files that are not ours and had the name of the folder; empty if there are none.
@@ -176,19 +211,19 @@ class RunDir:
         """
         import torch
 
-        dtype = getattr(torch, self._dtype) if self._dtype else None
-        scratch = part_of(target if ranks.is_first else self.path / target.name)
+        ranks, dtype = self.ranks, self._config.exported_dtype
+        scratch = part_of(target) if self._scratch is None else Path(self._scratch.name) / target.name
         with ranks.failing_with_first("the folder of the model"):
             if ranks.is_first:
                 restore_folder(self._disk, target)
-                self._disk.remove(scratch)
+            self._disk.remove(scratch)
             self._disk.make_folder(scratch)
         kept = None
         try:
             with ranks.failing_with_first("the export"):
-                model.save_pretrained(scratch, dtype=dtype)
-                if self._dtype:
-                    convert_weights(scratch, self._dtype)
+                model.save_pretrained(scratch, dtype=getattr(torch, dtype) if dtype else None)
+                if dtype:
+                    convert_weights(scratch, dtype)
                 share_weights(scratch)
                 if ranks.is_first:
                     tokenizer.save_pretrained(scratch)
@@ -210,17 +245,19 @@ class RunDir:
         """Return the error of a run whose folder, or another one, cannot be written to."""
         return unwritable(name, folder or self.path, error, self._export_bytes)
 
-    def save(self, model: Any, tokenizer: Any, step: int, ranks: Ranks) -> str:
+    def save(self, model: Any, tokenizer: Any, step: int) -> str:
         """Export a checkpoint after a step, and delete the oldest checkpoints beyond ``save_total_limit``.
 
         Returns:
             As `write_model`.
         """
         target = self.path / f"checkpoint-{step}"
-        line = self.write_model(model, tokenizer, target, ranks)
+        line = self.write_model(model, tokenizer, target)
         self._saved.append(target)
-        while self._save_total_limit and len(self._saved) > self._save_total_limit:
-            self._disk.remove(self._saved.pop(0))
+        while self._config.save_total_limit and len(self._saved) > self._config.save_total_limit:
+            oldest = self._saved.pop(0)
+            if self.ranks.is_first:
+                self._disk.remove(oldest)
         return line
 
     def kept_artifacts(self, checkpoint: Path | None) -> str:
@@ -239,16 +276,16 @@ class RunDir:
                 f"Kept: the model after an earlier step in {self._saved[-1]}. With save_only_model a run cannot be resumed; to start "
                 "over, run the same command with --overwrite_output_dir true"
             )
-        return f"Kept: {self.metrics_file}. There is no checkpoint yet; run the same command again to start over"
+        return f"Kept: {self.metrics.path}. There is no checkpoint yet; run the same command again to start over"
 
-    def push(self, config: RunConfig) -> str:
+    def push(self) -> str:
         """Upload the exported model, and keep it. Return its address, or a message if the upload fails."""
         from huggingface_hub import HfApi
 
-        name = config.hub_model_id or self.path.resolve().name
+        name = self._config.hub_model_id or self.path.resolve().name
         try:
             api = HfApi()
-            repo = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
+            repo = api.create_repo(name, private=self._config.hub_private_repo, exist_ok=True)
             api.upload_folder(
                 repo_id=repo.repo_id, folder_path=self.model_dir, commit_message="Trained with Horizon-LM"
             )
@@ -260,7 +297,8 @@ class RunDir:
         """Draw ``loss.png``."""
         from horizon_lm.report.loss_png import write_loss_png
 
-        write_loss_png(self.metrics_file, self.path / "loss.png")
+        if self.ranks.is_first:
+            write_loss_png(self.metrics.path, self.path / "loss.png")
 
     def final_message(self, steps_done: int, num_steps: int, num_skipped: int, warning: str) -> str:
         """Return the last lines of a run: early stop, skipped steps, a warning, and how to use the model."""

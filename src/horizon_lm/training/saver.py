@@ -53,14 +53,14 @@ class Saver(Part):
         """Begin to write a checkpoint, or export the model with ``save_only_model``."""
         with self._training.metrics.exclude_from_timing(), self._reporter.attempt(f"saving checkpoint-{step}"):
             if self._config.save_only_model:
-                if line := self._run_dir.save(self._training.model, self._run.tokenizer, step, self._ranks):
+                if line := self._run_dir.save(self._training.model, self._run.tokenizer, step):
                     self._reporter.print(line)
             else:
                 self.checkpoints.save(step, self._state(step), best)
 
     def keep(self, step: int) -> Path | None:
         """Write a checkpoint in the run's folder or the second place. Return its folder; None if it cannot be written."""
-        return self.checkpoints.keep(step, self._state(step), self._run.second.path(f"checkpoint-{step}"))
+        return self.checkpoints.keep(step, self._state(step), self._run_dir.second.path(f"checkpoint-{step}"))
 
     def keep_or_export(self, step: int) -> None:
         """Write a checkpoint somewhere or, if that is impossible, export the model."""
@@ -143,8 +143,6 @@ class Saver(Part):
         interrupts = self._run.session.interrupts
         last_resort = LastResort(
             run_dir=self._run_dir,
-            second=self._run.second,
-            ranks=self._ranks,
             report=self._reporter.print,
             requested=lambda: interrupts.requested,
             save_checkpoint=lambda: self.keep(step),

@@ -65,4 +65,5 @@ class Tracing(Part):
         self._device.trace = None
         if trace.steps:
             trace.drop_before(trace.steps[0][1])
-            trace.write(self._session.run_dir.trace_file)
+            if self._session.ranks.is_first:
+                trace.write(self._session.run_dir.path / "trace.json")

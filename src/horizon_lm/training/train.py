@@ -34,7 +34,6 @@ from horizon_lm.training.run import Run, RunResult, RunSettings, Session, Traini
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
 from horizon_lm.training.samples import SamplePrompts
-from horizon_lm.training.second_place import SecondPlace
 from horizon_lm.waiting import announced
 
 
@@ -77,20 +76,21 @@ def train(
         given = given.model_copy(update={"device": setup.choose_device(given.device)})
     with Ranks.start(given) as ranks:
         point, lines = ranks.find_resume_point(given)
-        config = ranks.own_settings(given)
+        config = given
         if point is not None:
-            config, changes = resume.apply_settings(config, point, ranks.size)
+            config, changes = resume.apply_settings(given, point, ranks.size)
             lines += changes
-        run_dir = RunDir(config, resumes=point is not None)
-        handler = Callbacks(config, callbacks)  # first, so that a missing tracker is found before the data is prepared
+        run_dir = RunDir(config, ranks, resumes=point is not None)
+        # First, so that a missing tracker is found before the data is prepared.
+        handler = Callbacks(config, callbacks, with_trackers=ranks.is_first)
         print_fn = print_fn if ranks.is_first else lambda line: None
         with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
             reporter.print(*lines)
             parts = prepare(Session(ranks, run_dir, handler, interrupts, reporter), given, point, config)
             training = build(parts, objective)
             result = Loop(parts, training).run()
-            if config.push_to_hub:
-                reporter.print(run_dir.push(config))
+            if config.push_to_hub and ranks.is_first:
+                reporter.print(run_dir.push())
             losses = training.metrics.totals
             warning = growth_warning("training", losses.first_loss, losses.last_loss)
             warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
@@ -136,11 +136,9 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     settings = RunSettings(given, point, apply_plan(config, plan), plan)
     if point is not None:
         reporter.print(*resume.choice_warnings(point, given, settings.config))
-    exported = next(item.bytes for item in plan.disk.items if item.name == "exported model")
-    second = SecondPlace.find(config, exported) if ranks.is_first else SecondPlace()
-    session.run_dir.take()
+    session.run_dir.take(next(item.bytes for item in plan.disk.items if item.name == "exported model"))
     reporter.print(f"run folder: {session.run_dir.path}")
-    return Run(session, settings, tokenizer, data, prompts, intervals, admission, second)
+    return Run(session, settings, tokenizer, data, prompts, intervals, admission)
 
 
 def _read_rows(
