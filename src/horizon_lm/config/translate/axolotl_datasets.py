@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config.translate.dataset_lists import reject_unknown
 from horizon_lm.config.translate.tables import LeftOut
 
 _AXOLOTL_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text"}
@@ -13,6 +12,7 @@ _AXOLOTL_KNOWN = (
     *_AXOLOTL_LOCATION, "train_on_split", "type", "ds_type", "field_messages", "field", "field_chosen", "field_rejected", "roles",
     "message_property_mappings", "message_field_role", "message_field_content", "field_thinking", "template_thinking_key",
 )  # fmt: skip
+_AXOLOTL_DATASETS = {"datasets": "datasets", "test_datasets": "eval_datasets", "pretraining_dataset": "datasets"}
 _AXOLOTL_ROLES = {"system": {"system"}, "user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "tool": {"tool"}}
 
 
@@ -20,11 +20,7 @@ def from_axolotl(
     theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
 ) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a run that datasets in a file of Axolotl become, as names and values."""
-    for key, ours in (
-        ("datasets", "datasets"),
-        ("test_datasets", "eval_datasets"),
-        ("pretraining_dataset", "datasets"),
-    ):
+    for key, ours in _AXOLOTL_DATASETS.items():
         entries = [theirs[key]] if isinstance(theirs.get(key), str | Mapping) else theirs.get(key)
         if not entries:
             continue
@@ -60,17 +56,15 @@ def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut)
     if objective == "dpo":
         columns["prompt"] = theirs.get("field_messages", "messages")
         if row_type not in ("chat_template", "chat_template.default"):
-            left_out.add(
-                "datasets.type", "rejected", f"{row_type!r}: only chat_template.default is supported for preferences"
-            )
+            reason = f"{row_type!r}: only chat_template.default is supported for preferences"
+            left_out.add("datasets.type", "rejected", reason)
     elif row_type in ("chat_template", "sharegpt"):
         entry["format"] = _find_conversations(theirs, columns, left_out)
     elif str(row_type) in _AXOLOTL_FORMATS:
         entry["format"] = _AXOLOTL_FORMATS[str(row_type)]
     else:
-        left_out.add(
-            "datasets.type", "rejected", f"{row_type!r} is not supported; supported are {', '.join(_AXOLOTL_FORMATS)}"
-        )
+        reason = f"{row_type!r} is not supported; supported are {', '.join(_AXOLOTL_FORMATS)}"
+        left_out.add("datasets.type", "rejected", reason)
     if row_type == "alpaca":
         reason = (
             "rows are rendered with the model's chat template instead of ### Instruction; horizon-lm inspect shows them"
@@ -85,7 +79,7 @@ def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut)
             f"the reasoning must be in the field that the chat template reads; rename {field} to {read} in the messages"
         )
         left_out.add("datasets.field_thinking", "rejected", reason)
-    reject_unknown("datasets", theirs, _AXOLOTL_KNOWN, left_out)
+    left_out.reject_unknown("datasets", theirs, _AXOLOTL_KNOWN)
     entry = {key: value for key, value in entry.items() if value is not None}
     return entry | ({"columns": columns} if columns else {})
 

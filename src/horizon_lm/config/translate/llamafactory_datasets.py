@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config.translate.dataset_lists import read_json, reject_unknown
-from horizon_lm.config.translate.tables import LeftOut
+from horizon_lm.config.translate.tables import LeftOut, read_json
 from horizon_lm.config.yaml_file import read_yaml
 from horizon_lm.paths import exists, require_regular
 
@@ -46,6 +45,9 @@ _LLAMAFACTORY_COLUMNS = {
     "tools": "tools", "history": "history", "chosen": "chosen", "rejected": "rejected",
 }  # fmt: skip
 _LLAMAFACTORY_LOCATION = {"subset": "name", "split": "split", "folder": "data_dir"}
+_LLAMAFACTORY_KNOWN = (
+    *_LLAMAFACTORY_LOCATION, "hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "columns", "formatting", "ranking", "tags",
+)  # fmt: skip
 _LLAMAFACTORY_TAGS = {
     "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"), "observation_tag": ("observation", "tool"),
@@ -64,40 +66,18 @@ def _llamafactory_entry(
     our_names = {"prompt": "text"} if is_text else _LLAMAFACTORY_COLUMNS
     columns = {our_names[key]: column for key, column in their_columns.items() if key in our_names}
     columns = {ours: column for ours, column in columns.items() if ours != column}
-    reject_unknown(
-        where,
-        theirs,
-        (
-            "hf_hub_url",
-            "ms_hub_url",
-            "om_hub_url",
-            "file_name",
-            *_LLAMAFACTORY_LOCATION,
-            "columns",
-            "formatting",
-            "ranking",
-            "tags",
-        ),
-        left_out,
-    )
-    reject_unknown(
-        f"{where}.columns", their_columns, _LLAMAFACTORY_COLUMNS, left_out
-    )  # images, videos, audios, kto_tag
+    left_out.reject_unknown(where, theirs, _LLAMAFACTORY_KNOWN)
+    left_out.reject_unknown(f"{where}.columns", their_columns, _LLAMAFACTORY_COLUMNS)  # images, videos, audios, kto_tag
     if any(value not in _LLAMAFACTORY_TAGS.get(tag, ()) for tag, value in theirs.get("tags", {}).items()):
         left_out.add(
             f"{where}.tags", "rejected", "messages must be {role, content} or {from, value} with the usual roles"
         )
     if bool(theirs.get("ranking")) != (objective == "dpo"):
         left_out.add(where, "rejected", f"it has rows for another objective than {objective}")
-    if (
-        their_columns
-        and "query" not in their_columns
-        and theirs.get("formatting", "alpaca") == "alpaca"
-        and not is_text
-    ):
-        left_out.add(
-            f"{where}.columns", "numbers", "query is not mapped, but a field named input is read if rows have it"
-        )
+    is_alpaca = theirs.get("formatting", "alpaca") == "alpaca" and not is_text
+    if is_alpaca and their_columns and "query" not in their_columns:
+        reason = "query is not mapped, but a field named input is read if rows have it"
+        left_out.add(f"{where}.columns", "numbers", reason)
     return entry | ({"columns": columns} if columns else {})
 
 
@@ -116,24 +96,17 @@ def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objectiv
             left_out.add(key, "rejected", f"{theirs[key]}: no such file")
         else:
             require_regular(place)
-            yield (
-                ours,
-                [_v1_entry(f"{key}.{name}", entry, left_out) for name, entry in read_yaml(str(place))[0].items()],
-            )
+            entries, _ = read_yaml(str(place))
+            yield ours, [_v1_entry(f"{key}.{name}", entry, left_out) for name, entry in entries.items()]
 
 
 def _v1_entry(where: str, theirs: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
     """Return an entry of ``datasets`` for one of such a file."""
     row_format = _V1_FORMATS.get(str(theirs.get("converter")))
     if row_format is None:
-        left_out.add(
-            f"{where}.converter",
-            "rejected",
-            "only alpaca and pair are supported; others train on each turn as a row of its own",
-        )
-    reject_unknown(
-        where, theirs, ("path", "source", "split", "converter"), left_out
-    )  # size and weight draw with replacement
-    return {"path": theirs["path"], "format": row_format} | (
-        {"split": theirs["split"]} if theirs.get("split", "train") != "train" else {}
-    )
+        reason = "only alpaca and pair are supported; others train on each turn as a row of its own"
+        left_out.add(f"{where}.converter", "rejected", reason)
+    # size and weight draw with replacement
+    left_out.reject_unknown(where, theirs, ("path", "source", "split", "converter"))
+    split = {"split": theirs["split"]} if theirs.get("split", "train") != "train" else {}
+    return {"path": theirs["path"], "format": row_format} | split

@@ -3,6 +3,7 @@
 A translation is faithful or rejected: whatever would change the training is an error, unless the user accepts it by name.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,9 @@ from horizon_lm.config.datasets import WITHOUT_ROWS
 from horizon_lm.config.rules import UnusedError
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.text import start_file
-from horizon_lm.config.translate.dataset_entries import translate_datasets
-from horizon_lm.config.translate.dataset_lists import read_json
+from horizon_lm.config.translate.axolotl_datasets import from_axolotl
 from horizon_lm.config.translate.identify import find_objective, find_table, flatten, reject_own_file
+from horizon_lm.config.translate.llamafactory_datasets import from_llamafactory, from_v1
 from horizon_lm.config.translate.tables import (
     LeftOut,
     common,
@@ -25,23 +26,24 @@ from horizon_lm.config.translate.tables import (
     is_on,
     is_set,
     parse_text,
+    read_json,
     remedies,
     table_key,
 )
+from horizon_lm.config.translate.trl_datasets import from_trl
 from horizon_lm.config.yaml_file import read_yaml
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.paths import exists
 
 _DATASETS = ("datasets", "eval_datasets")
+_TRANSLATE_DATASETS = {
+    "TRL": from_trl, "LLaMA-Factory": from_llamafactory, "LLaMA-Factory (v1 layout)": from_v1, "Axolotl": from_axolotl,
+}  # fmt: skip
 _PER_EPOCH = {"evals_per_epoch": ("eval_strategy", "eval_steps"), "saves_per_epoch": ("save_strategy", "save_steps")}
 # Settings that have an effect for other trainers where they are not used here.
 _USED_ELSEWHERE = {
-    "label_smoothing",
-    "load_in_4bit",
-    "adapter_name_or_path",
-    "lora_target_parameters",
-    "lora_modules_to_save",
-}
+    "label_smoothing", "load_in_4bit", "adapter_name_or_path", "lora_target_parameters", "lora_modules_to_save",
+}  # fmt: skip
 
 
 @dataclass
@@ -97,7 +99,7 @@ def translate_file(path: str, objective: str | None = None, accept: Collection[s
     if result.objective != "sft":
         result.settings["objective"] = result.objective
     try:
-        result.settings |= translate_datasets(
+        result.settings |= _translate_datasets(
             table["name"], given, Path(path).expanduser().parent, result.left_out, result.objective
         )
     except (TypeError, AttributeError, LookupError, ValueError) as error:
@@ -114,6 +116,38 @@ def translate_file(path: str, objective: str | None = None, accept: Collection[s
     result.not_needed = [name for name in accept if name not in result.left_out.numbers]
     _reject(result, path, accept)
     return result
+
+
+# Datasets
+
+
+def _translate_datasets(
+    trainer: str, theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
+) -> dict[str, Any]:
+    """Return our ``datasets``, ``eval_datasets`` and the settings that follow from them.
+
+    Args:
+        trainer: name of the other trainer.
+        theirs: its settings.
+        folder: folder of its file.
+        left_out: receives what cannot be translated.
+        objective: objective of the run.
+
+    Raises:
+        ConfigError: a file that lists datasets cannot be read.
+        TypeError, AttributeError, LookupError, ValueError: a setting is not in the format of the trainer.
+    """
+    found = dict(_TRANSLATE_DATASETS[trainer](theirs, folder, left_out, objective))
+    for entry in [*found.get("datasets", []), *found.get("eval_datasets", [])]:
+        if (entry.get("format") == "preference") != (objective == "dpo") and "format" in entry:
+            left_out.add("datasets", "rejected", f"{entry['path']} has rows for another objective than {objective}")
+        if "split" in entry and exists(entry["path"]) and Path(entry["path"]).expanduser().is_file():
+            split = entry.pop("split")
+            if first := re.fullmatch(r"train\[:(\d+)\]", split):
+                entry["max_samples"] = int(first[1])
+            elif split != "train":
+                left_out.add("datasets.split", "rejected", f"{split}: a file has no splits; all of its rows are read")
+    return found
 
 
 # Settings

@@ -1,16 +1,21 @@
 """Read the translation tables: what each setting of another trainer becomes, or what leaving it out would change."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from horizon_lm.config.run import SCHEMAS
+from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.optimizers import OPTIMIZERS
+from horizon_lm.paths import require_regular
 
+_MAX_JSON_CHARS = 2**24
 EFFECTS = ("nothing", "numbers", "rejected")
 
 
@@ -31,6 +36,30 @@ class LeftOut:
     def add(self, name: str, effect: str, reason: str) -> None:
         """Add a setting with one of `EFFECTS`; other text in place of an effect raises AttributeError."""
         getattr(self, effect).setdefault(name, reason)
+
+    def reject_unknown(self, where: str, theirs: Mapping[str, Any], known: Collection[str]) -> None:
+        """Reject the unknown settings of an entry of datasets, since they may change its rows."""
+        for key in theirs:
+            if key not in known and theirs[key] not in (None, False, *_AS_OURS.get(key, ())):
+                reason = _OF_ENTRIES.get(key, "unknown setting, which may matter; remove it")
+                self.add(f"{where}.{key}", "rejected", reason)
+
+
+# Values of settings of Axolotl by which it trains on the tokens that we train on: its defaults.
+_AS_OURS = {
+    "roles_to_train": (["assistant"], ["gpt", "assistant"]),
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+}
+_DRAWN = "these rows would be drawn at random; remove it, or set max_samples or fraction in our file"
+_ALL_ANSWERS = "all answers of the assistant are trained on, each with its end; remove it, or set train_on in our file"
+_OF_ENTRIES = {
+    **dict.fromkeys(("images", "videos", "audios"), "models with pictures, videos or sound are not supported"),
+    **dict.fromkeys(("num_samples", "shards"), _DRAWN),
+    **dict.fromkeys(("roles_to_train", "train_on_eos", "train_on_eot"), _ALL_ANSWERS),
+    "size": "rows would be drawn with replacement; remove it, or set max_samples in our file",
+    "kto_tag": "use horizon_lm.trainer(KTOTrainer) in a script",
+}
 
 
 @cache
@@ -111,7 +140,24 @@ def foreign_trainer(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-# Values of other trainers
+# Files and values of other trainers
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file that a file of another trainer names.
+
+    Raises:
+        ConfigError: it cannot be read, is no JSON, or is larger than any such file.
+    """
+    require_regular(path)
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_JSON_CHARS + 1)
+        if len(text) > _MAX_JSON_CHARS:
+            raise ConfigError(f"{path}: more than {_MAX_JSON_CHARS:,} characters")
+        return json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({first_line(error)})") from error
 
 
 def is_on(value: Any) -> bool:

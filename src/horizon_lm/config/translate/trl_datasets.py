@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config.translate.dataset_lists import reject_unknown
 from horizon_lm.config.translate.tables import LeftOut
 
 
@@ -14,24 +13,18 @@ def from_trl(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objecti
     mixture = theirs.get("dataset_mixture") or {}
     entries: list[dict[str, Any]] = []
     if mixture:
-        reject_unknown("dataset_mixture", mixture, ("datasets", "seed", "test_split_size"), left_out)
+        left_out.reject_unknown("dataset_mixture", mixture, ("datasets", "seed", "test_split_size"))
         entries = [_trl_entry(entry, field, left_out) for entry in mixture["datasets"]]
-        yield from (
-            (ours, mixture[key])
-            for key, ours in (("test_split_size", "test_split_size"), ("seed", "data_seed"))
-            if mixture.get(key) is not None
-        )
+        for key, ours in (("test_split_size", "test_split_size"), ("seed", "data_seed")):
+            if mixture.get(key) is not None:
+                yield ours, mixture[key]
     elif theirs.get("dataset_mixer"):
         entries, held_out = _from_mixer(theirs, left_out)
         if held_out:
             yield "eval_datasets", held_out
     elif theirs.get("dataset_name"):
-        entry = {
-            "path": theirs["dataset_name"],
-            "name": theirs.get("dataset_config"),
-            "split": theirs.get("dataset_train_split"),
-        }
-        entries = [_trl_entry({key: value for key, value in entry.items() if value}, field, left_out)]
+        names = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
+        entries = [_trl_entry({ours: theirs.get(key) for ours, key in names.items()}, field, left_out)]
         if theirs.get("eval_strategy", theirs.get("evaluation_strategy", "no")) not in ("no", False):
             yield "eval_datasets", [entries[0] | {"split": theirs.get("dataset_test_split", "test")}]
         if entries[0].get("split") == "train":
@@ -48,20 +41,11 @@ def from_trl(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objecti
 
 
 _TRL_LOCATION = {
-    "path": "path",
-    "id": "path",
-    "name": "name",
-    "config": "name",
-    "data_dir": "data_dir",
-    "data_files": "data_files",
-    "split": "split",
-}
+    "path": "path", "id": "path", "name": "name", "config": "name", "data_dir": "data_dir", "data_files": "data_files", "split": "split",
+}  # fmt: skip
 _TRL_FORMATS = {  # by column; rows of preferences may have prompts, and others the messages they were made from
-    "chosen": "preference",
-    "prompt": "prompt_completion",
-    "conversations": "sharegpt",
-    "messages": "messages",
-}
+    "chosen": "preference", "prompt": "prompt_completion", "conversations": "sharegpt", "messages": "messages",
+}  # fmt: skip
 
 
 def _trl_entry(theirs: Mapping[str, Any], text_field: str, left_out: LeftOut) -> dict[str, Any]:
@@ -78,7 +62,7 @@ def _trl_entry(theirs: Mapping[str, Any], text_field: str, left_out: LeftOut) ->
         left_out.add("dataset_mixture.weight", "rejected", f"{weight} is not a share of the rows between 0 and 1")
     elif weight < 1:
         entry["fraction"] = float(weight)
-    reject_unknown("datasets", theirs, (*_TRL_LOCATION, "columns", "weight"), left_out)
+    left_out.reject_unknown("datasets", theirs, (*_TRL_LOCATION, "columns", "weight"))
     return entry
 
 
