@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import DatasetConfig
-from horizon_lm.data.card_limits import limited_cards
+from horizon_lm.config.yaml_file import require_few_values
 from horizon_lm.data.text_encoding import encoding_of, not_utf8
 from horizon_lm.errors import DataError, HorizonError, first_line
 from horizon_lm.paths import similar_path
@@ -21,6 +21,7 @@ from horizon_lm.paths import similar_path
 _READERS = ("arrow", "csv", "json", "parquet", "text")  # of `datasets`; others read pickles, images or databases
 _KEPT_TYPES = ("Value", "Json")  # feature types that are stored as they are read, or are parsed from JSON
 _SEPARATORS = (",", ";", "\t")  # of CSV; spreadsheets write semicolons where the comma divides decimals
+_MAX_CARD_CHARS, _MAX_CARD_VALUES = 2**20, 2**18  # cards of hundreds of configs have a tenth of both
 _BATCH_ROWS = 1000  # of Parquet; by default, `datasets` takes the size of the first row group, which may be empty
 
 
@@ -73,7 +74,7 @@ def read_hub(config: DatasetConfig) -> Any:
 
     wanted = {"name": config.name, "data_dir": config.data_dir, "data_files": config.data_files}
     with _readable(config):
-        with limited_cards(config.path), _own_files_only(config):
+        with _limited_cards(config.path), _own_files_only(config):
             builder = datasets.load_dataset_builder(
                 config.path, **{key: value for key, value in wanted.items() if value}
             )
@@ -134,6 +135,39 @@ def _own_files_only(config: DatasetConfig) -> Iterator[None]:
         data_files.resolve_pattern = resolve
     if rejected:  # `datasets` goes on with an older copy in its cache
         raise rejected[0]
+
+
+@contextmanager
+def _limited_cards(place: str) -> Iterator[None]:
+    """Context manager: let PyYAML read only texts that stand for few values. Raise DataError, naming ``place``, for others.
+
+    The YAML of a card may have merge keys or aliases, a kilobyte of which stands for gigabytes.
+    """
+    import yaml  # of huggingface_hub
+
+    load, found = yaml.safe_load, list[DataError]()
+
+    def load_small(text: Any) -> Any:
+        try:
+            if len(text) > _MAX_CARD_CHARS:
+                raise ValueError(f"it has {len(text):,} characters")
+            require_few_values(yaml.parse(text, Loader=yaml.SafeLoader), _MAX_CARD_VALUES)
+        except (ValueError, RecursionError) as error:
+            found.append(
+                DataError(
+                    f"{place}: the YAML of its card is rejected ({error}); download the files of rows, and name them"
+                )
+            )
+            raise found[0] from error
+        return load(text)
+
+    yaml.safe_load = load_small
+    try:
+        yield
+    finally:
+        yaml.safe_load = load
+    if found:  # `datasets` goes on with an older copy in its cache
+        raise found[0]
 
 
 # Features
