@@ -5,11 +5,12 @@ the first turn is not a prefix of the text of the first two. Searching for an an
 occur in headers and end tokens.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from horizon_lm.data.conversations import Message, RowError
+from horizon_lm.data.conversations import Conversation, Message, RowError, has_content
+from horizon_lm.errors import ConfigError
 
 USE_MARKS = "use a template with {% generation %} marks"
 
@@ -63,7 +64,46 @@ def locate_answers(
     return spans
 
 
-def changed_answer(content: str) -> RowError:
+def locate_turns(
+    text: str, conversation: Conversation, render: Callable[..., str], special_tokens: Collection[str]
+) -> list[Span]:
+    """Return the same spans for a conversation with tool calls, by rendering it up to each turn, and up to the turn's end.
+
+    Calls are printed in a way of each template, so they cannot be searched for as contents can. Where the text of the whole
+    begins with that of each start of the conversation, the starts show where a turn begins and ends. Other rows are rejected.
+
+    Args:
+        text: the rendered conversation.
+        conversation: the conversation.
+        render: returns the text of a conversation, followed by the opening of the assistant's next turn if it is called with
+            ``add_generation_prompt=True``.
+        special_tokens: the texts of the tokenizer's special tokens; a turn ends with at most one of them.
+
+    Raises:
+        RowError: the text does not begin with that of a start of the conversation, or the template changes an answer.
+    """
+    spans = []
+    for index, message in enumerate(conversation.messages):
+        if message["role"] != "assistant" or not has_content(message):
+            continue
+        before, after = (replace(conversation, messages=conversation.messages[: index + more]) for more in (0, 1))
+        try:
+            opened, closed = render(before, add_generation_prompt=True), render(after).rstrip()
+        except ConfigError:  # a limit was exceeded
+            raise
+        except Exception:  # a template is a program and may raise any exception, as for a start that ends with a call
+            opened = closed = ""
+        if not (text.startswith(closed) and closed.startswith(opened) and len(opened) < len(closed)):
+            raise RowError(f"tool calls cannot be located in the rendered conversation; {USE_MARKS}")
+        ending = max((len(token) for token in special_tokens if closed.endswith(token)), default=0)
+        start, end = len(opened), len(closed) - ending
+        if not message.get("tool_calls") and message["content"].strip() not in text[start:end]:
+            raise _changed_answer(message["content"])
+        spans.append((start, end))
+    return spans
+
+
+def _changed_answer(content: str) -> RowError:
     """Return the error for an answer that the template does not render as it is."""
     return RowError(
         f"the assistant's answer {shorten(content)} is not in the rendered conversation, because the chat "
@@ -85,7 +125,7 @@ def _place_by_ends(
         if start >= 0 and text[start : start + len(content)] == content:
             placed[index] = (start, start + len(content))
         elif is_answer:
-            raise changed_answer(content)
+            raise _changed_answer(content)
     return placed
 
 
@@ -114,7 +154,7 @@ def _rendered_content(text: str, message: Message, trims: bool) -> str:
         content = content.strip()
     if content in text or message["role"] != "assistant":
         return content if content in text else ""
-    raise changed_answer(content)
+    raise _changed_answer(content)
 
 
 def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:

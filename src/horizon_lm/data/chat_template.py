@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.answer_spans import USE_MARKS, Span, TemplateStyle, locate_answers
+from horizon_lm.data.answer_spans import USE_MARKS, Span, TemplateStyle, locate_answers, locate_turns
 from horizon_lm.data.conversations import Conversation, Message, RowError, has_content
 from horizon_lm.data.template_coverage import RenderedConversation, argument_variants, render_checked
 from horizon_lm.data.template_limits import limit_templates
 from horizon_lm.data.trl_compat import training_template, training_template_file
-from horizon_lm.data.turn_prefixes import locate_turns
 from horizon_lm.errors import ConfigError, first_line
 
 
