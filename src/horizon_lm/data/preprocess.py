@@ -144,12 +144,15 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
     with progress_bars(), ending_with_us():
         for config in datasets:
             source = open_source(config)
-            row_format = _find_row_format(source, options, problems)
+            try:
+                row_format = _find_row_format(source, options.objective)
+            except RowError as error:  # every further row would give the same error
+                problems.add(source.place(0), str(error))
+                continue
             table = _tokenize_source(source, row_format, tokenizer, options)
-            if table is not None and row_format is not None:
-                _count_unused(source, row_format, report)
-                problems.add_all(source, table)
-                parts.append(_select_rows(source, table, options, report))
+            _count_unused(source, row_format, report)
+            problems.add_all(source, table)
+            parts.append(_select_rows(source, table, options, report))
     problems.reject()
     report.rows = TokenTable(parts)
     if not len(report.rows):
@@ -185,17 +188,11 @@ def summary(rows: TokenTable, packed: TokenTable) -> str:
     return f"{count}, {tokens:,} tokens, {targets:,} trained on ({targets / max(1, tokens):.0%})"
 
 
-def _find_row_format(source: Source, options: PreprocessConfig, problems: _Problems) -> RowFormat | None:
-    """Return the format of a dataset, recognized from its first row; add a problem if no format matches."""
-    try:
-        first = source.row(0)
-        _require_columns(source)
-        return find_format(
-            _renamed(first, source), source.config.format, options.objective, source.config.columns or ()
-        )
-    except RowError as error:  # every further row would give the same error
-        problems.add(source.place(0), str(error))
-        return None
+def _find_row_format(source: Source, objective: str) -> RowFormat:
+    """Return the format of a dataset, recognized from its first row. Raise RowError if no format matches."""
+    first, config = source.row(0), source.config
+    _require_columns(source)
+    return find_format(_renamed(first, source), config.format, objective, config.columns or ())
 
 
 def _require_columns(source: Source) -> None:
@@ -224,58 +221,49 @@ def _renamed(row: Any, source: Source) -> Any:
     return rename_fields(row, source.config.columns) if source.config.columns and isinstance(row, dict) else row
 
 
-def _tokenize_source(source: Source, row_format: RowFormat | None, tokenizer: Any, options: PreprocessConfig) -> Any:
+def _tokenize_source(source: Source, row_format: RowFormat, tokenizer: Any, options: PreprocessConfig) -> Any:
     """Return the token table of a dataset, from the cache if available."""
     import datasets
 
-    if row_format is None:
-        return None
+    length = _row_length_limit(options)
     fingerprint = digest(
         _CACHE_VERSION, source.fingerprint, source.config.columns, row_format.name, options.objective, options.train_on,
-        _row_length_limit(options), _tokenizer_state(tokenizer),
+        length, _tokenizer_state(tokenizer),
     )  # fmt: skip
-    is_pair = options.objective == "dpo"
-    features = {
-        **{
-            name: datasets.List(datasets.Value("int32"))
-            for name in ("input_ids", *(["rejected_ids"] if is_pair else []))
-        },
-        **{
-            name: datasets.List(datasets.Value("bool"))
-            for name in ("trained", *(["rejected_trained"] if is_pair else []))
-        },
-        "num_targets": datasets.Value("int32"),
-        "flags": datasets.Value("int16"),
-        "problem": datasets.Value("string"),
-    }
+    of_pairs = ("rejected_ids", "rejected_trained") if options.objective == "dpo" else ()
+    features = datasets.Features(
+        {
+            **{name: datasets.List(datasets.Value("int32")) for name in ("input_ids", *of_pairs[:1])},
+            **{name: datasets.List(datasets.Value("bool")) for name in ("trained", *of_pairs[1:])},
+            "num_targets": datasets.Value("int32"),
+            "flags": datasets.Value("int16"),
+            "problem": datasets.Value("string"),
+        }
+    )
+    tokenize = partial(
+        _tokenize_rows,
+        source=source.without_table(),
+        row_format=row_format,
+        tokenizer=ExampleTokenizer(tokenizer, options.train_on, length),
+        objective=options.objective,
+    )
     try:
         discard_altered_beside(source.table)
-        return record(_map_rows(source, row_format, tokenizer, options, datasets.Features(features), fingerprint))
+        return record(
+            source.table.map(
+                tokenize,
+                batched=True,
+                batch_size=_rows_per_batch(source.table),
+                num_proc=options.num_proc,
+                remove_columns=source.table.column_names,
+                features=features,
+                new_fingerprint=fingerprint,
+                load_from_cache_file=True,
+                desc=visible(f"tokenizing {source.config.path}"),
+            )
+        )
     except OSError as error:
         raise DataError(f"{source.config.path}: {cannot_be_cached(error)}") from error
-
-
-def _map_rows(
-    source: Source, row_format: RowFormat, tokenizer: Any, options: PreprocessConfig, features: Any, fingerprint: str
-) -> Any:
-    """Return the table of tokens of a dataset with these features, cached under a fingerprint."""
-    return source.table.map(
-        partial(
-            _tokenize_rows,
-            source=source.without_table(),
-            row_format=row_format,
-            tokenizer=ExampleTokenizer(tokenizer, options.train_on, _row_length_limit(options)),
-            objective=options.objective,
-        ),
-        batched=True,
-        batch_size=_rows_per_batch(source.table),
-        num_proc=options.num_proc,
-        remove_columns=source.table.column_names,
-        features=features,
-        new_fingerprint=fingerprint,
-        load_from_cache_file=True,
-        desc=visible(f"tokenizing {source.config.path}"),
-    )
 
 
 def _rows_per_batch(table: Any) -> int:
