@@ -7,22 +7,9 @@ from typing import Any
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.training.callback_state import is_tensorboard
 
-# Modules of each tracker, any of which suffices, and the name to install them by.
-_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "azure_ml": (("azureml",), "azureml-sdk"),
-    "clearml": (("clearml",), "clearml"),
-    "codecarbon": (("codecarbon",), "codecarbon"),
-    "comet_ml": (("comet_ml",), "comet_ml"),
-    "dagshub": (("dagshub",), "dagshub mlflow"),
-    "dvclive": (("dvclive",), "dvclive"),
-    "flyte": (("flytekit",), "flytekit"),
-    "mlflow": (("mlflow",), "mlflow"),
-    "neptune": (("neptune",), "neptune"),
-    "swanlab": (("swanlab",), "swanlab"),
-    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
-    "trackio": (("trackio",), "trackio"),
-    "wandb": (("wandb",), "wandb"),
-}
+# Where the name of a tracker is not that of its module, any of which suffices, or not what to install.
+_MODULES = {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
+_PACKAGES = {"azure_ml": "azureml-sdk", "dagshub": "dagshub mlflow", "flyte": "flytekit"}
 
 
 def open_trackers(report_to: str | Sequence[str]) -> list[Any]:
@@ -46,8 +33,8 @@ def open_trackers(report_to: str | Sequence[str]) -> list[Any]:
 
 def _require_package(name: str) -> None:
     """Raise ConfigError if none of a tracker's modules is installed."""
-    modules, package = _PACKAGES[name]
-    if not any(map(find_spec, modules)):
+    if not any(map(find_spec, _MODULES.get(name, (name,)))):
+        package = _PACKAGES.get(name, name)
         raise ConfigError(f"report_to: {name}: its package is not installed; pip install {package}")
 
 
