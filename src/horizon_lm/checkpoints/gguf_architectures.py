@@ -22,14 +22,6 @@ NUMBERS = {
 }
 
 
-def _unchanged(config: Any) -> Mapping[str, Layout]:
-    return {}
-
-
-def _nothing(config: Any) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Architecture:
     """An architecture of GGUF.
@@ -48,8 +40,8 @@ class Architecture:
     name: str
     numbers: Mapping[str, str] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
-    assumed: Callable[[Any], Mapping[str, Any]] = _nothing
-    layouts: Callable[[Any], Mapping[str, Layout]] = _unchanged
+    assumed: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    layouts: Callable[[Any], Mapping[str, Layout]] = lambda config: {}
     scalings: frozenset[str] = frozenset({"linear", "yarn"})
     partial_rotary: bool = False
     in_transformers: bool = True

@@ -6,6 +6,7 @@ transformers would not read back from the file as it was is rejected, except for
 
 import tempfile
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,17 +58,18 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
         raise ModelNotSupportedError(
             f"{source}: models of type {config.model_type} are not written as GGUF; those of type {known} are"
         )
-    gguf, architecture = _package(), ARCHITECTURES[config.model_type]
-    tokenizer = read_tokenizer(gguf, source, config.vocab_size)
+    if find_spec("gguf") is None:
+        raise ConfigError("--format gguf needs the package gguf: pip install 'horizon-lm[gguf]'")
+    architecture, tokenizer = ARCHITECTURES[config.model_type], read_tokenizer(source, config.vocab_size)
     with tempfile.TemporaryDirectory() as name:
         header = Path(name) / FILE
-        with closing(_describe(gguf, config, tokenizer, header)) as writer:
+        with closing(_describe(config, tokenizer, header)) as writer:
             _write_header(writer)
         notes = require_kept(architecture, config, header, source)
-    tensors = Tensors(gguf, architecture, config, checkpoint, getattr(torch, dtype) if dtype else None)
+    tensors = Tensors(architecture, config, checkpoint, getattr(torch, dtype) if dtype else None)
 
     def fill(part: Path) -> None:
-        with closing(_describe(gguf, config, tokenizer, part / FILE)) as writer:
+        with closing(_describe(config, tokenizer, part / FILE)) as writer:
             tensors.announce(writer)
             _write_header(writer)
             tensors.write(writer)
@@ -76,19 +78,13 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
     return Exported(notes + tokenizer.notes, architecture.in_transformers)
 
 
-def _package() -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError("--format gguf needs the package gguf: pip install 'horizon-lm[gguf]'") from error
-    return gguf
-
-
-def _describe(gguf: Any, config: Any, tokenizer: Tokenizer, path: Path) -> Any:
+def _describe(config: Any, tokenizer: Tokenizer, path: Path) -> Any:
     """Return a writer with the metadata of a model and its tokenizer."""
+    import gguf
+
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture.name)
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in architecture.metadata(config).items():
         add[type(value)](f"{architecture.name}.{name}", value)
     tokenizer.add_to(writer)

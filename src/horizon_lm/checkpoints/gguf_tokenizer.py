@@ -67,11 +67,10 @@ class Tokenizer:
         self.special.add_to_gguf(writer, quiet=True)
 
 
-def read_tokenizer(gguf: Any, folder: Path, vocab_size: int) -> Tokenizer:
+def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """Return the tokenizer of a folder.
 
     Args:
-        gguf: the package.
         folder: the folder.
         vocab_size: rows of the embedding; those that the tokenizer does not use get tokens that are never produced.
 
@@ -84,7 +83,7 @@ def read_tokenizer(gguf: Any, folder: Path, vocab_size: int) -> Tokenizer:
         described = json.loads(path.read_text(encoding="utf-8"))
         notes = [*_leave_out(described, vocab_size), *_around_tokens(described)]
         read = _with_byte_fallback if described["model"].get("byte_fallback") else _byte_level
-        tokenizer = read(gguf, described, folder, vocab_size)
+        tokenizer = read(described, folder, vocab_size)
     except (ConfigError, ModelNotSupportedError):
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -113,18 +112,20 @@ def _around_tokens(described: dict[str, Any]) -> list[str]:
     return [f"llama.cpp ignores that the added tokens {', '.join(found)} take spaces around them, or must be words"]
 
 
-def _byte_level(gguf: Any, described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
+def _byte_level(described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
     split = _split(described, folder / _FILE)
-    texts, kinds = _tokens(gguf, described, vocab_size, folder / _FILE)
+    texts, kinds = _tokens(described, vocab_size, folder / _FILE)
     notes = (
         ["transformers' reader does not take digits alone, as llama.cpp does"] if split == SPLITS[DIGITS, False] else []
     )
-    return Tokenizer("gpt2", split, texts, kinds, _special(gguf, folder, vocab_size, load_merges=True), notes=notes)
+    return Tokenizer("gpt2", split, texts, kinds, _special(folder, vocab_size, load_merges=True), notes=notes)
 
 
-def _with_byte_fallback(gguf: Any, described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
+def _with_byte_fallback(described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
+    import gguf
+
     found = scored(described, folder / _FILE)
-    texts, kinds = _tokens(gguf, described, vocab_size, folder / _FILE)
+    texts, kinds = _tokens(described, vocab_size, folder / _FILE)
     for number, text in enumerate(texts):
         if text == described["model"].get("unk_token"):
             kinds[number] = gguf.TokenType.UNKNOWN
@@ -134,12 +135,14 @@ def _with_byte_fallback(gguf: Any, described: dict[str, Any], folder: Path, voca
             texts[number] = as_in_text(text)
     lowest = -float(len(found.scores))  # of tokens that no merge makes
     scores = [found.scores.get(text, lowest) for text in texts]
-    special = _special(gguf, folder, vocab_size, load_merges=False)
+    special = _special(folder, vocab_size, load_merges=False)
     return Tokenizer("llama", "default", texts, kinds, special, scores, found.add_space_prefix, found.notes)
 
 
-def _special(gguf: Any, folder: Path, vocab_size: int, load_merges: bool) -> Any:
+def _special(folder: Path, vocab_size: int, load_merges: bool) -> Any:
     """Return the special tokens of a folder. Those that are added to text are stated, because programs have other defaults."""
+    import gguf
+
     special = gguf.SpecialVocab(folder, load_merges=load_merges, n_vocab=vocab_size)
     for kind in ("bos", "eos"):
         special.add_special_token.setdefault(kind, False)
@@ -167,8 +170,10 @@ def _split(described: dict[str, Any], path: Path) -> str:
     return SPLITS[way]
 
 
-def _tokens(gguf: Any, described: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str], list[int]]:
+def _tokens(described: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str], list[int]]:
     """Return the texts and the types of all tokens, by their ids; raise ConfigError if there are more than a model has."""
+    import gguf
+
     texts = {number: text for text, number in described["model"]["vocab"].items()}
     kinds = dict.fromkeys(texts, gguf.TokenType.NORMAL)
     for each in described["added_tokens"]:
