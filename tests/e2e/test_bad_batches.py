@@ -139,7 +139,7 @@ def test_a_search_leaves_nothing_behind(poisoned: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_is_bounded(poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horizon_lm.training.bad_batches._MOST_TOKENS", 40)
+    monkeypatch.setattr("horizon_lm.training.non_finite._MOST_TOKENS", 40)
     with pytest.raises(NonFiniteError):
         run(poisoned, tmp_path, poisoned_rows(6, 2))
     file = saved(tmp_path)
@@ -150,7 +150,7 @@ def test_a_file_is_bounded(poisoned: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_folder_is_bounded(poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horizon_lm.training.bad_batches._MOST_FILES", 1)
+    monkeypatch.setattr("horizon_lm.training.non_finite._MOST_FILES", 1)
     settings = {"non_finite": "skip", "max_consecutive_skips": None, "max_steps": 3}
     run(poisoned, tmp_path, poisoned_rows(3, 1), **settings)
     assert len(list((tmp_path / "run" / "bad-batches").iterdir())) == 1
