@@ -41,7 +41,7 @@ class Inspection:
     def numbers(self) -> dict[str, Any]:
         """Return statistics of the training rows."""
         training = self.data.training
-        rows, packed, report = training.rows, training.packed, training.report
+        rows, packed, report = training.rows, training.packed, self.data.report
         tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
         numbers: dict[str, Any] = {
             "rows_read": report.read,

@@ -25,14 +25,12 @@ class PreparedData:
 
     Attributes:
         name: name of the data in messages.
-        report: numbers of rows that were read, truncated and left out.
         findings: likely mistakes in the rows.
         rows: the rows in use.
         packed: the same rows after packing; ``rows`` without packing.
     """
 
     name: str
-    report: Report
     findings: Sequence[Finding]
     rows: TokenTable
     packed: TokenTable
@@ -43,12 +41,14 @@ class RunData:
     """The rows of a run.
 
     Attributes:
+        report: numbers of training rows that were read, truncated and left out.
         training: the training rows.
         loader: batches of the training rows.
         parts: the training rows and each eval set, with their findings.
         eval_sets: the packed rows of each eval set, by name.
     """
 
+    report: Report
     training: PreparedData
     loader: Loader
     parts: Sequence[PreparedData]
@@ -117,27 +117,24 @@ def load_data(
     """
     preprocess, eval_preprocess = preprocess_config(config), _eval_preprocess_config(config)
 
-    def prepared(
-        name: str, report: Report, found: Sequence[Finding], rows: TokenTable, by: PreprocessConfig
-    ) -> PreparedData:
+    def prepared(name: str, found: Sequence[Finding], rows: TokenTable, by: PreprocessConfig) -> PreparedData:
         packed = pack_rows(rows, by)
-        return PreparedData(name, report, [*check_lengths(packed, positions), *found], rows, packed)
+        return PreparedData(name, [*check_lengths(packed, positions), *found], rows, packed)
 
     report = prepare(config.datasets or (), tokenizer, preprocess)
     rows, parts = report.rows, []
     if config.test_split_size is not None:
         eval_rows, rows = _split(rows, config.test_split_size, _data_seed(config))
         eval_rows = cut_rows(eval_rows, eval_preprocess)
-        found = check_overlap(eval_rows, rows)
-        parts.append(prepared("held_out", Report(), found, eval_rows, eval_preprocess))
-    training = prepared("training data", report, check_rows(report, tokenizer), rows, preprocess)
+        parts.append(prepared("held_out", check_overlap(eval_rows, rows), eval_rows, eval_preprocess))
+    training = prepared("training data", check_rows(report, tokenizer), rows, preprocess)
     for name, dataset in zip(eval_set_names(config)[len(parts) :], config.eval_datasets or (), strict=True):
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
         found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows)]
-        parts.append(prepared(name, eval_report, found, eval_report.rows, eval_preprocess))
+        parts.append(prepared(name, found, eval_report.rows, eval_preprocess))
     sampler = training_sampler(config, training.packed, rows_per_step)
     loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
-    return RunData(training, loader, [training, *parts], {each.name: each.packed for each in parts})
+    return RunData(report, training, loader, [training, *parts], {each.name: each.packed for each in parts})
 
 
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
