@@ -35,8 +35,7 @@ def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_
     Raises:
         ConfigError: all invalid settings, each with its place, value and remedy.
     """
-    settings, places = read_yaml(path) if path is not None else ({}, SettingPlaces("the command line"))
-    _reject_foreign_file(settings, path)
+    settings, places = _read_file(path) if path is not None else ({}, SettingPlaces("the command line"))
     changes = parse_overrides(overrides)
     places.overridden |= {key: option for option, key, _ in _read_overrides(overrides)}
     return _validate(_apply(settings, changes), places, without_rows)
@@ -51,8 +50,7 @@ def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[
     if isinstance(run, RunConfig) and not changes:
         return run
     if isinstance(run, str | Path):
-        settings, places = read_yaml(str(run))
-        _reject_foreign_file(settings, str(run))
+        settings, places = _read_file(str(run))
     else:
         settings = run.model_dump() if isinstance(run, RunConfig) else dict(run)
         places = SettingPlaces("train()")
@@ -60,11 +58,14 @@ def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[
     return _validate(_apply(settings, changes or {}), places, without_rows=False)
 
 
-def _reject_foreign_file(settings: Mapping[str, Any], path: str | None) -> None:
+def _read_file(path: str) -> tuple[dict[str, Any], SettingPlaces]:
+    """Return the settings of a run file and their places. Raise ConfigError for a file of another trainer."""
+    settings, places = read_yaml(path)
     if trainer := foreign_trainer(settings):
         raise ConfigError(
             f"{path}: this is a file of {trainer}; translate it with horizon-lm init --from {path} > run.yaml"
         )
+    return settings, places
 
 
 def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
