@@ -19,7 +19,7 @@ JSON_SUFFIXES = (".json", ".jsonl")
 READERS = {
     ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".txt": "text", ".arrow": "arrow", ".json": "json", ".jsonl": "json",
 }  # fmt: skip
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")  # after .json or .jsonl
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".zip")  # after .json or .jsonl
 _IGNORED_SUFFIXES = (".md", ".yaml", ".yml", ".py", "")  # files that accompany rows
 _IGNORED_NAMES = ("dataset_info.json", "dataset_infos.json")
 _MAX_FILES = 100_000  # in a folder of rows
@@ -32,7 +32,7 @@ _SPLIT_NAMES = {name: re.compile(rf"(^|[._\- ])({words})([._\- ]|$)") for name, 
 
 def reader_of(file: Path) -> str | None:
     """Return the name of the reader of a file, or None if such files are not read."""
-    if file.suffix in _COMPRESSED and file.with_suffix("").suffix in JSON_SUFFIXES:
+    if file.suffix in COMPRESSED_SUFFIXES and file.with_suffix("").suffix in JSON_SUFFIXES:
         return "json"
     return READERS.get(file.suffix)
 

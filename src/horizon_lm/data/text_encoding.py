@@ -4,12 +4,12 @@ import codecs
 import shlex
 from pathlib import Path
 
+from horizon_lm.data.local_files import COMPRESSED_SUFFIXES
+
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip  # UTF-32 before UTF-16, whose mark is the beginning of its own
-
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 
 
 def encoding_of(file: Path) -> str:
@@ -34,7 +34,7 @@ def not_utf8(file: Path, name: str | None = None) -> str | None:
 
 def _command(file: Path) -> str:
     """Return the hint at a command that converts a file, whose copy keeps the suffix by which it is read; empty if it is compressed."""
-    if file.suffix in _COMPRESSED:
+    if file.suffix in COMPRESSED_SUFFIXES:
         return ""
     source, copy = (shlex.quote(str(each)) for each in (file, file.with_suffix(f".utf8{file.suffix}")))
     return f", as Latin-1 for example: iconv -f LATIN1 -t UTF-8 {source} > {copy}"
