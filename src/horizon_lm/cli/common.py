@@ -166,10 +166,11 @@ def find_model(
     trust_remote_code: bool, allow_unproven_model: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return the request to open a folder or hub id, or adapters on a base, and the tokenizer, before weights are read."""
+    from horizon_lm.data.tokenizer_opening import open_tokenizer
     from horizon_lm.engine.opening.model_opening import OpenRequest
     from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.hub import local_folder
-    from horizon_lm.training.setup import choose_device, open_tokenizer
+    from horizon_lm.training.setup import choose_device
 
     if exists(str(Path(name) / "model" / "config.json")):
         raise ConfigError(f"{name} is the folder of a run; its model is in {Path(name) / 'model'}")

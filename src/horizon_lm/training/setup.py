@@ -10,20 +10,17 @@ from torch import nn
 
 from horizon_lm.config import DpoConfig, RunConfig, TextConfig
 from horizon_lm.data.batch import Batch
+from horizon_lm.data.tokenizer_opening import open_tokenizer
 from horizon_lm.distributed.rendezvous import is_first_of_machine
 from horizon_lm.energy import EnergyMeter
 from horizon_lm.engine.streamed import engine_of, forward_of
-from horizon_lm.errors import CheckpointWarning, ConfigError, HorizonError, UnprovenModelWarning, first_line
+from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
 from horizon_lm.model.source import ModelSource
 from horizon_lm.paths import exists
-from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.residency import ExpectedBatch
 from horizon_lm.quantities import counted
 from horizon_lm.streaming_options import StreamingOptions
 from horizon_lm.training.objectives import Objectives
 from horizon_lm.training.reporter import Reporter
-
-_LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
 
 
 def choose_device(name: str, elsewhere: str = "") -> str:
@@ -86,37 +83,6 @@ def _chat_template(path: str) -> Any:
     return template
 
 
-def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str | None = None) -> Any:
-    """Load the tokenizer in a folder. Raise ConfigError if there is none."""
-    from transformers import AutoTokenizer
-
-    from horizon_lm.data.encoding_panics import report_panics
-    from horizon_lm.data.template_limits import limit_templates
-    from horizon_lm.data.token_growth import require_little_growth, require_little_growth_of_file
-    from horizon_lm.model.folder import code_remedy, gguf_remedy, require_model_files
-
-    limit_templates()
-    report_panics()
-    require_model_files(folder)
-    require_little_growth_of_file(folder / "tokenizer.json")
-    options = {} if gguf_file is None else {"gguf_file": gguf_file}
-    try:
-        # trust_remote_code is passed even if it is False: without it, transformers asks on standard input.
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-        largest = max(tokenizer.get_vocab().values(), default=0)
-        if largest > _LARGEST_TOKEN:
-            raise ValueError(f"it has a token with the number {largest:,}")
-        require_little_growth(tokenizer, folder / "tokenizer.json")
-        return tokenizer
-    except HorizonError:
-        raise
-    except Exception as error:  # the parsers of transformers and tokenizers raise anything
-        raise ConfigError(
-            f"{folder} has no tokenizer that can be read ({first_line(error)})"
-            f"{code_remedy(error) or gguf_remedy(folder) or '; copy tokenizer.json and tokenizer_config.json into it'}"
-        ) from error
-
-
 def check_weights(config: RunConfig, model: ModelSource) -> list[str]:
     """Check the headers of the model's weights, if they are on this machine, and return warnings.
 
@@ -142,6 +108,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
     import transformers
     from transformers.integrations import activate_neftune
 
+    from horizon_lm.engine.opening.model_opening import open_model
     from horizon_lm.model.freezing import freeze
 
     transformers.set_seed(config.seed)
@@ -149,7 +116,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
         if config.gguf_file is None:  # such a file is not checked before
             warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
-        model = _open(config, source, reads_weights, mesh)
+        model = open_model(_request(config, source, reads_weights, mesh))
     freeze(model, config.trainable)
     if isinstance(config, TextConfig) and config.neftune_noise_alpha is not None:
         activate_neftune(model, config.neftune_noise_alpha)  # embeddings run their hooks, as in a plain model
@@ -165,19 +132,14 @@ def has_dropout(model: Any) -> bool:
     return model.training and any(isinstance(each, float) and each > 0 for each in in_config + in_modules)
 
 
-def reserve_buffers(model: Any, plan: Plan) -> None:
-    """Announce the largest batch of a run, so that no buffer has to be replaced by a larger one later."""
-    engine_of(model).expect_batch(ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens))
-
-
-def _open(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any) -> Any:
-    """Open the model of a run, with its adapters."""
-    from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
+def _request(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any) -> Any:
+    """Return the request to open the model of a run, with its adapters."""
+    from horizon_lm.engine.opening.model_opening import OpenRequest
     from horizon_lm.model.adapters import Adapters
     from horizon_lm.model.quantization import requested_quantization
 
     adapters = Adapters.of(config)
-    request = OpenRequest(
+    return OpenRequest(
         name=config.model_name_or_path,
         source=source,
         gguf_file=config.gguf_file,
@@ -190,7 +152,6 @@ def _open(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: Any
             "quantization_config": requested_quantization(config),
         },
     )  # fmt: skip
-    return open_model(request)
 
 
 def open_meter(model: Any) -> EnergyMeter:

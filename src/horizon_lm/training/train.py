@@ -13,8 +13,10 @@ from horizon_lm.data.batch import Batch
 from horizon_lm.data.checks import reject_errors
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.rendezvous import failing_together
+from horizon_lm.engine.streamed import engine_of
 from horizon_lm.model.positions import Positions, positions_of
 from horizon_lm.planning.render import summary_lines
+from horizon_lm.planning.residency import ExpectedBatch
 from horizon_lm.preflight.admission import Admission, apply_plan
 from horizon_lm.preflight.this_machine import agree_on_machine
 from horizon_lm.training import resume, setup
@@ -168,7 +170,8 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     reporter, point, data = run.session.reporter, run.settings.point, run.data
     config, plan, num_steps = run.settings.config, run.settings.plan, run.intervals.num_steps
     model = setup.load_model(config, run.admission.fetch_model(), point is None, run.session.ranks.mesh)
-    setup.reserve_buffers(model, plan)
+    # So that no buffer has to be replaced by a larger one later.
+    engine_of(model).expect_batch(ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens))
     has_noise = isinstance(config, TextConfig) and config.neftune_noise_alpha is not None
     data.loader.pads_to_step = has_noise or setup.has_dropout(model)
     if point is not None:
