@@ -51,14 +51,18 @@ class Translation:
     """A run file of another trainer, translated to our settings.
 
     Attributes:
-        trainer: name of the other trainer.
+        path: their file.
+        table: the translation table of the trainer.
+        theirs: their settings, with those that the trainer assumes.
         objective: objective of the run.
         settings: our settings.
         left_out: their settings that were not translated.
         not_needed: names that were accepted though their settings do not change the numbers, or are not in the file.
     """
 
-    trainer: str
+    path: str
+    table: Mapping[str, Any]
+    theirs: Mapping[str, Any]
     objective: str
     settings: dict[str, Any] = field(default_factory=dict)
     left_out: LeftOut = field(default_factory=LeftOut)
@@ -66,8 +70,9 @@ class Translation:
 
     def text(self, full: bool = False) -> str:
         """Return our run file, headed by the settings that were left out. ``full``: see `start_file`."""
+        trainer = self.table["name"]
         heading = [
-            f"Translated from a file of {self.trainer}. Check it with horizon-lm inspect, which shows what it trains on."
+            f"Translated from a file of {trainer}. Check it with horizon-lm inspect, which shows what it trains on."
         ]
         for title, found in (
             ("Accepted, although it changes the numbers:", self.left_out.numbers),
@@ -75,6 +80,223 @@ class Translation:
         ):
             heading += ["", title, *(f"  {name}: {reason}" for name, reason in found.items())] if found else []
         return start_file(SCHEMAS[self.objective], self.settings, "\n".join(heading), full)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.path).expanduser().parent
+
+    def _translate_datasets(self) -> None:
+        """Add our ``datasets``, ``eval_datasets`` and the settings that follow from them.
+
+        Raises:
+            ConfigError: a file that lists datasets cannot be read, or a setting is not in the format of the trainer.
+        """
+        translate = _TRANSLATE_DATASETS[self.table["name"]]
+        try:
+            found = dict(translate(self.theirs, self._folder, self.left_out, self.objective))
+            for entry in [*found.get("datasets", []), *found.get("eval_datasets", [])]:
+                self._check_entry(entry)
+        except (TypeError, AttributeError, LookupError, ValueError) as error:
+            names = ", ".join(name for name in self.table["datasets"] if name in self.theirs)
+            raise ConfigError(
+                f"{self.path}: {names}: not in the format of {self.table['name']} ({first_line(error)})"
+            ) from error
+        self.settings |= found
+
+    def _check_entry(self, entry: dict[str, Any]) -> None:
+        """Reject an entry of ``datasets`` of another objective, and replace the split of a file."""
+        if (entry.get("format") == "preference") != (self.objective == "dpo") and "format" in entry:
+            reason = f"{entry['path']} has rows for another objective than {self.objective}"
+            self.left_out.add("datasets", "rejected", reason)
+        if "split" in entry and exists(entry["path"]) and Path(entry["path"]).expanduser().is_file():
+            split = entry.pop("split")
+            if first := re.fullmatch(r"train\[:(\d+)\]", split):
+                entry["max_samples"] = int(first[1])
+            elif split != "train":
+                reason = f"{split}: a file has no splits; all of its rows are read"
+                self.left_out.add("datasets.split", "rejected", reason)
+
+    def _translate_settings(self) -> None:
+        """Add all settings but those of data sets."""
+        for key, value in self._effective().items():
+            if key not in self.table["datasets"] or key in self.table["rename"]:
+                try:
+                    self._translate_setting(key, value)
+                except (TypeError, ValueError):
+                    self.left_out.add(key, "rejected", f"{value!r} is not a valid value")
+        self._reject_own_optimizer()
+
+    def _effective(self) -> dict[str, Any]:
+        """Return their settings, excluding those that another setting or the objective makes ineffective."""
+        effective, table = dict(self.theirs), self.table
+        for key, objective in table.get("only_for", {}).items():
+            if key in effective and self.objective != objective:
+                del effective[key]
+                self.left_out.add(key, "nothing", f"it is for objective: {objective}")
+        for winner, loser in table.get("precedence", {}).items():
+            if winner in effective and loser in effective:
+                if parse_text(effective[winner]) or table.get("zero_takes_precedence"):
+                    del effective[loser]
+                    self.left_out.add(loser, "nothing", f"{winner} is also set and takes precedence")
+                else:
+                    del effective[winner]
+        return effective
+
+    def _translate_setting(self, key: str, value: Any) -> None:
+        """Add what a setting becomes: settings of ours, or an entry of what is left out.
+
+        An outcome for its value comes before its name: a text gives effect and reason, a mapping the settings that it stands for.
+        """
+        table, rename = self.table, self.table["rename"]
+        alias, values = table.get("same_values", {}).get(key, key), table.get("values", {})
+        outcomes = {**common()["values"].get(alias, {}), **values.get(key, {})}
+        schema = SCHEMAS[self.objective].model_fields
+        if key in table.get("lists", ()) and isinstance(value, str) and "," in value:
+            value = [part.strip() for part in value.split(",")]
+        outcome = outcomes.get(table_key(value), outcomes.get(table_key(parse_text(value))))
+        if outcome is None and is_on(value):
+            outcome = outcomes.get("any")
+        is_passed = key in values and rename.get(key) in schema  # some values have a meaning of their own
+        if isinstance(outcome, str):
+            effect, _, reason = outcome.partition(": ")
+            self.left_out.add(key, effect, reason)
+        elif outcome is not None:
+            self.settings |= {name: each for name, each in outcome.items() if name in schema}
+        elif rename.get(key) in schema:
+            self.settings[rename[key]] = value
+        elif key in schema and not is_passed and effect_of(key, table) is None:
+            self.settings[key] = value
+        elif key in _PER_EPOCH:
+            self._translate_interval(key, value)
+        elif key in table.get("parts", {}) and {str(each).rpartition(".")[2] for each in value} <= {
+            *table["parts"][key]["names"]
+        }:
+            self.left_out.add(key, "nothing", table["parts"][key]["why"])
+        else:
+            self._leave_out(key, value)
+
+    def _translate_interval(self, key: str, value: Any) -> None:
+        """Translate a number of times per epoch (`evals_per_epoch`) to a strategy and an interval: a share of the run, below 1."""
+        strategy, interval = _PER_EPOCH[key]
+        times = float(value) * float(self.theirs.get("num_epochs", 1))
+        if times > 1:
+            self.settings |= {strategy: "steps", interval: round(1 / times, 6)}
+        else:
+            self.settings[strategy] = "epoch" if times else "no"
+
+    def _leave_out(self, key: str, value: Any) -> None:
+        """Sort a setting that has no translation; one that the tables do not know is rejected, since it may matter."""
+        table = self.table
+        others = [name for name, schema in SCHEMAS.items() if table["rename"].get(key, key) in schema.model_fields]
+        if key in table.get("method_of", {}):
+            return
+        if found := effect_of(key, table):
+            if is_on(value):
+                self.left_out.add(key, *found)
+        elif others:
+            if is_on(value):
+                self.left_out.add(key, "rejected", f"it is for objective: {' or '.join(others)}")
+        else:
+            is_known = key in common()["values"] or key in table.get("values", {})
+            if not is_known or is_on(value):
+                unknown = f"{value!r} is not known here" if is_known else "unknown setting, which may matter; remove it"
+                self.left_out.add(key, "rejected", remedies().get(key, unknown))
+
+    def _reject_own_optimizer(self) -> None:
+        """Reject a configuration of DeepSpeed with an optimizer or a schedule that is not the one of the run file."""
+        config = self.theirs.get("deepspeed")
+        if isinstance(config, str):
+            places = (Path(config), self._folder / config)
+            place = next((each for each in places if exists(str(each))), None)
+            config = read_json(place) if place is not None else {}
+        for part in ("optimizer", "scheduler"):
+            if isinstance(config, Mapping) and part in config:
+                self.left_out.rejected["deepspeed"] = f"it has its own {part}; set it in the run file"
+
+    # Completion and validation
+
+    def _complete(self) -> None:
+        """Add their defaults and the differences of their defaults, and sort what our validation rejects."""
+        table, theirs, left_out = self.table, self.theirs, self.left_out
+        defaults = dict(table.get("defaults", {}))
+        for key, by_value in table.get("defaults_with", {}).items():
+            if is_set(theirs, key):
+                defaults |= by_value.get(table_key(theirs[key]), by_value.get("any", {}))
+        explicit = {*theirs, *self.settings}
+        fields = SCHEMAS[self.objective].model_fields
+        self.settings = {name: value for name, value in defaults.items() if name in fields} | self.settings
+        settings = self.settings
+        for name, other in table.get("twice", {}).items():
+            if name not in theirs and isinstance(value := parse_text(settings.get(other)), int | float):
+                settings[name] = 2 * value
+        if settings.get("adapter_name_or_path"):  # in all these trainers, its own ranks and targets are used
+            for name in AdapterSettings.model_fields.keys() - OF_THE_BASE:
+                settings.pop(name, None)
+        if settings.get("use_peft"):  # adapters are trained on the quantized weights, which have the same values
+            settings.pop("dequantize", None)
+        for key, why in table.get("needs_adapters", {}).items():
+            if key in theirs and not (settings.get("use_peft") or settings.get("dequantize")):
+                left_out.nothing.pop(key, None)
+                left_out.add(key, "rejected", why)
+        if isinstance(steps := parse_text(settings.get("max_steps")), int) and steps > 0:
+            settings.pop("num_train_epochs", None)  # in all these trainers, max_steps takes precedence
+        for name, each in table.get("differences", {}).items():
+            if explicit.isdisjoint(each["unless"]) and self.objective in each.get("objectives", SCHEMAS):
+                left_out.add(name, "numbers", each["why"])
+        names = {ours: name for name, ours in table["rename"].items() if name in theirs}
+        self._sort_invalid({**{name: name for name in explicit}, **names})
+        for name, theirs_too in (("model_name_or_path", table["required"][0]), ("datasets", table["datasets"][0])):
+            if name not in settings and not left_out.rejected.keys() & {*table["datasets"]}:
+                left_out.add(theirs_too, "rejected", "is missing")
+
+    def _sort_invalid(self, theirs: Mapping[str, str]) -> None:
+        """Take out settings that our validation rejects: those that a run would not use change nothing, others are rejected.
+
+        ``theirs`` has their names of settings that are in the file, by our name; other settings are defaults.
+        """
+        settings, left_out = self.settings, self.left_out
+        for _ in range(3 * len(settings)):
+            try:
+                SCHEMAS[self.objective].model_validate(settings, context=WITHOUT_ROWS)
+                return
+            except ValidationError as error:
+                details = [(each["loc"], each, each["msg"].removeprefix("Value error, ")) for each in error.errors()]
+            for loc, _, message in details:
+                if loc[0] in _DATASETS and "path" not in loc[2:3]:  # a path may be one of another machine
+                    left_out.add(".".join(map(str, loc)), "rejected", message)
+            invalid = {
+                str(loc[0]): (each, message)
+                for loc, each, message in details
+                if loc[0] in settings and loc[0] not in _DATASETS
+            }
+            if not invalid:
+                return
+            for name, (each, message) in invalid.items():
+                value = settings.pop(name)
+                if isinstance(value, str) and not isinstance(parsed := parse_text(value), str):
+                    settings[name] = parsed
+                    continue
+                is_unused = isinstance(each.get("ctx", {}).get("error"), UnusedError) and name not in _USED_ELSEWHERE
+                if name in theirs or not is_unused:
+                    effect = "nothing" if is_unused else "rejected"
+                    left_out.add(theirs.get(name, name), effect, f"{value!r} {message}")
+
+    def _reject(self, accept: Collection[str]) -> None:
+        """Raise ConfigError if the translation is not faithful, except for what is accepted."""
+        left_out = self.left_out
+        self.not_needed = [name for name in accept if name not in left_out.numbers]
+        left_out.numbers = {name: why for name, why in left_out.numbers.items() if name not in left_out.rejected}
+        lines = [f"  {name}: {why}" for name, why in left_out.rejected.items()]
+        open_ = {name: why for name, why in left_out.numbers.items() if name not in accept}
+        if open_:
+            options = " ".join(f"--accept {name}" for name in left_out.numbers)
+            lines += [
+                f"these change the numbers; accept them with {options}:",
+                *(f"  {name}: {why}" for name, why in open_.items()),
+                *(f"--accept {name} is not needed" for name in self.not_needed),
+            ]
+        if lines:
+            raise ConfigError("\n".join([f"{self.path}: a run file with the same training cannot be written:", *lines]))
 
 
 def translate_file(path: str, objective: str | None = None, accept: Collection[str] = ()) -> Translation:
@@ -89,248 +311,15 @@ def translate_file(path: str, objective: str | None = None, accept: Collection[s
         ConfigError: the file cannot be read, belongs to no known trainer, is for a method that is not supported, or cannot be
             translated faithfully.
     """
-    theirs, _ = read_yaml(path)
-    theirs = {key: value for key, value in theirs.items() if value is not None}
+    theirs = {key: value for key, value in read_yaml(path)[0].items() if value is not None}
     reject_own_file(theirs, path)
     table = find_table(theirs, path)
-    theirs = flatten(theirs, table.get("flatten", ()))
-    given = {**table.get("assumed", {}), **theirs}
-    result = Translation(table["name"], find_objective(given, table, objective, path))
+    given = {**table.get("assumed", {}), **flatten(theirs, table.get("flatten", ()))}
+    result = Translation(path, table, given, find_objective(given, table, objective, path))
     if result.objective != "sft":
         result.settings["objective"] = result.objective
-    try:
-        result.settings |= _translate_datasets(
-            table["name"], given, Path(path).expanduser().parent, result.left_out, result.objective
-        )
-    except (TypeError, AttributeError, LookupError, ValueError) as error:
-        names = ", ".join(name for name in table["datasets"] if name in theirs)
-        raise ConfigError(f"{path}: {names}: not in the format of {table['name']} ({first_line(error)})") from error
-    for key, value in _effective(given, table, result).items():
-        if key not in table["datasets"] or key in table["rename"]:
-            try:
-                _translate_setting(key, value, table, given, result)
-            except (TypeError, ValueError):
-                result.left_out.add(key, "rejected", f"{value!r} is not a valid value")
-    _reject_own_optimizer(given.get("deepspeed"), Path(path).expanduser().parent, result.left_out)
-    _complete(given, table, result)
-    result.not_needed = [name for name in accept if name not in result.left_out.numbers]
-    _reject(result, path, accept)
+    result._translate_datasets()
+    result._translate_settings()
+    result._complete()
+    result._reject(accept)
     return result
-
-
-# Datasets
-
-
-def _translate_datasets(
-    trainer: str, theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str
-) -> dict[str, Any]:
-    """Return our ``datasets``, ``eval_datasets`` and the settings that follow from them.
-
-    Args:
-        trainer: name of the other trainer.
-        theirs: its settings.
-        folder: folder of its file.
-        left_out: receives what cannot be translated.
-        objective: objective of the run.
-
-    Raises:
-        ConfigError: a file that lists datasets cannot be read.
-        TypeError, AttributeError, LookupError, ValueError: a setting is not in the format of the trainer.
-    """
-    found = dict(_TRANSLATE_DATASETS[trainer](theirs, folder, left_out, objective))
-    for entry in [*found.get("datasets", []), *found.get("eval_datasets", [])]:
-        if (entry.get("format") == "preference") != (objective == "dpo") and "format" in entry:
-            left_out.add("datasets", "rejected", f"{entry['path']} has rows for another objective than {objective}")
-        if "split" in entry and exists(entry["path"]) and Path(entry["path"]).expanduser().is_file():
-            split = entry.pop("split")
-            if first := re.fullmatch(r"train\[:(\d+)\]", split):
-                entry["max_samples"] = int(first[1])
-            elif split != "train":
-                left_out.add("datasets.split", "rejected", f"{split}: a file has no splits; all of its rows are read")
-    return found
-
-
-# Settings
-
-
-def _effective(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Translation) -> dict[str, Any]:
-    """Return their settings, excluding those that another setting or the objective makes ineffective."""
-    effective = dict(theirs)
-    for key, objective in table.get("only_for", {}).items():
-        if key in effective and result.objective != objective:
-            del effective[key]
-            result.left_out.add(key, "nothing", f"it is for objective: {objective}")
-    for winner, loser in table.get("precedence", {}).items():
-        if winner in effective and loser in effective:
-            if parse_text(effective[winner]) or table.get("zero_takes_precedence"):
-                del effective[loser]
-                result.left_out.add(loser, "nothing", f"{winner} is also set and takes precedence")
-            else:
-                del effective[winner]
-    return effective
-
-
-def _translate_setting(
-    key: str, value: Any, table: Mapping[str, Any], theirs: Mapping[str, Any], result: Translation
-) -> None:
-    """Add what a setting becomes to the translation: settings of ours, or an entry of what is left out.
-
-    An outcome for its value comes before its name: a text gives effect and reason, a mapping the settings that it stands for.
-    """
-    rename, alias = table["rename"], table.get("same_values", {}).get(key, key)
-    outcomes = {**common()["values"].get(alias, {}), **table.get("values", {}).get(key, {})}
-    schema = SCHEMAS[result.objective].model_fields
-    if key in table.get("lists", ()) and isinstance(value, str) and "," in value:
-        value = [part.strip() for part in value.split(",")]
-    outcome = outcomes.get(table_key(value), outcomes.get(table_key(parse_text(value))))
-    if outcome is None and is_on(value):
-        outcome = outcomes.get("any")
-    is_passed = key in table.get("values", {}) and rename.get(key) in schema  # some values have a meaning of their own
-    if isinstance(outcome, str):
-        effect, _, reason = outcome.partition(": ")
-        result.left_out.add(key, effect, reason)
-    elif outcome is not None:
-        result.settings |= {name: each for name, each in outcome.items() if name in schema}
-    elif rename.get(key) in schema:
-        result.settings[rename[key]] = value
-    elif key in schema and not is_passed and effect_of(key, table) is None:
-        result.settings[key] = value
-    elif key in _PER_EPOCH:
-        _translate_interval(key, value, theirs, result)
-    elif key in table.get("parts", {}) and {str(each).rpartition(".")[2] for each in value} <= {
-        *table["parts"][key]["names"]
-    }:
-        result.left_out.add(key, "nothing", table["parts"][key]["why"])
-    else:
-        _leave_out(key, value, table, result)
-
-
-def _translate_interval(key: str, value: Any, theirs: Mapping[str, Any], result: Translation) -> None:
-    """Translate a number of times per epoch (`evals_per_epoch`) to a strategy and an interval: a share of the run, below 1."""
-    strategy, interval = _PER_EPOCH[key]
-    times = float(value) * float(theirs.get("num_epochs", 1))
-    if times > 1:
-        result.settings |= {strategy: "steps", interval: round(1 / times, 6)}
-    else:
-        result.settings[strategy] = "epoch" if times else "no"
-
-
-def _leave_out(key: str, value: Any, table: Mapping[str, Any], result: Translation) -> None:
-    """Sort a setting that has no translation; one that the tables do not know is rejected, since it may matter."""
-    others = [name for name, schema in SCHEMAS.items() if table["rename"].get(key, key) in schema.model_fields]
-    if key in table.get("method_of", {}):
-        return
-    if found := effect_of(key, table):
-        if is_on(value):
-            result.left_out.add(key, *found)
-    elif others:
-        if is_on(value):
-            result.left_out.add(key, "rejected", f"it is for objective: {' or '.join(others)}")
-    else:
-        known = {**common()["values"], **table.get("values", {})}
-        if key not in known or is_on(value):
-            reason = remedies().get(
-                key, f"{value!r} is not known here" if key in known else "unknown setting, which may matter; remove it"
-            )
-            result.left_out.add(key, "rejected", reason)
-
-
-def _reject_own_optimizer(theirs: Any, folder: Path, left_out: LeftOut) -> None:
-    """Reject a configuration of DeepSpeed with an optimizer or a schedule that is not the one of the run file."""
-    config = theirs
-    if isinstance(theirs, str):
-        place = next((each for each in (Path(theirs), folder / theirs) if exists(str(each))), None)
-        config = read_json(place) if place is not None else {}
-    for part in ("optimizer", "scheduler"):
-        if isinstance(config, Mapping) and part in config:
-            left_out.rejected["deepspeed"] = f"it has its own {part}; set it in the run file"
-
-
-# Completion and validation
-
-
-def _complete(theirs: Mapping[str, Any], table: Mapping[str, Any], result: Translation) -> None:
-    """Add their defaults and the differences of their defaults, and sort what our validation rejects."""
-    defaults = dict(table.get("defaults", {}))
-    for key, by_value in table.get("defaults_with", {}).items():
-        if is_set(theirs, key):
-            defaults |= by_value.get(table_key(theirs[key]), by_value.get("any", {}))
-    explicit = {*theirs, *result.settings}
-    fields = SCHEMAS[result.objective].model_fields
-    result.settings = {**{name: value for name, value in defaults.items() if name in fields}, **result.settings}
-    settings, left_out = result.settings, result.left_out
-    for name, other in table.get("twice", {}).items():
-        if name not in theirs and isinstance(value := parse_text(settings.get(other)), int | float):
-            settings[name] = 2 * value
-    if settings.get("adapter_name_or_path"):  # in all these trainers, its own ranks and targets are used
-        for name in AdapterSettings.model_fields.keys() - OF_THE_BASE:
-            settings.pop(name, None)
-    if settings.get("use_peft"):  # adapters are trained on the quantized weights, which have the same values
-        settings.pop("dequantize", None)
-    for key, why in table.get("needs_adapters", {}).items():
-        if key in theirs and not (settings.get("use_peft") or settings.get("dequantize")):
-            left_out.nothing.pop(key, None)
-            left_out.add(key, "rejected", why)
-    if isinstance(steps := parse_text(settings.get("max_steps")), int) and steps > 0:
-        settings.pop("num_train_epochs", None)  # in all these trainers, max_steps takes precedence
-    for name, each in table.get("differences", {}).items():
-        if explicit.isdisjoint(each["unless"]) and result.objective in each.get("objectives", SCHEMAS):
-            left_out.add(name, "numbers", each["why"])
-    names = {ours: name for name, ours in table["rename"].items() if name in theirs}
-    _sort_invalid(result, {**{name: name for name in explicit}, **names})
-    for name, theirs_too in (("model_name_or_path", table["required"][0]), ("datasets", table["datasets"][0])):
-        if name not in settings and not left_out.rejected.keys() & {*table["datasets"]}:
-            left_out.add(theirs_too, "rejected", "is missing")
-
-
-def _sort_invalid(result: Translation, theirs: Mapping[str, str]) -> None:
-    """Take out settings that our validation rejects: those that a run would not use change nothing, others are rejected.
-
-    Args:
-        result: the translation.
-        theirs: their names of settings that are in the file, by our name; other settings are defaults.
-    """
-    settings = result.settings
-    for _ in range(3 * len(settings)):
-        try:
-            SCHEMAS[result.objective].model_validate(settings, context=WITHOUT_ROWS)
-            return
-        except ValidationError as error:
-            details = [(each["loc"], each, each["msg"].removeprefix("Value error, ")) for each in error.errors()]
-        for loc, _, message in details:
-            if loc[0] in _DATASETS and "path" not in loc[2:3]:  # a path may be one of another machine
-                result.left_out.add(".".join(map(str, loc)), "rejected", message)
-        invalid = {
-            str(loc[0]): (each, message)
-            for loc, each, message in details
-            if loc[0] in settings and loc[0] not in _DATASETS
-        }
-        if not invalid:
-            return
-        for name, (each, message) in invalid.items():
-            value = settings.pop(name)
-            if isinstance(value, str) and not isinstance(parsed := parse_text(value), str):
-                settings[name] = parsed
-                continue
-            is_unused = isinstance(each.get("ctx", {}).get("error"), UnusedError) and name not in _USED_ELSEWHERE
-            if name in theirs or not is_unused:
-                result.left_out.add(
-                    theirs.get(name, name), "nothing" if is_unused else "rejected", f"{value!r} {message}"
-                )
-
-
-def _reject(result: Translation, path: str, accept: Collection[str]) -> None:
-    """Raise ConfigError if the translation is not faithful, except for what is accepted."""
-    left_out = result.left_out
-    left_out.numbers = {name: why for name, why in left_out.numbers.items() if name not in left_out.rejected}
-    lines = [f"  {name}: {why}" for name, why in left_out.rejected.items()]
-    open_ = {name: why for name, why in left_out.numbers.items() if name not in accept}
-    if open_:
-        options = " ".join(f"--accept {name}" for name in left_out.numbers)
-        lines += [
-            f"these change the numbers; accept them with {options}:",
-            *(f"  {name}: {why}" for name, why in open_.items()),
-            *(f"--accept {name} is not needed" for name in result.not_needed),
-        ]
-    if lines:
-        raise ConfigError("\n".join([f"{path}: a run file with the same training cannot be written:", *lines]))
