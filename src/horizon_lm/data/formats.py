@@ -30,12 +30,14 @@ class RowFormat:
 
     Attributes:
         name: name of the format in the setting `format`.
+        objectives: the objectives that use such rows, the usual one first.
         required: alternative sets of fields; a row must have all fields of one set.
         optional: further fields that are used.
         convert: function from a row to an example; raises RowError if the row is invalid.
     """
 
     name: str
+    objectives: tuple[str, ...]
     required: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...]
     convert: Callable[[Mapping[str, Any]], Example]
@@ -76,7 +78,7 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
         RowError: the row has no known format, or one that the objective does not use.
     """
     require_fields(row)
-    usable = [fmt for fmt in FORMATS if fmt.name in FORMATS_OF_OBJECTIVE[objective]]
+    usable = [fmt for fmt in FORMATS if objective in fmt.objectives]
     if wanted is not None:
         fmt = next(fmt for fmt in FORMATS if fmt.name == wanted)
         if fmt not in usable:
@@ -86,17 +88,16 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
     for fmt in (*named, *usable):
         if fmt.matches(row):
             return fmt
-    others = [fmt.name for fmt in FORMATS if fmt not in usable and fmt.matches(row)]
+    other = next((fmt for fmt in FORMATS if fmt not in usable and fmt.matches(row)), None)
     if "role" in row and "content" in row:
         raise RowError(
             "the row is one message; write each conversation as one row: messages, a list of {role, content}"
         )
     expected = ", ".join(" + ".join(fields) for fmt in usable for fields in fmt.required)
-    if others:
-        usual = next(name for name, formats in FORMATS_OF_OBJECTIVE.items() if others[0] in formats)
+    if other is not None:
         raise RowError(
-            f"rows in {others[0]} format are not supported with objective: {objective}; use objective: {usual}, or rows with the fields "
-            f"{expected}"
+            f"rows in {other.name} format are not supported with objective: {objective}; use objective: {other.objectives[0]}, or rows "
+            f"with the fields {expected}"
         )
     problem = f"the row has {_field_names(row)}, which matches no known format; expected fields: {expected}"
     formats = [(fields, fmt.optional) for fmt in usable for fields in fmt.required]
@@ -294,24 +295,17 @@ def _field_names(row: Mapping[str, Any]) -> str:
 
 _WITH_MESSAGES = ("system", "tools", "chat_template_kwargs")
 _WITH_HISTORY = ("history", *_WITH_MESSAGES)
+_SFT = ("sft",)
 FORMATS = (
     RowFormat(
-        "preference",
-        (("chosen", "rejected"),),
-        ("prompt", "conversations", "instruction", "input", *_WITH_HISTORY),
-        _from_preference,
+        "preference", ("dpo",), (("chosen", "rejected"),), ("prompt", "conversations", "instruction", "input", *_WITH_HISTORY), _from_preference,
     ),
-    RowFormat("messages", (("messages",),), _WITH_MESSAGES, _from_messages),
-    RowFormat("sharegpt", (("conversations",),), _WITH_MESSAGES, _from_sharegpt),
-    RowFormat("prompt_completion", (("prompt", "completion"),), _WITH_MESSAGES, _from_prompt_completion),
-    RowFormat("alpaca", (("instruction", "output"),), ("input", *_WITH_HISTORY), _from_alpaca),
-    RowFormat("question_answer", (("question", "answer"),), _WITH_HISTORY, _from_question_answer),
-    RowFormat("text", (("text",),), (), _from_text),
-)
+    RowFormat("messages", _SFT, (("messages",),), _WITH_MESSAGES, _from_messages),
+    RowFormat("sharegpt", _SFT, (("conversations",),), _WITH_MESSAGES, _from_sharegpt),
+    RowFormat("prompt_completion", _SFT, (("prompt", "completion"),), _WITH_MESSAGES, _from_prompt_completion),
+    RowFormat("alpaca", _SFT, (("instruction", "output"),), ("input", *_WITH_HISTORY), _from_alpaca),
+    RowFormat("question_answer", _SFT, (("question", "answer"),), _WITH_HISTORY, _from_question_answer),
+    RowFormat("text", ("sft", "pretrain"), (("text",),), (), _from_text),
+)  # fmt: skip
 OPTIONAL_FIELDS = ("input", "system", "history", "tools", "chat_template_kwargs")  # fields that rows may lack
-FORMATS_OF_OBJECTIVE = {
-    "sft": ("messages", "sharegpt", "prompt_completion", "alpaca", "question_answer", "text"),
-    "pretrain": ("text",),
-    "dpo": ("preference",),
-}
 _USUAL = {"sft": ("question", "answer"), "pretrain": ("text",), "dpo": ("chosen", "rejected")}  # suggested if in doubt
