@@ -8,11 +8,10 @@ from typing import Any, cast
 from horizon_lm.data.loader import batch_from
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import NonFiniteError
-from horizon_lm.objective.base import Loss, Objective, evaluation_mode
+from horizon_lm.objective.base import Loss, evaluation_mode
 from horizon_lm.training.best_model import BestModel
 from horizon_lm.training.intervals import Control, Intervals
 from horizon_lm.training.part import Part
-from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run import Run, Training
 from horizon_lm.training.run_state import Value
 from horizon_lm.training.saver import Saver
@@ -82,9 +81,8 @@ class Evaluation(Part):
         num_rows = sum(map(len, self._eval_sets.values()))
         with self._reporter.progress("eval set") as advance:
             for name, rows in self._eval_sets.items():
-                objective, size = self._training.objectives.eval_sets[name], self._config.per_device_eval_batch_size
                 own = _Total()
-                for batch_rows in _evaluate_set(own, self._training.model, objective, rows, size, self._ranks):
+                for batch_rows in self._evaluate_set(name, rows, own):
                     done += batch_rows
                     advance(done, num_rows)
                     if done < num_rows:
@@ -97,6 +95,23 @@ class Evaluation(Part):
         if not math.isfinite(line["eval_loss"]):
             raise NonFiniteError(f"after step {step}: the eval loss is {line['eval_loss']}")
         return line
+
+    def _evaluate_set(self, name: str, rows: TokenTable, total: "_Total") -> Iterator[int]:
+        """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch.
+
+        Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
+        """
+        model, objective = self._training.model, self._training.objectives.eval_sets[name]
+        ranks, size = self._ranks, self._config.per_device_eval_batch_size
+        num_batches = -(-len(rows) // size)
+        with evaluation_mode(model):
+            for first in range(0, num_batches, ranks.size):
+                own = first + ranks.rank
+                batch = batch_from(rows, min(own, num_batches - 1) * size, size)
+                loss = objective(model, batch)
+                if own < num_batches:
+                    total.add(_total_of(loss, batch.num_trained))
+                yield min((first + ranks.size) * size, len(rows)) - first * size
 
     def _over_ranks(self, own: "_Total") -> "_Total":
         """Return the sums over all ranks, in their order, so that each of them has the same bits."""
@@ -131,24 +146,6 @@ def _total_of(loss: Loss, num_trained: int) -> _Total:
     token_means = {name: sums.means(len(sums.counts)) for name, sums in loss.token_metrics.items()}
     value = float(loss.value) * loss.weight
     return _Total(value, loss.weight, dict(loss.metrics), token_means, loss.weight == num_trained)
-
-
-def _evaluate_set(
-    total: _Total, model: Any, objective: Objective, rows: TokenTable, batch_size: int, ranks: Ranks
-) -> Iterator[int]:
-    """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch.
-
-    Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
-    """
-    num_batches = -(-len(rows) // batch_size)
-    with evaluation_mode(model):
-        for first in range(0, num_batches, ranks.size):
-            own = first + ranks.rank
-            batch = batch_from(rows, min(own, num_batches - 1) * batch_size, batch_size)
-            loss = objective(model, batch)
-            if own < num_batches:
-                total.add(_total_of(loss, batch.num_trained))
-            yield min((first + ranks.size) * batch_size, len(rows)) - first * batch_size
 
 
 def _means(totals: Sequence[_Total], prefix: str) -> dict[str, float]:

@@ -53,12 +53,12 @@ def make_objectives(
         custom_loss: a user's function to train with, as for `CustomObjective`.
         reference: DPO's reference from a checkpoint; None to compute it.
     """
+    custom = CustomObjective(custom_loss) if custom_loss else None
     if isinstance(config, DpoConfig):
-        return _dpo_objectives(config, model, data, reporter, custom_loss, reference)
+        return _dpo_objectives(config, model, data, reporter, custom, reference)
     from horizon_lm.objective import sft
 
-    training = CustomObjective(custom_loss) if custom_loss else _token_objective(config)
-    return Objectives(training, dict.fromkeys(data.eval_sets, sft.likelihood))
+    return Objectives(custom or _token_objective(config), dict.fromkeys(data.eval_sets, sft.likelihood))
 
 
 def _token_objective(config: RunConfig) -> Objective:
@@ -73,7 +73,7 @@ def _token_objective(config: RunConfig) -> Objective:
 
 
 def _dpo_objectives(
-    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom_loss: Callable[..., Any] | None,
+    config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom: Objective | None,
     saved: Mapping[str, torch.Tensor] | None,
 ) -> Objectives:  # fmt: skip
     """Return the objectives of DPO, with the log-probabilities of the reference for their rows, computed or saved."""
@@ -83,23 +83,18 @@ def _dpo_objectives(
     cache = ReferenceCache(model, reporter.print) if saved is None else None
     values: dict[str, torch.Tensor] = {}
 
-    def reference(name: str, rows: TokenTable, batch_size: int) -> np.ndarray:
-        if cache is None:
-            return _saved_reference(saved or {}, name, rows)
-        with reporter.progress(f"reference of {name}") as advance:
-            return cache.logprobs(rows, batch_size, advance)
-
     def objective_of(name: str, rows: TokenTable, batch_size: int) -> Objective:
-        found = reference(name, rows, batch_size)
+        if cache is None:
+            found = _saved_reference(saved or {}, name, rows)
+        else:
+            with reporter.progress(f"reference of {name}") as advance:
+                found = cache.logprobs(rows, batch_size, advance)
         values[rows.content_hash] = torch.from_numpy(found)
         return Dpo(config, lookup(found))
 
     if cache is not None and cache.problem:
         reporter.print(f"reference: {cache.problem}, so the next run will compute it again")
-    if custom_loss:
-        training: Objective = CustomObjective(custom_loss)
-    else:
-        training = objective_of("training data", data.training.packed, config.reference_batch_size)
+    training = custom or objective_of("training data", data.training.packed, config.reference_batch_size)
     size = config.per_device_eval_batch_size
     eval_sets = {name: objective_of(name, rows, size) for name, rows in data.eval_sets.items()}
     return Objectives(training, eval_sets, values)
