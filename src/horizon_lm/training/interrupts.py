@@ -27,6 +27,7 @@ class Interrupts:
     in other threads this does nothing.
 
     Attributes:
+        kept: returns a sentence about what the run leaves.
         requested: the name of the signal that has arrived, here or at another rank, or the reason that a part of the run has; empty
             if there is none. Only signals of this process are counted: the first after such a reason cuts nothing off.
     """
@@ -40,7 +41,7 @@ class Interrupts:
         self._may_raise = True  # once; again if Python has dropped the KeyboardInterrupt
         self._orders: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # may be used by a signal handler
         self._left, self._lock = threading.Event(), threading.Lock()
-        self._kept: Callable[[], str] = lambda: "Nothing was trained yet."
+        self.kept: Callable[[], str] = lambda: "Nothing was trained yet."
         self.requested = ""
 
     def __enter__(self) -> Self:
@@ -66,11 +67,11 @@ class Interrupts:
             return
         # While the data is prepared, libraries turn KeyboardInterrupt into errors of their own.
         if isinstance(error, KeyboardInterrupt) or not self._finishes_steps:
-            raise InterruptedRunError(f"interrupted by {self.requested}. {self._kept()}") from None
+            raise InterruptedRunError(f"interrupted by {self.requested}. {self.kept()}") from None
 
     def finish_steps(self, kept: Callable[[], str]) -> None:
         """Defer signals to the next `check`. ``kept`` returns a sentence about what the run leaves."""
-        self._finishes_steps, self._kept = True, kept
+        self._finishes_steps, self.kept = True, kept
         self.check("before the first step")
 
     def check(self, when: str, kept: str | None = None) -> None:
@@ -84,10 +85,6 @@ class Interrupts:
             raise InterruptedRunError(
                 f"interrupted {when} by {self.requested}. {self.kept() if kept is None else kept}"
             )
-
-    def kept(self) -> str:
-        """Return a sentence about what the run leaves."""
-        return self._kept()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: let the step end, or raise KeyboardInterrupt where no step is, or on a second signal."""

@@ -111,16 +111,17 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
         may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
         fatal = [_change(name, given, now) for name in changed if name not in may_change]
-        rows = rows_per_step(point, config, num_ranks)
-        ranks_before = rows // _rows_per_step(given)
-        if _rows_per_step(given) != _rows_per_step(now) and rows != _rows_per_step(now) * num_ranks:
-            fatal.append(f"rows per step: {rows} -> {_rows_per_step(now) * num_ranks}")
+        rows, rows_now = rows_per_step(point, config, num_ranks), config.rows_per_step * num_ranks
+        of_rank = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
+        ranks_before = rows // of_rank
+        if of_rank != config.rows_per_step and rows != rows_now:
+            fatal.append(f"rows per step: {rows} -> {rows_now}")
         before, installed = point.manifest.packages, installed_packages()
         fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
         warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
         settled = point.state["settled"]  # the settings of that run, with the choices of its plan
         update = {name: settled[name] for name in _OPEN_TO_PLAN if given[name] == now[name]}
-        if rows != _rows_per_step(now) * num_ranks:
+        if rows != rows_now:
             warnings.append(f"resume: {num_ranks} processes instead of {ranks_before}; a step keeps its {rows} rows")
             # So that memory is planned for the rows that this rank gets.
             own = math.ceil(rows / num_ranks)
@@ -151,11 +152,6 @@ def choice_warnings(point: ResumePoint, given: RunConfig, config: RunConfig) -> 
     # Where the user has changed a setting, another value is no choice of the plan.
     same = [name for name in _OPEN_TO_PLAN if point.state["config"][name] == asked[name]]
     return rounding_warnings({name: settled[name] for name in same}, {name: now[name] for name in same})
-
-
-def _rows_per_step(settings: Mapping[str, Any]) -> int:
-    """Return the rows of a step of one rank."""
-    return int(settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"])
 
 
 def data_position(rows: TokenTable, sampler: Sampler, step: int) -> dict[str, Any]:
