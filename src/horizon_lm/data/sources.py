@@ -296,31 +296,27 @@ def _read_files(config: DatasetConfig, files: Sequence[Path]) -> Source:
 # JSON, read by our own reader
 
 
-def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
-    names = [config.path] if Path(config.path).expanduser().is_file() else [str(file) for file in files]
-    fingerprint = digest(names, _file_states(files))
-    return Source(config, record(_dataset_from_json(names, fingerprint)), fingerprint, is_json=True)
-
-
 def _file_states(files: Sequence[Path]) -> list[Any]:
     """Return values that change when the content of a file changes."""
     stats = [(os.path.realpath(file), file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
 
 
-def _dataset_from_json(names: list[str], fingerprint: str) -> Any:
+def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
     """Return the rows of JSON files as a table of JSON texts and places, from the cache if they are there.
 
     Texts, because the columns of a table have one type each, and rows may differ.
     """
     import datasets
 
+    names = [config.path] if Path(config.path).expanduser().is_file() else [str(file) for file in files]
+    fingerprint = digest(names, _file_states(files))
     if next(_generate_json_rows(names), None) is None:
         raise DataError(f"{', '.join(names)}: no rows found")
     cache = _cache_folder(fingerprint)
     features = datasets.Features({_JSON: datasets.Value("large_string"), _PLACE: datasets.Value("string")})
     try:
-        return datasets.Dataset.from_generator(
+        table = datasets.Dataset.from_generator(
             _generate_json_rows,
             features=features,
             gen_kwargs={"files": names},
@@ -333,6 +329,7 @@ def _dataset_from_json(names: list[str], fingerprint: str) -> Any:
         raise DataError(f"{', '.join(names)}: {first_line(error.__cause__ or error)}") from error
     except OSError as error:
         raise DataError(f"{', '.join(names)}: {cannot_be_cached(error)}") from error
+    return Source(config, record(table), fingerprint, is_json=True)
 
 
 def cannot_be_cached(error: OSError) -> str:
