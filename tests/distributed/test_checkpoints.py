@@ -24,7 +24,6 @@ from horizon_lm.training.last_resort import LastResort
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_checkpoints import RunCheckpoints
 from horizon_lm.training.run_dir import RunDir
-from horizon_lm.training.second_place import SecondPlace
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, build, train, whole
 from tests.support.failing_disk import FailingDisk
@@ -179,7 +178,7 @@ def exporting(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
         how in ("never", "checkpoint"),
     )
     run_dir.take()
-    run_dir._disk, run_dir.second = disk, SecondPlace()
+    run_dir._disk, run_dir.second = disk, None
     write = partial(save_checkpoint, model=model, optimizer=optimizer)
     checkpoints = RunCheckpoints(config, run_dir.path, said.append, model, write, None, ranks)
     last = LastResort(

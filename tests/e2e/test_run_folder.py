@@ -197,8 +197,8 @@ def test_an_interrupted_wait_leaves_a_checkpoint(base: dict[str, Any], tmp_path:
     setup = """
 from pathlib import Path
 from horizon_lm.disk import Disk
-from horizon_lm.training.second_place import SecondPlace
-make, SecondPlace.path = Disk.make_folder, lambda self, what: None
+from horizon_lm.training.run_dir import RunDir
+make, RunDir.elsewhere = Disk.make_folder, lambda self, what: None
 def fail(self, path):
     if path.name == ".model.horizon-part":
         raise PermissionError(1, "Operation not permitted")

@@ -24,7 +24,6 @@ from horizon_lm.training import last_resort
 from horizon_lm.training.last_resort import LastResort
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_dir import RunDir
-from horizon_lm.training.second_place import SecondPlace
 from tests.support.checkpointed_training import digest, opened
 from tests.support.training_steps import step
 
@@ -158,7 +157,7 @@ class Run:
     def export(self, polls: int = 3) -> None:
         """Export. A signal arrives when the run has looked for one so often."""
         looked = count()
-        self.run_dir.second = SecondPlace("run", self.second)
+        self.run_dir.second = self.second
         LastResort(
             self.run_dir, self.said.append,
             lambda: "SIGTERM" if next(looked) >= polls else "", self.save_checkpoint, lambda: self.checkpoint,
@@ -275,7 +274,7 @@ def test_it_waits_and_repeats_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
     run = Run(tmp_path, monkeypatch)
     monkeypatch.setattr(last_resort, "_REPEAT_SECONDS", 0.0)
     monkeypatch.setattr(run, "save_checkpoint", lambda: None)
-    monkeypatch.setattr(SecondPlace, "path", lambda self, what: None)
+    monkeypatch.setattr(RunDir, "elsewhere", lambda self, what: None)
     system = FaultySystem([run.output], 0, errno.EROFS, stays=True)
     tries, agree = count(), Ranks.agree
 
@@ -297,7 +296,7 @@ def test_it_waits_and_repeats_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
 def test_with_a_checkpoint_it_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, monkeypatch)
     monkeypatch.setattr(last_resort, "_SAVED_SECONDS", 0.0)
-    monkeypatch.setattr(SecondPlace, "path", lambda self, what: None)
+    monkeypatch.setattr(RunDir, "elsewhere", lambda self, what: None)
     system = FaultySystem([run.output / ".model", run.output / "model"], 0, errno.EPERM, stays=True)
     with (
         system.active(),
@@ -388,16 +387,18 @@ def test_a_folder_that_is_no_checkpoint_is_kept_by_one(tmp_path: Path, monkeypat
 
 
 def test_the_second_place_is_checked_before_the_training(tmp_path: Path) -> None:
-    def find(num_bytes: int = 100, **settings: Any) -> SecondPlace:
+    def find(num_bytes: int = 100, **settings: Any) -> RunDir:
         given = {"model_name_or_path": "m", "datasets": "d", "output_dir": str(tmp_path / "run"), **settings}
-        return SecondPlace.find(as_config(given), num_bytes)
+        with RunDir(as_config(given)) as run_dir:
+            run_dir.take(num_bytes)
+        return run_dir
 
-    assert find().path("model") is not None
-    assert find(num_bytes=2**60).folder is None
+    assert find().elsewhere("model") is not None
+    assert find(num_bytes=2**60).elsewhere("model") is None
     chosen = find(fallback_dir=str(tmp_path / "new" / "place"))
-    assert chosen.path("model") == tmp_path / "new" / "place" / "run-model"
+    assert chosen.elsewhere("model") == tmp_path / "new" / "place" / "run-model"
     (tmp_path / "new" / "place" / "run-model").mkdir()
-    assert chosen.path("model") == tmp_path / "new" / "place" / "run-model-1"
+    assert chosen.elsewhere("model") == tmp_path / "new" / "place" / "run-model-1"
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"fallback_dir: .*file cannot be written to"):
         find(fallback_dir=str(tmp_path / "file"))

@@ -89,7 +89,7 @@ class LastResort:
 
     def _export_elsewhere(self, model: Any, tokenizer: Any) -> bool:
         """Export the model into the second place. Return whether that was possible."""
-        own = self.run_dir.second.path("model")
+        own = self.run_dir.elsewhere("model")
         place = self.run_dir.ranks.of_first("the second place", None if own is None else str(own))
         if place is None:
             return False
@@ -104,7 +104,7 @@ class LastResort:
     def _report_failure(self, failure: Exception) -> None:
         """Print why the model is not written yet, and what to do."""
         self._reported = time.monotonic()
-        second = self.run_dir.second.folder
+        second = self.run_dir.second
         place = "" if second is None else f" After {format_seconds(_PATIENCE_SECONDS)} it goes to {second}."
         self.report(
             f"{self.run_dir.problem(failure)} The trained model is kept in memory, and written as soon as that is possible: make the "

@@ -11,7 +11,7 @@ from typing import Any, Self
 from horizon_lm.checkpoints.new_folder import unwritable
 from horizon_lm.config import RunConfig
 from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
-from horizon_lm.disk import Disk, part_of, publish_folder, restore_folder, write_file
+from horizon_lm.disk import Disk, free_path, part_of, publish_folder, restore_folder, write_file
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, convert_weights, share_weights
 from horizon_lm.paths import exists
@@ -21,7 +21,7 @@ from horizon_lm.resources import takes_files
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_lock import RunLock
-from horizon_lm.training.second_place import SecondPlace
+from horizon_lm.training.second_place import find_second_place
 
 _RUN_FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "samples.jsonl", "trace.json", "predicted_trace.json", "loss.png", "model",
@@ -45,7 +45,7 @@ class RunDir:
         settings: the text of ``config.yaml``.
         metrics, samples: ``metrics.jsonl`` and ``samples.jsonl``.
         model_dir: the folder of the trained model.
-        second: the place for the model if its folder cannot be written to.
+        second: the folder for the model if its own cannot be written to; None if there is none.
         is_exported: the trained model is there.
 
     Raises:
@@ -59,7 +59,8 @@ class RunDir:
         self._config, self.ranks, self._resumes, self._disk = config, ranks or Ranks(), resumes, disk or Disk()
         self.path, self.settings = Path(config.output_dir).expanduser(), ""
         self.metrics, self.samples = LineFile(self.path / "metrics.jsonl"), LineFile(self.path / "samples.jsonl")
-        self.model_dir, self.is_exported, self.second = self.path / "model", False, SecondPlace()
+        self.model_dir, self.is_exported = self.path / "model", False
+        self.second: Path | None = None
         self._lock, self._saved, self._export_bytes = RunLock(self.path), list[Path](), 0
         self._held_a_run = False
         self._replaceable: dict[Path, Contents | None] = {}  # folders of an earlier run, as they were
@@ -157,7 +158,7 @@ class RunDir:
         """
         if not self.ranks.is_first:
             return
-        self._export_bytes, self.second = export_bytes, SecondPlace.find(self._config, export_bytes)
+        self._export_bytes, self.second = export_bytes, find_second_place(self._config, export_bytes)
         try:
             self._disk.make_folder(self.path)
             self._lock.take()
@@ -166,6 +167,11 @@ class RunDir:
         self._reject_finished_run()  # by a run that was faster
         folders = [self.model_dir, *(self.path.glob("checkpoint-*") if self._held_a_run else ())]
         self._replaceable = {folder: _contents(folder) for folder in folders}
+
+    def elsewhere(self, what: str) -> Path | None:
+        """Return a free path in the second place for a model or a checkpoint; None if there is no second place."""
+        name = Path(os.path.abspath(self.path)).name or "run"
+        return None if self.second is None else free_path(self.second / f"{name}-{what}")
 
     def begin(self, config: RunConfig, plan: Plan) -> None:
         """Write settings and plan, and rename the metrics of an earlier run. The model must be loaded: nothing is left to fail."""

@@ -7,58 +7,38 @@ from contextlib import suppress
 from pathlib import Path
 
 from horizon_lm.config import RunConfig
-from horizon_lm.disk import free_path
 from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.quantities import format_bytes
 from horizon_lm.resources import disk_free, file_system, is_in_memory
 
 
-class SecondPlace:
-    """A folder for the trained model besides ``output_dir``: ``fallback_dir``, or one of the system that has room.
+def find_second_place(config: RunConfig, num_bytes: int) -> Path | None:
+    """Return a folder for the trained model besides ``output_dir``: ``fallback_dir``, or one of the system that has room, if any.
 
     Args:
-        name: the beginning of the names of what is written there.
-        folder: the folder; None if there is none.
+        config: settings of the run.
+        num_bytes: bytes of the exported model.
+
+    Raises:
+        ConfigError: ``fallback_dir`` cannot be written to.
+        DoesNotFitError: ``fallback_dir`` has no room.
     """
-
-    def __init__(self, name: str = "", folder: Path | None = None) -> None:
-        self._name, self.folder = name, folder
-
-    @classmethod
-    def find(cls, config: RunConfig, num_bytes: int) -> "SecondPlace":
-        """Choose and check the second place of a run.
-
-        Args:
-            config: settings of the run.
-            num_bytes: bytes of the exported model.
-
-        Raises:
-            ConfigError: ``fallback_dir`` cannot be written to.
-            DoesNotFitError: ``fallback_dir`` has no room.
-        """
+    if config.fallback_dir is None:
         output_dir = Path(os.path.abspath(Path(config.output_dir).expanduser()))
-        name = output_dir.name or "run"
-        if config.fallback_dir is None:
-            return cls(name, next((each for each in _candidates(output_dir) if _has_room(each, num_bytes)), None))
-        folder = Path(config.fallback_dir).expanduser()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(b"\0")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"fallback_dir: {folder} cannot be written to ({error}); choose another folder"
-            ) from error
-        if not _has_room(folder, num_bytes):
-            raise DoesNotFitError(
-                f"fallback_dir: {folder} has {format_bytes(disk_free(folder))} of free space, and the exported model takes "
-                f"{format_bytes(num_bytes)}; make room, or choose another folder"
-            )
-        return cls(name, folder)
-
-    def path(self, what: str) -> Path | None:
-        """Return a free path for a model or a checkpoint; None if there is no second place."""
-        return None if self.folder is None else free_path(self.folder / f"{self._name}-{what}")
+        return next((each for each in _candidates(output_dir) if _has_room(each, num_bytes)), None)
+    folder = Path(config.fallback_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"fallback_dir: {folder} cannot be written to ({error}); choose another folder") from error
+    if not _has_room(folder, num_bytes):
+        raise DoesNotFitError(
+            f"fallback_dir: {folder} has {format_bytes(disk_free(folder))} of free space, and the exported model takes "
+            f"{format_bytes(num_bytes)}; make room, or choose another folder"
+        )
+    return folder
 
 
 def _candidates(output_dir: Path) -> Iterator[Path]:
