@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
 from horizon_lm.checkpoints.checkpoint import save_checkpoint
-from horizon_lm.checkpoints.copies import verify_copies
-from horizon_lm.checkpoints.manifest import read_manifest, verify
+from horizon_lm.checkpoints.manifest import read_manifest, verify, verify_copies
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DoesNotFitError, InterruptedRunError
 from horizon_lm.training import last_resort

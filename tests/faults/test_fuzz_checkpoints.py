@@ -34,6 +34,6 @@ def test_what_failed_once(target: Target, path: Path, checksums: bool) -> None:
 def test_a_failure_is_seen(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: without one of the checks, some input fails."""
     monkeypatch.setattr(fuzz_checkpoints, "CORPUS", tmp_path / "corpus")
-    monkeypatch.setattr(manifest, "_require_types", lambda manifest: None)
-    assert "Error: " in fuzz(target, "manifest.json", seed=3, stop=lambda count: count >= 2000)  # its third input
+    monkeypatch.setattr(manifest, "_require_tensors_in_files", lambda manifest: None)
+    assert "Error: " in fuzz(target, "manifest.json", seed=3, stop=lambda count: count >= 2000)
     assert len(list((tmp_path / "corpus" / "manifest.json").iterdir())) == 1

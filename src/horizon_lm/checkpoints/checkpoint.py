@@ -9,9 +9,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from horizon_lm.checkpoints.copies import verify_copies
 from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
-from horizon_lm.checkpoints.manifest import Manifest, read_json, require_hash
+from horizon_lm.checkpoints.manifest import Manifest, read_json, require_hash, verify_copies
 from horizon_lm.checkpoints.part_reader import PartReader, unit_of
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file, write_json

@@ -3,18 +3,22 @@
 It is written last, so a folder without one is not a checkpoint. Its own checksum covers everything in it.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import Field, TypeAdapter
 
 from horizon_lm.checkpoints.unit_file import UNITS, hash_file
+from horizon_lm.distributed.mesh import Mesh, fail_together
+from horizon_lm.distributed.same_files import SeenFiles
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.paths import near_path
 from horizon_lm.resources import usable_cores
@@ -24,7 +28,9 @@ FORMAT, VERSION = "horizon-lm checkpoint", 1
 _PACKAGES = ("horizon-lm", "torch", "transformers", "numpy", "numba", "datasets", "trl", "tokenizers")
 _MAX_BYTES = 1 << 30  # of a JSON file
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "I16": 2, "U8": 1}
-_SOURCE_DTYPES = ("float64", "float32", "float16", "bfloat16")
+_Size = Annotated[int, Field(ge=0)]
+_Dtype = Annotated[str, Field(pattern=f"^({'|'.join(_DTYPE_BYTES)})$")]
+_SourceDtype = Annotated[str, Field(pattern="^(float64|float32|float16|bfloat16)$")]
 
 
 @cache
@@ -43,7 +49,7 @@ def installed_packages() -> Mapping[str, str]:
 class FileEntry:
     """A file of a checkpoint: its size in bytes and its xxh3-128."""
 
-    size: int
+    size: _Size
     xxh3_128: str
 
 
@@ -63,11 +69,11 @@ class TensorEntry:
 
     file: str
     tensor: str
-    start: int
-    length: int
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    start: _Size
+    length: _Size
+    dtype: _Dtype
+    shape: tuple[_Size, ...]
+    offset: _Size
     xxh3_64: str
 
 
@@ -86,25 +92,23 @@ class Manifest:
         packages: installed versions.
     """
 
-    step: int
+    step: _Size
     precision: str
     moments: str | None
-    dtypes: Mapping[str, str]
+    dtypes: Mapping[str, _SourceDtype]
     files: Mapping[str, FileEntry]
-    tensors: Iterable[TensorEntry]
+    tensors: Sequence[TensorEntry]
     base: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=installed_packages)
 
     def to_json(self) -> bytes:
         """Return the manifest as the contents of its file."""
-        content = {"format": FORMAT, "version": VERSION, **_fields(self)}
-        text = json.dumps(content, separators=(",", ":"), sort_keys=True, default=_fields)
+        content = {"format": FORMAT, "version": VERSION, **_JSON.dump_python(self)}
+        text = json.dumps(content, separators=(",", ":"), sort_keys=True)
         return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(text.encode())}",\n"checkpoint": {text}}}\n'.encode()
 
 
-def _fields(entry: Any) -> dict[str, Any]:
-    # Not asdict, which copies thousands of entries deeply.
-    return {each.name: getattr(entry, each.name) for each in fields(entry)}
+_JSON = TypeAdapter(Manifest)
 
 
 def read_json(path: Path) -> Any:
@@ -145,18 +149,15 @@ def read_manifest(folder: Path) -> Manifest:
         text = json.dumps(content, separators=(",", ":"), sort_keys=True)
         if outer["xxh3_128"] != xxhash.xxh3_128_hexdigest(text.encode()):
             raise ConfigError(f"{path} is damaged: its checksum is wrong")
-        if content.pop("format") != FORMAT:
+        if content["format"] != FORMAT:
             raise ConfigError(f"{path} is not the manifest of a checkpoint")
-        number = content.pop("version")
-        if number != VERSION:
+        if (number := content["version"]) != VERSION:
             raise ConfigError(
                 f"{folder} has format version {number}, and this is horizon-lm {installed_packages().get('horizon-lm')}, which reads "
                 f"version {VERSION}; use the release that wrote it ({content['packages'].get('horizon-lm')})"
             )
-        files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
-        tensors = [TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in content.pop("tensors")]
-        manifest = Manifest(**content, files=files, tensors=tensors)
-        _require_types(manifest)
+        manifest = _JSON.validate_json(text, strict=True)
+        _require_tensors_in_files(manifest)
         _require_files(folder, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
@@ -165,21 +166,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _require_types(manifest: Manifest) -> None:
-    """Raise ValueError, TypeError or AttributeError if a value is not of its type, or a tensor lies outside of its file."""
-    strings = [manifest.precision, manifest.moments or "", *manifest.packages.values()]
-    strings += [entry.xxh3_128 for entry in manifest.files.values()]
-    strings += manifest.base.values()
-    numbers = [manifest.step, *(entry.size for entry in manifest.files.values())]
-    for each in manifest.tensors:
-        strings += [each.file, each.tensor, each.dtype, each.xxh3_64]
-        numbers += [each.start, each.length, each.offset, *each.shape]
-    if not all(isinstance(each, str) for each in strings):
-        raise ValueError("a name or a hash is not a string")
-    if not all(type(each) is int and each >= 0 for each in numbers):
-        raise ValueError("a size is not a number, or negative")
-    if unknown := set(manifest.dtypes.values()) - set(_SOURCE_DTYPES):
-        raise ValueError(f"the dtypes {unknown} are not those of weights")
+def _require_tensors_in_files(manifest: Manifest) -> None:
+    """Raise ValueError or KeyError if a tensor lies outside of its file."""
     for each in manifest.tensors:
         if each.offset + each.length * _DTYPE_BYTES[each.dtype] > manifest.files[each.file].size:
             raise ValueError(f"{each.tensor} ends outside of {each.file}")
@@ -209,6 +197,33 @@ def verify(folder: Path, manifest: Manifest) -> None:
     with ThreadPoolExecutor(usable_cores()) as threads:
         for name, found in zip(names, threads.map(lambda name: _hash(folder / name), names), strict=True):
             require_hash(folder, manifest, name, found)
+
+
+def verify_copies(mesh: Mesh | None, folder: Path, is_verified: bool = False) -> Manifest:
+    """Verify each copy of a checkpoint once, on the first rank that sees it. Return the manifest, which all copies share.
+
+    Args:
+        mesh: the ranks, all of which call this; None for one.
+        folder: the folder of the checkpoint, by the same path on all ranks.
+        is_verified: the first rank has verified its copy.
+
+    Raises:
+        ConfigError: a copy is damaged, or they are different checkpoints. It is raised on all ranks.
+    """
+    with fail_together(mesh, "the manifest of a checkpoint"):
+        manifest = read_manifest(folder)
+    if mesh is None:
+        verify(folder, manifest)
+        return manifest
+    digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    hashes = mesh.exchange("the contents of a checkpoint", digest)
+    if (rank := next((rank for rank, each in enumerate(hashes) if each != hashes[0]), None)) is not None:
+        raise ConfigError(f"{folder}: rank {rank} has another checkpoint than rank 0; give all machines the same files")
+    seen = SeenFiles(mesh, folder, [MANIFEST, *manifest.files])
+    with fail_together(mesh, "the check of a checkpoint"):
+        if seen.is_first_of_copy and not (is_verified and mesh.rank == 0):
+            verify(folder, manifest)
+    return manifest
 
 
 def _hash(path: Path) -> str:

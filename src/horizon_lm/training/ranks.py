@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from horizon_lm.checkpoints.copies import verify_copies
+from horizon_lm.checkpoints.manifest import verify_copies
 from horizon_lm.config.rules import PerMachine
 from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.batch import Batch

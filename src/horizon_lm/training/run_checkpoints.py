@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import restore
-from horizon_lm.checkpoints.copies import verify_copies
-from horizon_lm.checkpoints.manifest import is_checkpoint
+from horizon_lm.checkpoints.manifest import is_checkpoint, verify_copies
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
 from horizon_lm.disk import Disk, part_of
