@@ -13,6 +13,8 @@ from transformers.trainer_callback import ExportableState
 
 import horizon_lm
 from horizon_lm.checkpoints import checkpoint
+from horizon_lm.checkpoints.part_reader import PartReader
+from horizon_lm.checkpoints.unit_file import UnitFile
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
 from horizon_lm.planning.catalog import own_profile_path
@@ -367,8 +369,7 @@ def test_what_is_left_out_is_missed(
 ) -> None:
     settings, folder, expected = whole
     if kind in SLABS:
-        monkeypatch.setattr(checkpoint, "read_into", without(SLABS[kind]))
-        monkeypatch.setattr(checkpoint, "require_hash", lambda *_: None)
+        monkeypatch.setattr(PartReader, "read", without(SLABS[kind]))
     else:
         read_state = checkpoint.read_state
 
@@ -409,15 +410,14 @@ def test_a_reference_that_is_left_out_is_missed(
             resume(runs, settings, whole, 3, tmp_path / "none")
 
 
-def without(suffix: str) -> Callable[[Path, Any], str]:
-    """Return a function that reads all slabs of a unit but one."""
-    read_into = checkpoint.read_into
+def without(suffix: str) -> Callable[[PartReader, UnitFile], None]:
+    """Return a method that reads all slabs of a unit but one."""
+    read_all = PartReader.read
 
-    def read(path: Path, file: Any) -> str:
+    def read(reader: PartReader, file: UnitFile) -> None:
         kept = [(section, bytes(section.memory())) for section in file.sections if section.suffix == suffix]
-        found = read_into(path, file)
+        read_all(reader, file)
         for section, content in kept:
             section.memory()[:] = content
-        return found
 
     return read

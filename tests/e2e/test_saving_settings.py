@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
-from horizon_lm.checkpoints import checkpoint, manifest, saving
+from horizon_lm.checkpoints import manifest, saving
+from horizon_lm.checkpoints.part_reader import PartReader
+from horizon_lm.checkpoints.unit_file import UnitFile
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, InterruptedRunError, StreamingError
 from horizon_lm.preflight.inputs import open_source
@@ -159,14 +161,14 @@ def test_the_best_model_is_exported(base: dict[str, Any], tmp_path: Path, case: 
 
 def failing_in_the_middle(patch: pytest.MonkeyPatch, folders: tuple[str, ...]) -> None:
     """Let the second unit of a checkpoint be unreadable, after its files were verified."""
-    read = checkpoint._read_unit
+    read = PartReader.read
 
-    def failing(folder: Path, unit: str, file: Any) -> Any:
-        if folder.name in folders and unit == "block1":
-            raise OSError(errno.EIO, "Input/output error", str(folder))
-        return read(folder, unit, file)
+    def failing(reader: PartReader, file: UnitFile) -> None:
+        if reader._folder.name in folders and any(".layers.1." in name for name in file.entries):
+            raise OSError(errno.EIO, "Input/output error", str(reader._folder))
+        read(reader, file)
 
-    patch.setattr(checkpoint, "_read_unit", failing)
+    patch.setattr(PartReader, "read", failing)
 
 
 def test_nothing_is_lost_if_the_best_model_becomes_unreadable(

@@ -1,6 +1,7 @@
 """A damaged checkpoint is rejected by name, before a weight or a random generator has changed."""
 
 import errno
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ pytest.importorskip("xxhash", reason="needs the whole installation")
 from horizon_lm.checkpoints import manifest
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.random_state import random_state
-from horizon_lm.checkpoints.unit_file import hash_file, read_entries
+from horizon_lm.checkpoints.unit_file import hash_file
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.training import resume, run_state
@@ -82,17 +83,19 @@ def damages(saved: Path) -> Iterator[Damage]:
         before = saved / "checkpoint-1" / file
         if before.read_bytes() != (good / file).read_bytes():
             yield Damage("of another step", "" if file == "manifest.json" else file, replaced(before))
-    header, entries = read_entries(good / UNIT)
-    for position in (0, 7, 8, len(header) // 4, len(header) - 1):
+    content = (good / UNIT).read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")  # of the header: the length of its JSON, and the JSON
+    for position in (0, 7, 8, size // 4, size - 1):
         yield Damage(f"header {position}", UNIT, flipped(position))
     suffixes = set()
-    for name, entry in entries.items():
+    for name, entry in json.loads(content[8:size]).items():
+        first, end = (size + offset for offset in entry["data_offsets"])
         suffix = "" if name.startswith(".padding") else name[name.index("weight") + 6 if "weight" in name else 0 :]
         if suffix not in suffixes or name.startswith(".padding"):
             suffixes.add(suffix)
             tensor = "" if name.startswith(".padding") else f" at {name}:"
-            yield Damage(f"{name} first", UNIT, flipped(entry.start), tensor)
-            yield Damage(f"{name} last", UNIT, flipped(entry.start + entry.num_bytes - 1), tensor)
+            yield Damage(f"{name} first", UNIT, flipped(first), tensor)
+            yield Damage(f"{name} last", UNIT, flipped(end - 1), tensor)
     assert suffixes >= {"", ".low", ".exp_avg", ".exp_avg_sq", ".exp_avg_scale", ".exp_avg_sq_scale"}
 
 

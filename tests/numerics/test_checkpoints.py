@@ -18,7 +18,7 @@ from safetensors import safe_open
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
 import horizon_lm
-from horizon_lm.checkpoints import unit_file
+from horizon_lm.checkpoints import manifest
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.checkpoints.random_state import random_state
 from horizon_lm.device.cpu import CpuDevice
@@ -97,7 +97,7 @@ def test_training_goes_on_from_a_checkpoint_exactly(tmp_path: Path) -> None:
 
 def test_loading_allocates_a_chunk_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read into the slabs to which their bytes belong, so a resumed run has the peak of a new one."""
-    monkeypatch.setattr(unit_file, "_CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(manifest, "usable_cores", lambda: 2)  # threads, each with a buffer of a quarter of a MiB
     size = {"hidden_size": 256, "intermediate_size": 1024}
     (saved, optimizer), (model, another) = (opened(precision="fp32_master", size=size, seed=seed) for seed in (0, 1))
     save_checkpoint(tmp_path / "saved", saved, optimizer)

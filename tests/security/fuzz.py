@@ -18,7 +18,6 @@ from pathlib import Path
 import xxhash
 
 from horizon_lm.checkpoints.manifest import FORMAT, MANIFEST, VERSION, read_manifest, verify
-from horizon_lm.checkpoints.unit_file import read_entries
 from horizon_lm.config.load import read_run_config
 from horizon_lm.config.translate import translate_file
 from horizon_lm.data.sources import read_rows
@@ -125,7 +124,6 @@ READERS: dict[str, tuple[Reader, bytes]] = {
     "header": (read_headers, len(_TENSORS).to_bytes(8, "little") + _TENSORS + bytes(32)),
     "index": (_index, b'{"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}'),
     "manifest": (_manifest, json.dumps(_MANIFEST, separators=(",", ":"), sort_keys=True).encode()),
-    "unit file": (read_entries, len(_TENSORS).to_bytes(8, "little") + _TENSORS + bytes(32)),
     "gguf": (read_gguf_header, _GGUF + bytes(-len(_GGUF) % 32 + 32)),
     "profile": (read_profile, json.dumps(asdict(published()["h200"])).encode()),
     "pairs": (_pairs, bytes(200)),

@@ -10,11 +10,11 @@ import safetensors.torch
 import torch
 
 from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
-from horizon_lm.checkpoints.manifest import Manifest, read_json, require_hash, verify_copies
+from horizon_lm.checkpoints.manifest import Manifest, read_json, verify_copies
 from horizon_lm.checkpoints.part_reader import PartReader, unit_of
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
-from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file, write_json
-from horizon_lm.checkpoints.unit_file import LOW, UNITS, UnitFile, hash_file, read_into, require_tensors
+from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file
+from horizon_lm.checkpoints.unit_file import LOW, UNITS, UnitFile
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.disk import Disk, restore_folder
 from horizon_lm.engine.passes.executor import Engine
@@ -73,14 +73,14 @@ def save_checkpoint(
     engine.saves.wait()
     restore_folder(disk, folder)
     engine.foreign_writes.follow()
-    fill = _copied_state(engine, optimizer, state or {}, arrays or {}, disk)
-    describe = _manifest_of(engine, optimizer)
+    contents = _other_files(engine, optimizer, state or {}, arrays or {})
+    manifest = _manifest_of(engine, optimizer)
     files, num_ranks = _unit_files(engine, optimizer), engine.store.shard.count
     rank = 0 if engine.mesh is None else engine.mesh.rank
     if rank >= num_ranks:  # of another copy of the model, which the first one saves
         files = {}
     writer = CheckpointWriter(
-        folder, files, describe, fill, published, disk, rate_limit or RateLimit(None), rank, num_ranks
+        folder, files, manifest, contents, published, disk, rate_limit or RateLimit(None), rank, num_ranks
     )
     _prepare(writer, engine, lambda part: _write_side_files(engine, part, add_files, disk))
     if not files:
@@ -101,47 +101,29 @@ def _require_between_steps(engine: Engine, optimizer: SlabOptimizer | None) -> N
         raise StreamingError("save_checkpoint was called inside a step; call it after optimizer.step()")
 
 
-def _copied_state(
-    engine: Engine,
-    optimizer: SlabOptimizer | None,
-    state: Mapping[str, Any],
-    arrays: Mapping[str, torch.Tensor],
-    disk: Disk,
-) -> Callable[[Path], None]:
-    """Copy what changes with the next step and is in no unit. Return a function that writes the copies into a folder."""
+def _other_files(
+    engine: Engine, optimizer: SlabOptimizer | None, state: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
+) -> dict[str, bytes]:
+    """Return the contents of the files that have what changes with the next step and is in no unit, by name."""
     content = {
         "optimizer": optimizer.scalars() if optimizer else None,
         "random": random_state(devices=not engine.device_lost),
         "state": dict(state),
     }
-    copied = json.loads(json.dumps(content))
-    buffers = unrounded_buffers(engine.parts, engine.store)
-    tensors = {
-        BUFFERS: {name: each.detach().cpu().clone() for name, each in buffers.items()},
-        ARRAYS: {name: array.detach().cpu().clone() for name, array in arrays.items()},
+    tensors = {BUFFERS: unrounded_buffers(engine.parts, engine.store), ARRAYS: arrays}
+    return {STATE: (json.dumps(content, indent=1) + "\n").encode()} | {
+        file: safetensors.torch.save({name: each.detach().cpu().clone() for name, each in group.items()})
+        for file, group in tensors.items()
+        if group
     }
 
-    def fill(part: Path) -> None:
-        """Write the copies into the folder of the checkpoint."""
-        write_json(disk, part / STATE, copied)
-        for name, each in tensors.items():
-            if each:
-                with disk.create(part / name) as output:
-                    output.write(safetensors.torch.save(each))
 
-    return fill
-
-
-def _manifest_of(engine: Engine, optimizer: SlabOptimizer | None) -> Callable[[Any, Any], Manifest]:
-    """Return a function that describes a checkpoint of this moment, once its files are written."""
-    store, base = engine.store, hash_base(engine.store, engine.mesh)
+def _manifest_of(engine: Engine, optimizer: SlabOptimizer | None) -> Manifest:
+    """Return the manifest of a checkpoint of this moment, without its files and tensors."""
+    store = engine.store
     moments, step = (optimizer.moments.kind, optimizer.scalars()["step"]) if optimizer else (None, 0)
-
-    def describe(files: Any, entries: Any) -> Manifest:
-        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in store.source_dtypes.items()}
-        return Manifest(step, store.precision.name, moments, dtypes, files, entries, base)
-
-    return describe
+    dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in store.source_dtypes.items()}
+    return Manifest(step, store.precision.name, moments, dtypes, {}, [], hash_base(store, engine.mesh))
 
 
 def _start(writer: CheckpointWriter, engine: Engine) -> None:
@@ -201,38 +183,29 @@ def load_checkpoint(
 
 
 def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimizer | None) -> dict[str, Any]:
-    """Load a checkpoint whose files may not have been verified, and return the contents of its state file.
+    """Load a checkpoint whose files have been verified, and return the contents of its state file.
 
     Raises:
-        ConfigError: the checkpoint does not fit, and nothing was changed; or a file is damaged, and weights were changed.
+        ConfigError: the checkpoint does not fit, and nothing was changed.
+        ConfigError, OSError: a file cannot be read any more, and weights were changed.
     """
     engine = engine_of(model, "a checkpoint")
     if optimizer is not None:
         _require_own(optimizer, engine)
     store = engine.store
     _require_fit(folder, manifest, engine, optimizer)
-    for name in manifest.files:
-        if not name.startswith(f"{UNITS}/"):
-            require_hash(folder, manifest, name, hash_file(folder / name))
     content, buffers = read_state(folder), read_tensors(folder / BUFFERS)
     require_random_state(content["random"])
-    files = _unit_files(engine, optimizer)
-    # Read piece by piece if ranks have parts of the tensors, now or when they were saved; otherwise into the slabs at once.
-    is_cut = not store.shard.is_whole or any(_name(unit) not in manifest.files for unit in files)
-    reader = PartReader(folder, manifest)
-    for unit, file in files.items():
-        reader.require(file) if is_cut else require_tensors(folder / _name(unit), file)
+    files, reader = _unit_files(engine, optimizer), PartReader(folder, manifest)
+    for file in files.values():
+        reader.require(file)
     _require_buffers(folder, buffers, engine)
     with torch.no_grad():
         engine.drain()
         if optimizer is not None:
             optimizer.load_scalars(content["optimizer"])
         with ThreadPoolExecutor(DISK_THREADS) as threads:
-            if is_cut:
-                list(threads.map(reader.read, files.values()))
-            else:
-                for name, found in threads.map(lambda unit: _read_unit(folder, unit, files[unit]), files):
-                    require_hash(folder, manifest, name, found)
+            list(threads.map(reader.read, files.values()))
         own = persistent_buffers(engine.parts, store)
         for name, value in buffers.items():
             fill_buffer(store, name, own[name], value)
@@ -249,15 +222,6 @@ def _unit_files(engine: Engine, optimizer: SlabOptimizer | None) -> dict[Unit, U
     moments = optimizer.moments if optimizer is not None else None
     units = [u for u in engine.store.units if engine.slab_unit(u) == u and u not in engine.store.frozen]
     return {unit: unit_file(engine.store, moments, unit) for unit in units}
-
-
-def _read_unit(folder: Path, unit: Unit, file: UnitFile) -> tuple[str, str]:
-    name = _name(unit)
-    return name, read_into(folder / name, file)
-
-
-def _name(unit: Unit) -> str:
-    return f"{UNITS}/{unit}.safetensors"
 
 
 def read_state(folder: Path) -> dict[str, Any]:

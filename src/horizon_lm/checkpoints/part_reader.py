@@ -34,9 +34,9 @@ class PartReader:
 
     def require(self, file: UnitFile) -> None:
         """Raise ConfigError if the checkpoint lacks a part of a tensor, or has one of another shape or dtype."""
-        for name, part in file.parts().items():
-            shape, dtype = part.whole or part.shape, file.entries[name].dtype
-            entries = self._found.get(name, [])
+        for name, own in file.entries.items():
+            part, dtype, entries = own.part, own.dtype, self._found.get(name, [])
+            shape = part.whole or part.shape
             if any((each.dtype, each.shape) != (dtype, shape) for each in entries):
                 raise ConfigError(
                     f"{self._folder} has {name} of another shape or dtype than the model, {shape} in {dtype}"
@@ -46,11 +46,10 @@ class PartReader:
 
     def read(self, file: UnitFile) -> None:
         """Read the parts that a unit's file would have into memory."""
-        targets = file.memory_of_tensors()
-        for name, part in file.parts().items():
-            size = file.entries[name].num_bytes // max(1, part.numel)
+        for name, own in file.entries.items():
+            part, size = own.part, len(own.memory) // max(1, own.part.numel)
             for entry, start, stop in self._overlaps(name, part):
-                target = targets[name][(start - part.first) * size : (stop - part.first) * size]
+                target = own.memory[(start - part.first) * size : (stop - part.first) * size]
                 with (self._folder / entry.file).open("rb", buffering=0) as stream:
                     stream.seek(entry.offset + (start - entry.start) * size)
                     while target:

@@ -6,16 +6,15 @@ is on disk.
 """
 
 import json
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -146,8 +145,8 @@ class CheckpointWriter:
     Args:
         folder: the folder to write.
         files: the layout of each unit's file.
-        describe: returns the manifest for these files and tensors.
-        fill: writes the other files into the folder, in the thread that finishes last.
+        manifest: the manifest, to which files and tensors are added.
+        contents: the contents of the other files, by name.
         published: called when the checkpoint is on disk.
         disk: file operations.
         rate_limit: limits the bytes per second.
@@ -159,8 +158,8 @@ class CheckpointWriter:
         self,
         folder: Path,
         files: Mapping[Unit, UnitFile],
-        describe: Callable[[Mapping[str, FileEntry], Sequence[TensorEntry]], Manifest],
-        fill: Callable[[Path], None],
+        manifest: Manifest,
+        contents: Mapping[str, bytes],
         published: Callable[[], None],
         disk: Disk,
         rate_limit: RateLimit,
@@ -170,7 +169,7 @@ class CheckpointWriter:
         self._rank, self._num_ranks = rank, num_ranks
         self.saving = Saving(folder, sum(file.num_bytes for file in files.values()))
         self._part = part_of(folder)  # the folder under its temporary name
-        self._files, self._describe, self._fill, self._published = files, describe, fill, published
+        self._files, self._manifest, self._contents, self._published = files, manifest, contents, published
         self._disk, self._rate_limit = disk, rate_limit
         self._entries: dict[str, FileEntry] = {}
         self._tensors: dict[str, list[TensorEntry]] = {}
@@ -198,7 +197,7 @@ class CheckpointWriter:
         """Return the moves that write the files of each unit."""
         found: dict[Unit, list[Move]] = {}
         for unit, file in self._files.items():
-            found.setdefault(unit.home, []).append(_WriteUnit(self._write(unit, file), self._writing))
+            found.setdefault(unit.home, []).append(_Write(self._write(unit, file), self._writing))
         return found
 
     def write_units(self) -> None:
@@ -254,7 +253,7 @@ class CheckpointWriter:
 
     def _write_file(self, unit: Unit, file: UnitFile) -> Iterator[None]:
         """Write and hash a unit's file, chunk by chunk, and add its entries for the manifest; stop once the checkpoint has
-        failed. Yield after each chunk, because a simulated device does other work in between (`_WriteChunk`).
+        failed. Yield after each chunk, because a simulated device does other work in between (`_Write`).
         """
         name, digest = file_name(unit, self._rank, self._num_ranks), xxhash.xxh3_128()
         with self._disk.create(self._part / name, direct=True) as output:
@@ -290,14 +289,16 @@ class CheckpointWriter:
             write_file(disk, part / _handover(self._rank), json.dumps({"files": files, "tensors": entries}).encode())
             return
         others = self._take_over()
-        self._fill(part)
+        for name, content in self._contents.items():
+            with disk.create(part / name) as output:
+                output.write(content)
         for path in sorted(path for path in part.rglob("*") if path.is_file()):
             name = path.relative_to(part).as_posix()
             if name not in self._entries:
                 self._entries[name] = FileEntry(path.stat().st_size, hash_file(path))
         tensors = [entry for unit in self._files for entry in self._tensors[unit]] + others
         with disk.create(part / MANIFEST) as output:
-            output.write(self._describe(self._entries, tensors).to_json())
+            output.write(replace(self._manifest, files=self._entries, tensors=tensors).to_json())
         if (kept := publish_folder(disk, folder, _is_replaceable)) is not None:
             warn(f"{folder} was no checkpoint, and is now {kept}", RuntimeWarning)
         self._published()
@@ -337,33 +338,20 @@ class CheckpointWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class _WriteUnit:
-    """The writing of one file, as a move: whole, or one chunk at a time on a simulated device."""
+class _Write:
+    """The writing of one file, as a move: what is left of it, or one chunk at a time on a simulated device."""
 
     chunks: Iterator[None]
     writing: Callable[[], AbstractContextManager[None]]
+    most: int | None = None  # chunks; None for all
     host_bytes: int = 0  # nothing crosses the link
 
     def run(self, link: Link) -> None:
         with self.writing():
-            deque(self.chunks, 0)
+            deque(islice(self.chunks, self.most), 0)
 
     def split(self, parts: int) -> list[Move]:
-        return [*(_WriteChunk(self.chunks, self.writing) for _ in range(parts)), self]
-
-
-@dataclass(frozen=True, slots=True)
-class _WriteChunk:
-    chunks: Iterator[None]
-    writing: Callable[[], AbstractContextManager[None]]
-    host_bytes: int = 0
-
-    def run(self, link: Link) -> None:
-        with self.writing():
-            next(self.chunks, None)
-
-    def split(self, parts: int) -> list[Move]:
-        return [self]
+        return [*(replace(self, most=1) for _ in range(parts)), self] if self.most is None else [self]
 
 
 def _is_replaceable(old: Path) -> bool:
@@ -373,14 +361,7 @@ def _is_replaceable(old: Path) -> bool:
 
 def _tensor_entries(name: str, file: UnitFile) -> Iterable[TensorEntry]:
     """Yield the manifest's entries for the tensors of a file. A part of a tensor has its place in the whole."""
-    hashes, parts = file.hashes(), file.parts()
     for tensor, entry in file.entries.items():
-        part, length = parts[tensor], math.prod(entry.shape)
-        shape = part.whole or entry.shape
-        yield TensorEntry(name, tensor, part.first, length, entry.dtype, shape, entry.start, hashes[tensor])
-
-
-def write_json(disk: Disk, path: Path, content: Any) -> None:
-    """Write a JSON file."""
-    with disk.create(path) as output:
-        output.write((json.dumps(content, indent=1) + "\n").encode())
+        part, digest = entry.part, xxhash.xxh3_64_hexdigest(entry.memory)
+        shape = part.whole or part.shape
+        yield TensorEntry(name, tensor, part.first, part.numel, entry.dtype, shape, entry.start, digest)
