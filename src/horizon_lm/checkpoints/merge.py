@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,12 +173,12 @@ class _MergedFolder:
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
         """Return meta tensors for each unit, with the shapes and dtypes of those that `unit` returns."""
-        return [self._emit(unit, self._copies(unit, read=False), self._described(unit)) for unit in self._units]
+        return [self._emit(unit, self._meta(unit.copies), self._described(unit)) for unit in self._units]
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit by their names in the folder."""
         unit = self._units[index]
-        found = self._emit(unit, self._copies(unit, read=True), self._merge(unit))
+        found = self._emit(unit, self._checkpoint.read(unit.copies), self._merge(unit))
         for name, tensor in found.items():
             if tensor.dtype in TRAINED_DTYPES:
                 require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
@@ -256,12 +256,10 @@ class _MergedFolder:
 
     # Tensors
 
-    def _copies(self, unit: _Unit, *, read: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors of a unit that are copied, or meta tensors of them."""
-        targets = {name: Target(name, {name: None}, None) for name in unit.copies}
-        if not read:
-            return {name: self._describe(target)[name] for name, target in targets.items()}
-        return self._checkpoint.read(unit.copies)
+    def _meta(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return meta tensors with the shapes and dtypes of the base's, by their names in the checkpoint."""
+        headers = {name: self._headers[name] for name in names}
+        return {name: torch.empty(h.shape, dtype=dtype_of(h), device="meta") for name, h in headers.items()}
 
     def _described(self, unit: _Unit) -> dict[str, torch.Tensor]:
         """Return meta tensors of those that `_merge` returns."""
@@ -301,11 +299,7 @@ class _MergedFolder:
 
     def _describe(self, target: Target) -> dict[str, torch.Tensor]:
         """Return meta tensors of the model that a target gives, by name."""
-        dtype = self._stored_dtype(target)
-        shapes = {name: self._headers[name].shape for name in target.sources}
-        return target.convert(
-            self._model, {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        )
+        return target.convert(self._model, self._meta(target.sources))
 
     def _read(self, name: str) -> torch.Tensor:
         """Return a tensor of the base by its name in the model; the value of a new model if the checkpoint has none."""
