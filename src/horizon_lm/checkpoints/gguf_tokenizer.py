@@ -1,11 +1,11 @@
 """The tokenizer of a folder as metadata of a GGUF file: BPE, byte-level or with byte fallback."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.checkpoints.gguf_sentencepiece import as_in_text, is_byte, scored
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
 
 _FILE = "tokenizer.json"
@@ -122,21 +122,31 @@ def _byte_level(described: dict[str, Any], folder: Path, vocab_size: int) -> Tok
 
 
 def _with_byte_fallback(described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
+    """Return a tokenizer with the scores with which llama.cpp joins the same pairs as its merges: in the order of the scores.
+
+    Raises:
+        ModelNotSupportedError: no scores have the effect of the merges, or text is prepared in a way that llama.cpp does not have.
+    """
     import gguf
 
-    found = scored(described, folder / _FILE)
-    texts, kinds = _tokens(described, vocab_size, folder / _FILE)
+    model, path = described["model"], folder / _FILE
+    lacks_bytes = not model["vocab"].keys() >= _BYTES
+    if lacks_bytes or model.get("dropout") or model.get("ignore_merges") or model.get("continuing_subword_prefix"):
+        raise ModelNotSupportedError(f"{path}: this kind of BPE with byte fallback is not written as GGUF")
+    add_space_prefix, notes = _space_prefix(described, path)
+    of_merged = _scores(described, path)
+    texts, kinds = _tokens(described, vocab_size, path)
     for number, text in enumerate(texts):
-        if text == described["model"].get("unk_token"):
+        if text == model.get("unk_token"):
             kinds[number] = gguf.TokenType.UNKNOWN
-        elif is_byte(text):
+        elif text in _BYTES:
             kinds[number] = gguf.TokenType.BYTE
         elif kinds[number] == gguf.TokenType.USER_DEFINED:
-            texts[number] = as_in_text(text)
-    lowest = -float(len(found.scores))  # of tokens that no merge makes
-    scores = [found.scores.get(text, lowest) for text in texts]
+            texts[number] = text.replace(_SPACE, " ")  # llama.cpp looks for it before spaces are replaced
+    lowest = -float(len(of_merged))  # of tokens that no merge makes
+    scores = [of_merged.get(text, lowest) for text in texts]
     special = _special(folder, vocab_size, load_merges=False)
-    return Tokenizer("llama", "default", texts, kinds, special, scores, found.add_space_prefix, found.notes)
+    return Tokenizer("llama", "default", texts, kinds, special, scores, add_space_prefix, notes)
 
 
 def _special(folder: Path, vocab_size: int, load_merges: bool) -> Any:
@@ -188,3 +198,77 @@ def _tokens(described: dict[str, Any], vocab_size: int, path: Path) -> tuple[lis
         [texts.get(number, f"[PAD{number}]") for number in numbers],
         [kinds.get(number, gguf.TokenType.UNUSED) for number in numbers],
     )
+
+
+# BPE with byte fallback (Llama 2, Mistral, Gemma)
+
+_SPACE = "\u2581"
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_PREPEND = {"type": "Prepend", "prepend": _SPACE}
+_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_BYTES = frozenset(f"<0x{number:02X}>" for number in range(256))
+
+
+def _scores(described: dict[str, Any], path: Path) -> dict[str, float]:
+    """Return scores in the order of the merges: 0 for the tokens that are made first, then -1, ..."""
+    model, added = described["model"], {each["content"] for each in described["added_tokens"]}
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    scores: dict[str, float] = {}
+    for rank, equals in enumerate(_ranks(pairs)):
+        tokens, lengths = {"".join(pair) for pair in equals}, [(len(first), len(second)) for first, second in equals]
+        if len(tokens) > 1 and lengths != sorted(lengths, reverse=True):
+            raise ModelNotSupportedError(f"{path}: no score of {min(tokens)!r} has the effect of its merges")
+        scores |= dict.fromkeys(tokens, -float(rank))
+    merged = set(pairs)
+    for token in model["vocab"].keys() - added:
+        for cut in range(1, len(token)):
+            pair = (token[:cut], token[cut:])
+            if pair not in merged and all(part in model["vocab"] and part not in added for part in pair):
+                raise ModelNotSupportedError(
+                    f"{path}: llama.cpp joins {' and '.join(map(repr, pair))}, which no merge does"
+                )
+    return scores
+
+
+def _ranks(pairs: list[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
+    """Yield the merges of each token, or of tokens between whose merges there are others of them.
+
+    The latter is how transformers writes merges of tokens with equal scores, such as runs of spaces: by length.
+    """
+    ends = {"".join(pair): index for index, pair in enumerate(pairs)}
+    start = end = 0
+    for index, pair in enumerate(pairs):
+        if index > end:
+            yield pairs[start:index]
+            start = index
+        end = max(end, ends["".join(pair)])
+    yield pairs[start:]
+
+
+def _space_prefix(described: dict[str, Any], path: Path) -> tuple[bool, list[str]]:
+    """Return whether llama.cpp adds a space to the beginning of text, and lines on where the tokenizer does not."""
+    normalizers = _parts(described.get("normalizer"), "normalizers")
+    splits = _parts(described.get("pre_tokenizer"), "pretokenizers")
+    if normalizers == [_PREPEND, _REPLACE] and not splits:
+        spaced = [each["content"] for each in described["added_tokens"] if each["normalized"]]
+        after = f"llama.cpp finds the added tokens {', '.join(spaced)} anywhere in text, but the tokenizer only after a space"
+        return True, [after] if spaced else []
+    if normalizers == [_REPLACE] and splits in ([], [_SPLIT]):
+        return False, []
+    if not normalizers and [part["type"] for part in splits] == ["Metaspace"]:
+        space = splits[0]
+        if space["replacement"] == _SPACE and space.get("split") is False:
+            scheme = space.get("prepend_scheme", "always")
+            more = "before text that begins with a space, llama.cpp adds one more than the tokenizer"
+            if scheme == "first":
+                more = f"after special tokens, and {more}"
+            return scheme != "never", [more] if scheme != "never" else []
+    raise ModelNotSupportedError(f"{path}: llama.cpp does not have this tokenizer's way of preparing text")
+
+
+def _parts(described: dict[str, Any] | None, kind: str) -> list[dict[str, Any]]:
+    """Return the members of a sequence of normalizers or splits, or the only one."""
+    if described is None:
+        return []
+    found: list[dict[str, Any]] = described.get(kind, [described])
+    return found
