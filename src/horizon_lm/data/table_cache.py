@@ -3,6 +3,7 @@
 A file ``TABLE.arrow.xxh3`` beside each table has its size and hash.
 """
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import xxhash
 
 _SUFFIX = ".xxh3"
-_CHUNK_BYTES = 2**24
 
 
 def record(table: Any) -> Any:
@@ -51,8 +51,6 @@ def _altered(folder: Path) -> list[Path]:
 
 def _describe(path: Path) -> str:
     """Return the size and hash of a file as text."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
         return f"{file.tell()} {digest.hexdigest()}\n"
