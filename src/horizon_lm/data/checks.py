@@ -111,7 +111,7 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
 def _untemplated(report: Report) -> Finding:
     """Return the finding of prompts and answers that are text, with the forms that the chat template is applied to."""
     fields, remedy = "prompt and completion", "write them as messages, or rename the fields to instruction and output"
-    if report.objective == "dpo":
+    if any(part.num_sequences == 2 for part in report.rows.parts):  # preferences
         fields = "prompt, chosen and rejected"
         remedy = "write them as lists of messages, or set columns: {instruction: prompt}"
     return Finding(

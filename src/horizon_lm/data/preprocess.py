@@ -71,7 +71,6 @@ class Report:
     """The result of preprocessing some datasets.
 
     Attributes:
-        objective: the objective that they were tokenized for.
         rows: rows with at least one target.
         read: number of rows read.
         flagged: rows with each flag.
@@ -80,7 +79,6 @@ class Report:
         unused_fields: the names of these fields.
     """
 
-    objective: str = "sft"
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
     read: int = 0
     flagged: dict[RowFlag, ExampleCounts] = field(default_factory=lambda: {flag: ExampleCounts() for flag in RowFlag})
@@ -140,7 +138,7 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
         ConfigError: the rows need a chat template, character offsets or TRL, which are missing.
         DataError: files or rows are invalid, or no row has a target.
     """
-    report, parts, problems = Report(options.objective), [], _Problems()
+    report, parts, problems = Report(), [], _Problems()
     with progress_bars(), ending_with_us():
         for config in datasets:
             source = open_source(config)
