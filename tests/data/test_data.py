@@ -942,12 +942,14 @@ def test_collate_pads_on_the_right_and_counts_targets() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 3))
 def test_every_epoch_has_every_row_once(num_rows: int, rows_per_step: int, seed: int) -> None:
-    sampler = Sampler(num_rows, rows_per_step, seed)
+    sampler = Sampler((num_rows,), rows_per_step, seed, (1.0,))
     for epoch in range(2):
         steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
         assert sorted(index for step in steps for index in sampler.rows(step)) == list(range(num_rows))
     # the rows of a step do not depend on earlier calls
-    assert Sampler(num_rows, rows_per_step, seed).rows(sampler.steps_per_epoch) == sampler.rows(sampler.steps_per_epoch)
+    assert Sampler((num_rows,), rows_per_step, seed, (1.0,)).rows(sampler.steps_per_epoch) == sampler.rows(
+        sampler.steps_per_epoch
+    )
 
 
 def test_weights_set_the_frequency_of_rows() -> None:
@@ -964,11 +966,11 @@ def test_weights_set_the_frequency_of_rows() -> None:
 
 
 def test_order_depends_on_epoch_and_seed() -> None:
-    first, again, other = Sampler(50, 50, 0), Sampler(50, 50, 0), Sampler(50, 50, 1)
+    first, again, other = (Sampler((50,), 50, seed, (1.0,)) for seed in (0, 0, 1))
     assert first.rows(0) == again.rows(0)
     assert first.rows(0) != first.rows(1)
     assert first.rows(0) != other.rows(0)
-    assert [Sampler(10, 4, 0).num_steps(epochs) for epochs in (0.1, 1, 1.5)] == [1, 3, 5]
+    assert [Sampler((10,), 4, 0, (1.0,)).num_steps(epochs) for epochs in (0.1, 1, 1.5)] == [1, 3, 5]
 
 
 def test_evaluation_batches_are_in_order() -> None:

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 import horizon_lm
 from horizon_lm.data import preprocess
-from horizon_lm.data.dealing import deal
+from horizon_lm.data.loader import deal
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import InterruptedRunError
 from horizon_lm.planning.request import Limit, Machine
@@ -38,12 +38,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return settings | {"save_strategy": "no", "precision": "float32", "logging_steps": 1, "max_steps": 6}
 
 
-def run_as_rank(rank: int, world: int, settings: dict[str, Any], callbacks: Sequence[Any] = ()) -> None:
+def run_as_rank(rank: int, world: int, settings: dict[str, Any], callbacks: Sequence[Any] = ()) -> str:
+    """Train as one rank, and return the folder of the run."""
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
     }  # fmt: skip
     try:
-        horizon_lm.train(settings, callbacks=callbacks)
+        return str(horizon_lm.train(settings, callbacks=callbacks).output_dir)
     finally:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
@@ -120,12 +121,15 @@ def test_losses_of_one_process(pool: Pool, base: dict[str, Any], tmp_path: Path,
         settings = {name: value for name, value in settings.items() if not name.startswith("sample_")}
     if settings.get("adapter_name_or_path"):
         settings["adapter_name_or_path"] = adapters_of_one_process(settings, tmp_path / "made")
-    pool.run(world, run_as_rank, world, settings | {"output_dir": str(tmp_path / "ranks")})
+    folders = pool.run(world, run_as_rank, world, settings | {"output_dir": str(tmp_path / "ranks")})
+    assert folders == [str(tmp_path / "ranks")] * world
     rows = settings["per_device_train_batch_size"] * world
     alone = {name: value for name, value in settings.items() if not name.startswith("dp_")}
     alone |= {"per_device_train_batch_size": rows, "output_dir": str(tmp_path / "one")}
     horizon_lm.train(alone, print_fn=lambda line: None)
     assert_same(tmp_path / "ranks", tmp_path / "one")
+    files = [{path.name for path in (tmp_path / name).iterdir()} for name in ("ranks", "one")]
+    assert files[0] == files[1]
 
 
 def interrupted(rank: int, world: int, settings: dict[str, Any], stop_after: int) -> str:

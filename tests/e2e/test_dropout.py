@@ -97,7 +97,7 @@ def test_one_micro_batch_equals_hugging_face_with_step_seeds(dropout_model: Path
     table = prepare(
         [dataset], AutoTokenizer.from_pretrained(dropout_model), PreprocessConfig("sft", max_length=1024)
     ).rows
-    sampler = Sampler(len(table), 4, seed=7)
+    sampler = Sampler((len(table),), 4, 7, (1.0,))
     for step in range(4):
         batch = collate([table[index] for index in sampler.rows(step)])
         set_seed(step_seed(7, step + 1))

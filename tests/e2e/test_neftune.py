@@ -48,7 +48,7 @@ def test_steps_equal_those_of_transformers(model: Path, tmp_path: Path, adapters
     scheduler = get_scheduler("linear", optimizer, 0, 4)
     dataset, tokenizer = DatasetConfig(path=str(rows), columns=None), AutoTokenizer.from_pretrained(model)
     table = prepare([dataset], tokenizer, PreprocessConfig("sft", max_length=1024)).rows
-    sampler = Sampler(len(table), 4, seed=7)
+    sampler = Sampler((len(table),), 4, 7, (1.0,))
     for step in range(1 if adapters else 4):  # new adapters change nothing in the first step
         batch = collate([table[index] for index in sampler.rows(step)])
         set_seed(step_seed(7, step + 1))

@@ -49,7 +49,7 @@ def test_equals_a_loop_in_plain_torch(tmp_path: Path, settings: dict[str, object
         lr=1e-2,
     )
     rows = prepare([dataset], AutoTokenizer.from_pretrained(folder), PreprocessConfig("sft", max_length=1024)).rows
-    sampler = Sampler(len(rows), 4, seed=42)
+    sampler = Sampler((len(rows),), 4, 42, (1.0,))
     assert result.num_steps == 9
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 2, 9)
     for step in range(9):

@@ -81,7 +81,7 @@ def run_ours(
 
     def with_order(rows: Any, sampler: Any, *ranks: int) -> Any:
         order_of_table.extend(order(rows))
-        return loader(rows, Ordered(sampler.num_rows, sampler.rows_per_step, sampler.seed, sampler.weights), *ranks)
+        return loader(rows, Ordered(sampler.sizes, sampler.rows_per_step, sampler.seed, sampler.weights), *ranks)
 
     monkeypatch.setattr(run_rows, "Loader", with_order)
     run = {

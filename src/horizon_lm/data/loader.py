@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
-from horizon_lm.data.dealing import deal
 from horizon_lm.data.token_dataset import Row, TokenTable
-from horizon_lm.data.tokenize import Tokens
 
 
 def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -> Batch:
@@ -24,10 +23,11 @@ def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -
     shape = (len(sequences), max(length, _longest(rows)))
     # The token id of padding has no effect, since attention and loss skip padding. Zero is in every vocabulary.
     input_ids = torch.zeros(shape, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
     for index, each in enumerate(sequences):
         ids = torch.from_numpy(each.ids.astype(np.int64))
-        input_ids[index, : len(ids)] = ids
+        input_ids[index, : len(ids)], attention_mask[index, : len(ids)] = ids, 1
         labels[index, : len(ids)] = torch.where(torch.from_numpy(each.trained), ids, IGNORE_INDEX)
     packed = any(row.segments is not None for row in rows)
     position_ids = _positions(rows, shape) if packed else None
@@ -37,7 +37,7 @@ def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -
     lengths = [len(each.ids) for each in sequences]
     return Batch(
         input_ids,
-        None if packed else _mask(sequences, shape),
+        None if packed else attention_mask,
         position_ids,
         labels,
         num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
@@ -49,14 +49,6 @@ def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -
 
 def _longest(rows: Sequence[Row]) -> int:
     return max(len(each.ids) for row in rows for each in row.sequences)
-
-
-def _mask(sequences: Sequence[Tokens], shape: tuple[int, int]) -> torch.Tensor:
-    """Return a mask of the shape (B, T): 1 for the tokens of each sequence, 0 for the padding."""
-    mask = torch.zeros(shape, dtype=torch.int64)
-    for index, each in enumerate(sequences):
-        mask[index, : len(each.ids)] = 1
-    return mask
 
 
 def _positions(rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor:
@@ -75,29 +67,23 @@ class Sampler:
     Every epoch has a different permutation. Its last step has the remaining rows, as in transformers.
 
     Args:
-        num_rows: number of rows, or the numbers of rows of several datasets.
+        sizes: number of rows of each dataset.
         rows_per_step: number of rows in one optimizer step.
         seed: seed of the order.
-        weights: number of times that the rows of each dataset are used in an epoch; empty to use each row once. For the
-            fractional part of a weight, every epoch samples different rows.
+        weights: number of times that the rows of each dataset are used in an epoch. For the fractional part of a weight, every
+            epoch samples different rows.
     """
 
-    num_rows: int | tuple[int, ...]
+    sizes: tuple[int, ...]
     rows_per_step: int
     seed: int
-    weights: tuple[float, ...] = field(default=())
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return (self.num_rows,) if isinstance(self.num_rows, int) else self.num_rows
+    weights: tuple[float, ...]
 
     @property
     def rows_per_epoch(self) -> int:
         """The number of rows in one epoch."""
-        weights = self.weights or (1.0,) * len(self._sizes)
-        return sum(
-            int(weight) * size + _num_extra(weight, size) for weight, size in zip(weights, self._sizes, strict=True)
-        )
+        parts = zip(self.weights, self.sizes, strict=True)
+        return sum(int(weight) * size + _num_extra(weight, size) for weight, size in parts)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -116,8 +102,7 @@ class Sampler:
 
     def epoch_order(self, epoch: int) -> np.ndarray:
         """Return the indices of the rows of an epoch in order, int (n,). Epochs are counted from 0."""
-        weights = self.weights or (1.0,) * len(self._sizes)
-        return _epoch_order(self._sizes, weights, self.seed, epoch)
+        return _epoch_order(self.sizes, self.weights, self.seed, epoch)
 
 
 def _num_extra(weight: float, size: int) -> int:
@@ -168,6 +153,52 @@ class Loader:
         length = _longest([self.rows[index] for index in indices]) if self.pads_to_step else 0
         batch = collate([self.rows[index] for index in chosen], chosen, length)
         return replace(batch, share=len(chosen) / len(indices))
+
+
+def deal(tokens: Sequence[int], unit: int, num_ranks: int) -> list[range]:
+    """Cut the rows of a step into one range for each rank.
+
+    Ranges follow each other in the order of the ranks, and micro-batches are not cut, so a step is cut into the same
+    micro-batches, in the same order, for any number of ranks. No rank gets more than its share of micro-batches, rounded up,
+    for which its memory was planned; within that, the largest number of tokens is as small as possible. A range is empty if
+    there are too few micro-batches.
+
+    Args:
+        tokens: tokens of each row.
+        unit: rows of a micro-batch.
+        num_ranks: number of ranks.
+    """
+    ends = [*range(unit, len(tokens), unit), len(tokens)]
+    sums = [0, *accumulate(tokens)]
+    costs = [sums[end] - sums[start] for start, end in pairwise([0, *ends])]
+    most = -(-len(costs) // num_ranks)
+    low, high = max(costs), sum(costs)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_fill(costs, limit, most)) <= num_ranks:
+            high = limit
+        else:
+            low = limit + 1
+    counts = _fill(costs, high, most)
+    while len(counts) < num_ranks and max(counts) > 1:  # a rank without rows would only wait
+        largest = counts.index(max(counts))
+        half = counts[largest] // 2
+        counts[largest : largest + 1] = [counts[largest] - half, half]
+    bounds = [0, *(ends[count - 1] for count in accumulate(counts))]
+    bounds += [len(tokens)] * (num_ranks + 1 - len(bounds))
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _fill(costs: Sequence[int], limit: int, most: int) -> list[int]:
+    """Return the numbers of micro-batches of the ranks if each takes as many as its limits of tokens and numbers allow."""
+    counts, used = [0], 0
+    for cost in costs:
+        if counts[-1] and (used + cost > limit or counts[-1] == most):
+            counts.append(0)
+            used = 0
+        counts[-1] += 1
+        used += cost
+    return counts
 
 
 def stand_in(row: Row, index: int) -> Batch:
