@@ -305,7 +305,8 @@ def _backward(
             ops.append(_compute(Kind.BACKWARD, unit, (), (grads,)))
             ops.extend(_land_and_update(unit, grads, layout))
 
-    return Schedule("backward", derive_waits(ops))
+    # A loss may depend on hidden states below the head alone, and embedding and outer parameters may get no gradient.
+    return Schedule("backward", derive_waits(ops), begins_anywhere=True, optional=frozenset({EMBED, OUTER}))
 
 
 def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit] = ()) -> Schedule:

@@ -169,11 +169,15 @@ class Schedule:
         name: the pass: ``forward``, ``backward``, ``update`` or ``save``.
         ops: the operations, with their waits.
         keeps: blocks whose boundary a forward pass keeps for its backward pass.
+        begins_anywhere: computations before the first one that is reached may be left out.
+        optional: units whose computations may be left out.
     """
 
     name: str
     ops: tuple[Op, ...]
     keeps: frozenset[int] = frozenset()
+    begins_anywhere: bool = False
+    optional: frozenset[Unit] = frozenset()
 
     @cached_property
     def positions(self) -> dict[tuple[str, str], int]:

@@ -163,17 +163,11 @@ class Cursor:
         return index
 
     def _skip(self, skipped: list[Op], index: int, wanted: str) -> None:
-        """Cancel the operations of skipped units; raise ScheduleMismatchError if they cannot be skipped.
-
-        A backward pass may start below the head, when the loss depends on hidden states only, and may leave out units
-        at its end that no gradient reaches. In a forward pass, or between two blocks, a missing computation is an
-        error.
-        """
-        blocks_left_out = self._reached_any and any(op.unit.is_block for op in skipped)
-        assert self.schedule is not None
-        if self.schedule.name == "forward" or blocks_left_out:
+        """Cancel the operations of skipped units; raise ScheduleMismatchError if the schedule does not let them be left out."""
+        units, schedule = {op.unit for op in skipped}, self.schedule
+        assert schedule is not None
+        if not (units <= schedule.optional or (schedule.begins_anywhere and not self._reached_any)):
             raise ScheduleMismatchError(str(skipped[0]), wanted)
-        units = {op.unit for op in skipped}
         # Of these units alone: copies of the unit that is wanted stand among the skipped operations.
         self._device.cancel([t for t in self._tasks[self._position : index] if t.op.unit in units])
 
