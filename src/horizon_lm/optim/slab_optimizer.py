@@ -233,7 +233,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         step = self._new_step(clip)
         update = self._updates.of_all(step, present)
         self._finish_step(step)
-        self._engine.issue_update(*update)
+        self._engine.issue_update(update)
 
     def _finish_step(self, step: StepUpdate) -> None:
         """Count a step, whose updates may still be running, or are about to be issued."""

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from horizon_lm.device.transfers import Move, joined
 from horizon_lm.engine.host.updates import TableGrads
-from horizon_lm.engine.passes.device_update import DevicePart
 from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.update_pass import DevicePart, UpdatePass
 from horizon_lm.kernels.gradients import compile_landing
 from horizon_lm.kernels.updates import Rule
 from horizon_lm.optim.moments import Moments, UnitArrays
@@ -23,18 +23,8 @@ from horizon_lm.optim.update_tasks import (
     span_pieces,
 )
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Schedule
 from horizon_lm.store.arena import as_array
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
-
-
-class UpdatePass(NamedTuple):
-    """The update of all units, as the arguments of `Engine.issue_update`."""
-
-    schedule: Schedule
-    moves: Mapping[Unit, Sequence[Move]]
-    table: TableRows | None
-    on_device: Mapping[Unit, DevicePart]
 
 
 class UnitUpdates:

@@ -6,7 +6,7 @@ import torch
 
 from horizon_lm.device.transfers import joined
 from horizon_lm.engine.passes.forward_pass import config_of
-from horizon_lm.engine.passes.forward_state import BetweenPasses, ForwardState
+from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.unit_moves import UnitMoves
 from horizon_lm.errors import StreamingError
@@ -25,8 +25,8 @@ class BackwardPass:
         has_updated: the pass has ended after it had issued updates, of which the cursor knows nothing any more.
     """
 
-    def __init__(self, engine: Machinery, between: BetweenPasses, state: ForwardState) -> None:
-        self._engine, self._between, self.state = engine, between, state
+    def __init__(self, engine: Machinery, state: ForwardState) -> None:
+        self._engine, self.state = engine, state
         self.ready: dict[Unit, list[str]] = {}
         self.adapters: set[str] = set()
         self.has_updated = False
@@ -55,10 +55,11 @@ class BackwardPass:
 
         Gradients that another forward pass has left there are lost; its backward pass recomputes them.
         """
-        holder = self._between.head_grads_lease.holder
+        lease = self._engine.between.head_grads_lease
+        holder = lease.holder
         if holder is not None and holder is not self.state:
             holder.has_head_grads = False
-        self._between.head_grads_lease.release()
+        lease.release()
 
     def gradients_ready(self, unit: Unit, names: list[str]) -> None:
         """Record that these parameters' gradients are complete on the device, before they are landed."""
@@ -105,7 +106,7 @@ class BackwardPass:
         landed = [name for names in self._agreed(self.ready).values() for name in names]
         engine.grads.publish(landed)
         # Not called here: other backward passes of the same graph may add to these gradients.
-        self._between.after_grad |= dict.fromkeys(landed)
+        engine.between.after_grad |= dict.fromkeys(landed)
 
 
 def require_possible(engine: Machinery, state: ForwardState) -> None:

@@ -245,10 +245,6 @@ class DeviceBuffers:
             return self.tile_packed_slots[self._tiles.slots.slot(unit)]
         return self.packed_slots[unit.block_index % 2]
 
-    def is_resident(self, index: int) -> bool:
-        """Return whether a block's weights stay on the device."""
-        return index in self._units.resident_weights
-
     def set_resident(self, blocks: Iterable[int]) -> None:
         """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
         resident = list(blocks)

@@ -4,30 +4,27 @@
 modules that compute a unit know its tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.autograd import Variable
 
 from horizon_lm.device.base import Device
-from horizon_lm.device.transfers import Move
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.host.parameters import call_after_grad
-from horizon_lm.engine.host.updates import TableUpdate
 from horizon_lm.engine.passes.backward_pass import BackwardPass, require_possible
 from horizon_lm.engine.passes.device_buffers import CHANGEABLE, DeviceBuffers, EngineOptions
-from horizon_lm.engine.passes.device_update import DevicePart, UpdateMoves, compute_on_device
 from horizon_lm.engine.passes.faults import abandon, settle_without_device
 from horizon_lm.engine.passes.forward_pass import ForwardPass, ForwardRequest
-from horizon_lm.engine.passes.forward_state import BetweenPasses, ForwardState
+from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.host_access import HostAccess
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.running import Running
+from horizon_lm.engine.passes.update_pass import UpdateMoves, UpdatePass, compute_on_device
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.residency import ExpectedBatch, Residency
-from horizon_lm.schedule.ops import Schedule
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
 
@@ -41,7 +38,6 @@ class Engine(Machinery):
 
     Attributes:
         running: the passes that are running.
-        between: the state that a pass leaves for those that follow.
         access: access by other code to weights and gradients.
         after_next_backward: called once, after the next backward pass.
     """
@@ -50,7 +46,7 @@ class Engine(Machinery):
         self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh | None = None
     ) -> None:
         super().__init__(parts, store, device, options, mesh)
-        self.running, self.between = Running(), BetweenPasses()
+        self.running = Running()
         self.access = HostAccess(self, self.running)
         self.after_next_backward: Callable[[], None] | None = None
         self._set_residency(options.residency or Residency(0))
@@ -65,13 +61,13 @@ class Engine(Machinery):
         # Before the pass compares versions, to stream in again what has changed.
         self.foreign_writes.follow()
         # Made and begun in two steps, so that `abandon` finds the pass if it fails at its begin.
-        running = self.running.forward = ForwardPass(self, self.between, request)
+        running = self.running.forward = ForwardPass(self, request)
         try:
             running.begin()
             yield
             running.end()
         except BaseException as error:
-            abandon(self, self.running, self.between, error)
+            abandon(self, self.running, error)
             raise
         finally:
             # Also after a fault: the caller's generators must not stay replaced.
@@ -82,7 +78,7 @@ class Engine(Machinery):
         """Abandon a backward pass that failed in foreign code, or a forward pass inside of which another one begins."""
         if self.cursor.active:
             unfinished = StreamingError("the backward pass before this forward pass was not finished")
-            abandon(self, self.running, self.between, unfinished)
+            abandon(self, self.running, unfinished)
 
     @property
     def forward(self) -> ForwardPass:
@@ -130,7 +126,7 @@ class Engine(Machinery):
                 self._begin_backward(state)
             yield
         except BaseException as error:
-            abandon(self, self.running, self.between, error)
+            abandon(self, self.running, error)
             raise
 
     def _begin_backward(self, state: ForwardState) -> None:
@@ -142,7 +138,7 @@ class Engine(Machinery):
         if self.updates.optimizer_in_backward is not None:
             self.updates.optimizer_in_backward.begin()
         # Made and begun in two steps, so that `abandon` finds the pass if it fails at its begin.
-        self.running.backward = BackwardPass(self, self.between, state)
+        self.running.backward = BackwardPass(self, state)
         self.running.backward.begin()
         # No node knows that it is the last one; autograd calls back when its graph is finished.
         Variable._execution_engine.queue_callback(self._end_of_graph)
@@ -157,7 +153,7 @@ class Engine(Machinery):
         except (
             BaseException
         ) as error:  # autograd calls `_end_of_graph` outside of all nodes, so no other code abandons the pass
-            abandon(self, self.running, self.between, error)
+            abandon(self, self.running, error)
             raise
         self.running.backward = None
 
@@ -172,32 +168,20 @@ class Engine(Machinery):
         for name in names:
             call_after_grad(self.refs[name].param)
 
-    def issue_update(
-        self,
-        schedule: Schedule,
-        moves: Mapping[Unit, Sequence[Move]],
-        table: TableUpdate | None,
-        on_device: Mapping[Unit, DevicePart],
-    ) -> None:
+    def issue_update(self, update: UpdatePass) -> None:
         """Issue an update pass, and compute its parts on the device. If a fault interrupts it, the remaining operations stay in the
         cursor, and `check_alive` continues them; with a part on the device, the update is partial.
 
         The updates of the step before must be done (`PendingUpdates.finish`).
-
-        Args:
-            schedule: the pass over all units except the embedding.
-            moves: the pieces of each unit's update.
-            table: the embedding's update, which the next forward pass issues.
-            on_device: what is computed on the device before these pieces, for some units.
         """
         # Before anything is issued: after an interrupt some updates may run, and no graph of the old weights may be
         # used.
-        self.store.weights_changed(blocks=any(pieces and unit.is_block for unit, pieces in moves.items()))
-        self.updates.table = table
-        with self._partial_if_cut_off() if on_device else nullcontext():
+        self.store.weights_changed(blocks=update.changes_blocks)
+        self.updates.table = update.table
+        with self._partial_if_cut_off() if update.on_device else nullcontext():
             try:
-                self.cursor.start(schedule, UpdateMoves(self, moves, on_device))
-                compute_on_device(self, schedule, on_device)
+                self.cursor.start(update.schedule, UpdateMoves(self, update))
+                compute_on_device(self, update)
             finally:
                 # Also after an interrupt: what was issued runs to its end, and has to be waited for.
                 self.updates.add(self.cursor.update_tasks())
@@ -215,7 +199,7 @@ class Engine(Machinery):
 
     def settle_without_device(self) -> None:
         """Bring the host's state to the end of the last step that counts, after the device has failed (`faults`)."""
-        settle_without_device(self, self.running, self.between)
+        settle_without_device(self, self.running)
 
     # Between passes
 

@@ -2,13 +2,12 @@
 
 from contextlib import suppress
 
-from horizon_lm.engine.passes.forward_state import BetweenPasses
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.running import Running
 from horizon_lm.errors import StreamingError
 
 
-def abandon(engine: Machinery, running: Running, between: BetweenPasses, error: BaseException) -> None:
+def abandon(engine: Machinery, running: Running, error: BaseException) -> None:
     """Abandon the running pass and free its slots and boundaries. The gradients of a backward pass become invalid."""
     if running.backward is not None:  # a forward pass changes no gradient in host memory
         if running.backward.has_updated or engine.cursor.update_begun():
@@ -19,20 +18,20 @@ def abandon(engine: Machinery, running: Running, between: BetweenPasses, error: 
         engine.cursor.abandon()
         _quiesce(engine)
     finally:  # the device may have failed for good
-        _release(engine, running, between)
+        _release(engine, running)
 
 
-def _release(engine: Machinery, running: Running, between: BetweenPasses) -> None:
+def _release(engine: Machinery, running: Running) -> None:
     """Free the boundaries that the running pass has taken, and its leases; those of other forward passes stay theirs."""
     for each in (running.backward, running.forward):
         if each is not None and each.state is not None:
             each.state.consumed = True  # holds no lease any more
             engine.boundaries.release(each.state)
     running.backward = running.forward = None
-    between.after_grad = {}
+    engine.between.after_grad = {}
 
 
-def settle_without_device(engine: Machinery, running: Running, between: BetweenPasses) -> None:
+def settle_without_device(engine: Machinery, running: Running) -> None:
     """Bring the host's state to the end of the last step that counts, after the device has failed.
 
     A step counts once the optimizer's ``step`` has all gradients in host memory (`AdamW.num_steps`): its updates need
@@ -65,7 +64,7 @@ def settle_without_device(engine: Machinery, running: Running, between: BetweenP
         save.discard()
     engine.saves.drop()
     engine.cursor.drop()
-    _release(engine, running, between)
+    _release(engine, running)
     engine.grads.track_landings([])
     engine.grads.break_off()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.passes.forward_state import BetweenPasses, ForwardState
+from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.micro_batches import MicroBatch, split_batches
 from horizon_lm.engine.passes.recompute import MicroBatchRandomness
@@ -57,8 +57,8 @@ class ForwardPass:
         anchor: the tensor that autograd nodes depend on, besides their inputs.
     """
 
-    def __init__(self, engine: Machinery, between: BetweenPasses, request: ForwardRequest) -> None:
-        self._engine, self._between, self._request = engine, between, request
+    def __init__(self, engine: Machinery, request: ForwardRequest) -> None:
+        self._engine, self._request = engine, request
         self.state: ForwardState | None = None
         self.trained: dict[Unit, list[str]] = {}
         self.num_rows = request.rows
@@ -73,7 +73,7 @@ class ForwardPass:
         Raises:
             DisagreementError: the ranks are about to run different passes.
         """
-        engine, between, request = self._engine, self._between, self._request
+        engine, between, request = self._engine, self._engine.between, self._request
         keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
         # Asked once: nodes and backward pass follow the parameters that were trained now, even if one is frozen in
         # between.
@@ -107,7 +107,7 @@ class ForwardPass:
 
     def end(self) -> None:
         """End the pass, whose units are computed."""
-        engine, between = self._engine, self._between
+        engine, between = self._engine, self._engine.between
         # The update of those rows of the embedding that this pass has not read; it may go on after the pass.
         engine.updates.add(engine.cursor.update_tasks())
         engine.cursor.finish()
@@ -120,7 +120,7 @@ class ForwardPass:
 
     def _record(self, keeps: frozenset[int], has_head_grads: bool) -> ForwardState:
         """Return the state of a forward pass that a backward pass may follow."""
-        engine, between = self._engine, self._between
+        engine, between = self._engine, self._engine.between
         # At the first pass that records, when it is known which parameters are trained.
         allocate_grads(engine)
         anchor = between.anchor_of([engine.refs[name].param for names in self.trained.values() for name in names])
@@ -144,10 +144,11 @@ class ForwardPass:
 
         The waits between passes are proven sufficient only for passes of the same layout.
         """
-        structure = (keeps, self._engine.residency, [name for names in self.trained.values() for name in names])
-        if keeps and structure != self._between.structure:
-            self._engine.drain()
-            self._between.structure = structure
+        engine = self._engine
+        structure = (keeps, engine.residency, [name for names in self.trained.values() for name in names])
+        if keeps and structure != engine.between.structure:
+            engine.drain()
+            engine.between.structure = structure
 
 
 def require_forward(engine: Machinery, name: str) -> None:

@@ -5,7 +5,7 @@ import weakref
 from torch import nn
 
 from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
-from horizon_lm.engine.passes.machinery import Machinery, require_attached
+from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.running import Running
 from horizon_lm.errors import StreamingError
 
@@ -106,7 +106,7 @@ class HostAccess:
 
     def wait_for_grads(self) -> None:
         """Block until the gradients of finished backward passes are in host memory."""
-        require_attached(self.engine)
+        self.engine.require_attached()
         if self._running.backward is not None:
             return
         try:

@@ -14,7 +14,7 @@ from horizon_lm.engine.host.updates import PendingUpdates
 from horizon_lm.engine.passes.cursor import Cursor
 from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
 from horizon_lm.engine.passes.expert_tiles import ExpertTiles
-from horizon_lm.engine.passes.forward_state import BoundaryPool
+from horizon_lm.engine.passes.forward_state import BetweenPasses, BoundaryPool
 from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
 from horizon_lm.engine.passes.saves import Saves
 from horizon_lm.errors import StreamingError
@@ -33,6 +33,7 @@ class Machinery:
         refs: the model's parameters by full name.
         counts: rows computed by blocks, by kind of computation.
         expected: the largest batch for which buffers are made.
+        between: the state that a pass leaves for those that follow.
         residency: what stays on the device between passes.
         routed: blocks of which few tokens read few experts.
         tiles: the tiles into which the experts of blocks are cut.
@@ -50,7 +51,7 @@ class Machinery:
         self.cursor = Cursor(device)
         self.tiles = ExpertTiles(parts, store, options.expert_tile)
         self.memory = DeviceBuffers(parts, store, device, options, self.tiles)
-        self.boundaries = BoundaryPool(device)
+        self.boundaries, self.between = BoundaryPool(device), BetweenPasses()
         self.grads = HostGrads(self.refs, store, device)
         self.updates = PendingUpdates(device)
         self.saves = Saves(self.cursor, self.updates, device)
@@ -144,11 +145,19 @@ class Machinery:
 
     def check_alive(self) -> None:
         """Continue an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
-        require_attached(self)
+        self.require_attached()
         self.updates.partial_update.require_complete()
         # Such a pass has no computation to wait for: what an interrupt has left over is issued now.
         if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
             self.cursor.finish()
+
+    def require_attached(self) -> None:
+        """Raise StreamingError if the model was attached again, with other adapters."""
+        if self.retired:
+            raise StreamingError(
+                "the model has other adapters, or trains another one, since this optimizer was created or this loss computed; "
+                "create the optimizer after the adapters"
+            )
 
     def require_device(self) -> None:
         """Raise StreamingError if the device has failed."""
@@ -157,12 +166,3 @@ class Machinery:
                 "the device has failed, so this model cannot compute any more; its weights can be read and saved. Load it "
                 "in a new process."
             )
-
-
-def require_attached(engine: Machinery) -> None:
-    """Raise StreamingError if the model was attached again, with other adapters."""
-    if engine.retired:
-        raise StreamingError(
-            "the model has other adapters, or trains another one, since this optimizer was created or this loss computed; "
-            "create the optimizer after the adapters"
-        )

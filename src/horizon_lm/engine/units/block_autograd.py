@@ -166,7 +166,7 @@ class BlockAutograd:
             if experts is None:
                 self._fetch(inputs)
             input_grads, names = self._differentiate_all(inputs, grads, experts)
-            if not engine.memory.is_resident(self.index):
+            if not engine.layout.is_resident(self.index):
                 engine.poison_weights(unit)
             # Within the computation: with update_in_backward this binds the unit's update, and the cursor goes on to
             # issue it as soon as the computation ends.

@@ -129,7 +129,7 @@ class BlockComputation:
             if offload:
                 self._offload_experts(index, calls, experts)
             # Resident weights are read again, in the backward pass and by later passes until an update.
-            if not engine.memory.is_resident(index):
+            if not engine.layout.is_resident(index):
                 engine.poison_weights(block(index))
         engine.counts["block_forward_rows"] += sum(engine.forward.num_rows)
         self.outputs[index] = outputs

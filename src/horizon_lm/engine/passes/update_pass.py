@@ -1,4 +1,4 @@
-"""The update pass of units of which a part is computed on the device, between two parts in host memory.
+"""The update pass of the optimizer, and the part of it that is computed on the device, between two parts in host memory.
 
 The first part leaves a matrix in the gradient's place. It is streamed into the slot of the unit's gradients, which have landed, is
 replaced there, and returns to the same place, where the second part finds it.
@@ -11,6 +11,7 @@ import torch
 
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather
+from horizon_lm.engine.host.updates import TableUpdate
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.schedule.ops import Kind, Op, Schedule
 from horizon_lm.units import Unit
@@ -30,25 +31,43 @@ class DevicePart(NamedTuple):
     compute: Callable[[torch.Tensor], None]
 
 
+class UpdatePass(NamedTuple):
+    """The update of all units.
+
+    Attributes:
+        schedule: the pass over all units except the embedding.
+        moves: the pieces of each unit's update, or of its second part.
+        table: the embedding's update, which the next forward pass issues.
+        on_device: the parts before the second one, of the units that have them.
+    """
+
+    schedule: Schedule
+    moves: Mapping[Unit, Sequence[Move]]
+    table: TableUpdate | None
+    on_device: Mapping[Unit, DevicePart]
+
+    @property
+    def changes_blocks(self) -> bool:
+        """True if weights of blocks are updated."""
+        return any(pieces and unit.is_block for unit, pieces in self.moves.items())
+
+
 class UpdateMoves:
     """The movements of the operations of an update pass.
 
     Args:
         engine: the parts of the engine.
-        moves: the update of each unit, or its second part.
-        on_device: the parts before that second one, of the units that have them.
+        update: the pass.
     """
 
-    def __init__(
-        self, engine: Machinery, moves: Mapping[Unit, Sequence[Move]], on_device: Mapping[Unit, DevicePart]
-    ) -> None:
-        self._engine, self._moves, self._on_device = engine, moves, on_device
+    def __init__(self, engine: Machinery, update: UpdatePass) -> None:
+        self._engine, self._update = engine, update
 
     def __call__(self, op: Op) -> Sequence[Move]:
         if op.kind == Kind.UPDATE:
-            return self._moves[op.unit]
+            return self._update.moves[op.unit]
         if op.kind == Kind.ADVANCE:
-            return self._on_device[op.unit].moves
+            return self._update.on_device[op.unit].moves
         slabs, slot = self._engine.slabs(op.unit), self._engine.memory.grads_of(op.unit)
         if op.kind == Kind.GATHER_MATRICES:
             assert self._engine.mesh is not None
@@ -59,11 +78,11 @@ class UpdateMoves:
 
 
 @torch.no_grad()
-def compute_on_device(engine: Machinery, schedule: Schedule, on_device: Mapping[Unit, DevicePart]) -> None:
+def compute_on_device(engine: Machinery, update: UpdatePass) -> None:
     """Run the computations of an update pass that has been started."""
-    for op in schedule.ops:
+    for op in update.schedule.ops:
         if op.kind == Kind.ORTHOGONALIZE:
-            part, layout = on_device[op.unit], engine.slabs(op.unit).grad_layout
+            part, layout = update.on_device[op.unit], engine.slabs(op.unit).grad_layout
             slot = engine.memory.grads_of(op.unit)
             with engine.cursor.compute(op.kind, op.unit), torch.autocast(slot.device.type, enabled=False):
                 for name in part.names:
