@@ -165,7 +165,7 @@ def test_run_whose_device_dies_is_resumed_exactly(
         cut, death = {**settings, "output_dir": str(tmp_path / f"cut-{at}")}, Death()
         with monkeypatch.context() as patch:
             patch.setattr(
-                "horizon_lm.engine.opening.options.open_device", lambda *_, death=death: dying(CpuDevice, death)
+                "horizon_lm.engine.opening.attaching.open_device", lambda *_, death=death: dying(CpuDevice, death)
             )
             runs.before_step[5] = lambda death=death, at=at: death.arm(at)
             with pytest.raises(DeviceFaultError, match=r"the device failed after step [45] .*the device died"):

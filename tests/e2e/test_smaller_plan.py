@@ -58,7 +58,7 @@ class Runs:
     def __init__(self, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine("test", on_host=False, hardware=None, device_limits=[Limit("of the test", 64 * 2**20)])
         monkeypatch.setattr("horizon_lm.preflight.admission.this_machine", lambda run: machine)
-        monkeypatch.setattr("horizon_lm.engine.opening.options.open_device", lambda *args: self.device)
+        monkeypatch.setattr("horizon_lm.engine.opening.attaching.open_device", lambda *args: self.device)
         self.folder, self.said = folder, list[str]()
         rows = tiny.write_jsonl(folder / "rows.jsonl", tiny.alpaca_rows(12))
         self.config = {

@@ -57,12 +57,14 @@ class ModelForward:
         path: the path from hidden states to the loss in chunks; None for ``head="whole"``.
         is_adapter: the model has PEFT adapters.
         takes_images: images, video and audio are accepted.
+        renew: called with this object, attaches the model again if PEFT has changed its adapters.
     """
 
     def __init__(
-        self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool, takes_images: bool
-    ) -> None:
-        self.engine, self.is_adapter = engine, is_adapter
+        self, engine: Engine, model_class: Any, path: ChunkedPath | None, is_adapter: bool, takes_images: bool,
+        renew: Callable[["ModelForward"], None],
+    ) -> None:  # fmt: skip
+        self.engine, self.is_adapter, self.renew = engine, is_adapter, renew
         parts = engine.parts
         self._model, self._class = weakref.ref(parts.model), model_class
         self.adapter_params = adapter_params(parts.model)  # identities of PEFT's parameters, in blocks and elsewhere
@@ -89,7 +91,6 @@ class ModelForward:
         self.statistics: TokenStatistics | None = None  # collects statistics of each forward pass with labels
         self.expects_mean_loss = engine.mesh is not None  # as DistributedDataParallel takes it
         self.whole_logits = False  # compute all logits at once, because the caller uses them
-        self.renew: Callable[[], None] | None = None  # attaches the model again if PEFT has changed its adapters
         self.replaced = ReplacedForwards(parts, self.blocks, self._forwards(parts))
 
     def reconfigure(self, options: EngineOptions) -> None:

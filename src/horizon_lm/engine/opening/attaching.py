@@ -2,24 +2,31 @@
 
 import functools
 import inspect
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
 
+from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.device.base import Device
-from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.calls.chunked_losses import WANTED
 from horizon_lm.engine.calls.model_forward import ModelForward
 from horizon_lm.engine.opening.generating_model import GeneratingModel
+from horizon_lm.engine.opening.late_adapters import are_adapters_changed, take_in_adapters
+from horizon_lm.engine.opening.options import StreamArguments, open_device
 from horizon_lm.engine.opening.streamed_model import StreamedModel
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.errors import StreamingError
+from horizon_lm.engine.passes.recompute import outside_inference_mode
+from horizon_lm.errors import HeadWarning, StreamingError, warn
 from horizon_lm.model.adapter_layers import is_adapter_model
-from horizon_lm.model.head_path import ChunkedPath
+from horizon_lm.model.examination import Examined
+from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.planning.residency import Residency, head_chunk_tokens
 from horizon_lm.store.store import Store
+from horizon_lm.streaming_options import StreamingOptions
 
 
 @cache
@@ -71,35 +78,109 @@ def _copied_slabs(store: Store) -> list[torch.Tensor]:
     ]
 
 
-def attach(
-    parts: ModelParts, store: Store, device: Device, options: EngineOptions, path: ChunkedPath | None, images: bool,
-    before: Store | None = None, mesh: Mesh | None = None,
-) -> Any:  # fmt: skip
-    """Make a model streamed. Its parameters must already be views into ``store``.
+def attach(arguments: StreamArguments, examined: Examined, store: Store, before: Engine | None = None) -> Any:
+    """Open the device, and make a model streamed. Its parameters must already be views into ``store``.
 
     Args:
-        parts: the model's units.
+        arguments: the arguments of `horizon_lm.stream`.
+        examined: the model's units.
         store: host memory with its weights.
-        device: the device that computes.
-        options: settings of the engine.
-        path: the path from hidden states to the loss in chunks; None for ``head="whole"``.
-        images: accept images, video and audio.
-        before: the store of the same model, if it was attached to this device before.
-        mesh: the ranks that train together; None for one.
+        before: the engine of the same model, if it was attached to this device before.
     """
-    model = parts.model
-    if isinstance(model, StreamedModel):
-        raise StreamingError("the model is streamed already")
-    engine = Engine(parts, store, device, options, mesh)
-    # Memory that the model had before is registered already.
-    registered = {slab.data_ptr() for slab in _copied_slabs(before)} if before else ()
+    parts = examined.parts
+    device, model = open_device(arguments.device, arguments.device_memory), parts.model
+    # First, because streams and the scratch memory of transfers and libraries take device memory, which
+    # `spare_bytes` must not promise.
+    device.open_streams()
+    path = _find_chunked_path(parts) if arguments.head == "chunked" else None
+    options = _engine_options(arguments, parts, device, store.precision.weight_dtype, path)
+    engine = Engine(parts, store, device, options, arguments.device_mesh)
+    registered = set[int]()
+    if before is not None:
+        # Memory that the model had before is registered already, and `stats` counts since it was streamed.
+        registered = {slab.data_ptr() for slab in _copied_slabs(before.store)}
+        engine.counts.update(before.counts)
     device.register_host([slab for slab in _copied_slabs(store) if slab.numel() and slab.data_ptr() not in registered])
     plain = {name: ref.param for name, ref in engine.refs.items() if name not in store.codecs and ref.param.numel()}
     assert all(param.data_ptr() == store.weight(name).data_ptr() for name, param in plain.items())
     engine.access.adopt_parameters()
     cls = type(model)
     parts.refer_weakly()  # the model owns the engine, which refers to the parts
+    renew = partial(_attach_again, arguments)
     # Before the class changes, in which `_horizon` is a property without a setter.
-    model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), images)
-    model.__class__ = _streamed_class(cls)  # type: ignore[arg-type]
+    model._horizon = ModelForward(engine, cls, path, is_adapter_model(model), examined.takes_images, renew)
+    if arguments.check_gradients:
+        model._horizon.check_gradients(arguments.check_gradients)
+    model.__class__ = _streamed_class(cls)
     return model
+
+
+def _attach_again(arguments: StreamArguments, horizon: ModelForward) -> None:
+    """Attach a model again if PEFT has changed its adapters. Leave other changes to the checks of the forward pass."""
+    # After a failure of the device, weights can still be read and saved, but nothing is attached to it.
+    if horizon.engine.device_lost or not are_adapters_changed(horizon):
+        return
+    engine = horizon.engine
+    again = replace(
+        arguments,
+        # The open device: `open_device` returns it as it is.
+        device=engine.device,
+        device_micro_batch_size=engine.options.device_micro_batch_size,
+        check_gradients=0,
+    )
+    with outside_inference_mode():
+        attach(again, *take_in_adapters(horizon, again), before=engine)
+
+
+def _find_chunked_path(parts: ModelParts) -> ChunkedPath | None:
+    """Return the path that computes the loss from hidden states in chunks.
+
+    Return None, with a warning unless the model is a classifier, if its loss is not computed in chunks.
+    """
+    path = find_chunked_path(parts)
+    if isinstance(path, ChunkedPath):
+        return path
+    if not parts.classifies:
+        warn(
+            f"{type(parts.model).__name__}: head='whole' is used, with all logits at once, because {path}; "
+            "set head='whole' to choose it yourself",
+            HeadWarning,
+        )
+    return None
+
+
+def _engine_options(
+    arguments: StreamArguments, parts: ModelParts, device: Device, stored: torch.dtype, path: ChunkedPath | None
+) -> EngineOptions:
+    """Return the arguments as options of the engine, with what they leave open chosen for the model and the device.
+
+    ``stored`` is the dtype of weights in host memory.
+    """
+    dtype = arguments.compute_dtype or (torch.float32 if device.torch_device.type == "cpu" else stored)
+    trunk, spare = parts.trunks()[-1] if path is None else path.trunk, device.spare_bytes()
+    chosen: dict[str, Any] = {
+        "head": "whole" if path is None else "chunked",
+        "head_chunk_tokens": arguments.head_chunk_tokens or head_chunk_tokens(spare, parts.sizes().vocabulary),
+        # Compiled code has no place between a block and its tiles.
+        "compile": arguments.on_accelerator and arguments.expert_tile is None
+        if arguments.compile == "auto"
+        else bool(arguments.compile),
+    }
+    return EngineOptions(
+        **StreamingOptions.of(arguments) | _residency(arguments, parts.num_blocks, device) | chosen,
+        compute_dtype=dtype,
+        # Where memory is not planned, nobody needs the trial run of the head on the meta device.
+        head_peak=None if spare is None else head_peak(parts, trunk, dtype, chunked=path is not None),
+        check_recompute=arguments.check_recompute,
+    )
+
+
+def _residency(arguments: StreamArguments, num_blocks: int, device: Device) -> dict[str, Any]:
+    """Return the options of the residency that the arguments fix; none if the engine plans it for each batch size.
+
+    It plans what nobody has chosen, on a device whose memory is limited: elsewhere all checkpoints can stay on the device.
+    """
+    is_chosen = arguments.resident_blocks is not None or arguments.resident_graphs is not None
+    if arguments.activation_checkpoints == "auto" and not is_chosen and device.spare_bytes() is not None:
+        return {}
+    return Residency(*arguments.requested_residency(num_blocks, auto_on_device=True)).options()

@@ -12,6 +12,7 @@ from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.host.packed_parameters import PackedParameter, decoding
 from horizon_lm.engine.host.parameters import require_plain
+from horizon_lm.engine.opening.attaching import attach
 from horizon_lm.engine.opening.moving import move_in
 from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.opening.quantized_opening import FindCodecs
@@ -111,7 +112,7 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     with sharing_moved(mesh, store, old, old_names):
         for ref in refs:
             move_in(ref, store)
-    settings.attach(examined, store)
+    attach(settings, examined, store)
     return model
 
 
@@ -139,5 +140,5 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     )
     for ref in parts.refs():
         move_in(ref, store)
-    settings.attach(examined, store)
+    attach(settings, examined, store)
     return model

@@ -1,11 +1,10 @@
-"""Attach a streamed model again after PEFT has added, replaced or removed adapters in it.
+"""Take in adapters that PEFT has added to a streamed model, and drop those that it has replaced or removed.
 
 PEFT changes the layers of a model in place: ``get_peft_model(stream(model), config)``, ``add_adapter``, ``delete_adapter``,
-``PeftModel.from_pretrained``. The next use of the streamed model notices it, finds the units again, and moves the new
-parameters into the store. Weights of the base keep their memory.
+``PeftModel.from_pretrained``. The next use of the streamed model notices it, finds the units again, moves the new
+parameters into the store, and attaches the model again. Weights of the base keep their memory.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from horizon_lm.engine.calls.model_forward import ModelForward
 from horizon_lm.engine.host.packed_parameters import PackedParameter
 from horizon_lm.engine.host.parameters import StreamedParameter, landing_grad
 from horizon_lm.engine.opening.moving import move_in
+from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import trains_other_adapters
 from horizon_lm.errors import StreamingError
@@ -29,9 +29,6 @@ from horizon_lm.slabs import used_bytes
 from horizon_lm.store.precision import Precision
 from horizon_lm.store.store import Store
 from horizon_lm.units import OUTER
-
-Examine = Callable[[Any], Examined]
-Attach = Callable[[Examined, Store], Any]
 
 
 def are_adapters_changed(horizon: ModelForward) -> bool:
@@ -60,16 +57,13 @@ def _trains_others(horizon: ModelForward) -> bool:
     return torch.is_grad_enabled() and trains_other_adapters(horizon.engine)
 
 
-def attach_again(
-    horizon: ModelForward, examine: Examine, precision_of: Callable[[ModelParts], Precision], attach: Attach
-) -> None:
-    """Attach a model whose adapters have changed. The engine it had is retired, and its optimizers with it.
+def take_in_adapters(horizon: ModelForward, arguments: StreamArguments) -> tuple[Examined, Store]:
+    """Make a model whose adapters have changed an ordinary one, and return its units, and the store that they are in, to
+    attach it again. The engine it had is retired, and its optimizers with it.
 
     Args:
         horizon: the model's forward pass so far.
-        examine: function that finds the units of a model, and rejects one that cannot be streamed.
-        precision_of: function of these units that returns the formats of weights and gradients.
-        attach: function that attaches these units with their store.
+        arguments: the arguments of `horizon_lm.stream`.
 
     Raises:
         StreamingError: gradients are held, or the optimizer keeps none.
@@ -88,9 +82,9 @@ def attach_again(
     # An ordinary model is examined: replaced forwards and streamed parameters would be taken for the model's own.
     _detach(horizon)
     try:
-        examined = examine(model)
+        examined = arguments.examine(model)
         parts = examined.parts
-        store, old_names = _extended(engine, parts, precision_of(parts))
+        store, old_names = _extended(engine, parts, arguments.get_precision(parts))
     except BaseException:
         # Also an interrupt must leave a model that goes on as it was.
         _restore(horizon, streamed_class)
@@ -104,10 +98,7 @@ def attach_again(
     _drop_empty_low_halves(store, mesh)
     # Before the new engine takes buffers: the device may not have room for both.
     engine.retire(store)
-    attach(examined, store)
-    # `stats` counts since the model was streamed, which is not now.
-    new = model._horizon.engine
-    new.counts.update(engine.counts)
+    return examined, store
 
 
 def _require_between_steps(engine: Engine) -> None:

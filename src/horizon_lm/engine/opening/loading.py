@@ -8,6 +8,7 @@ import torch
 
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.alike import drawing_alike
+from horizon_lm.engine.opening.attaching import attach
 from horizon_lm.engine.opening.filling import draw, stream_loaded, with_store
 from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
 from horizon_lm.engine.opening.options import StreamArguments, open_device
@@ -192,4 +193,4 @@ def from_config(
         with drawing_alike(settings.device_mesh, opened.torch_device):
             for refs in examined.parts.units.values():
                 draw(examined.parts.model, refs, store, opened.torch_device)
-        return replace(settings, device=opened).attach(examined, store)
+        return attach(replace(settings, device=opened), examined, store)

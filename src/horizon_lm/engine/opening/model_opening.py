@@ -10,6 +10,7 @@ import torch
 
 from horizon_lm.distributed.alike import drawing_alike
 from horizon_lm.distributed.mesh import fail_together
+from horizon_lm.engine.opening.attaching import attach
 from horizon_lm.engine.opening.filling import add_adapters, draw, stream_loaded, with_store
 from horizon_lm.engine.opening.hf_arguments import config_arguments, download_arguments, read_precision
 from horizon_lm.engine.opening.options import StreamArguments
@@ -153,4 +154,4 @@ def _open_checkpoint(
             draw(examined.parts.model, new, store, torch.device("cpu"), drawn_in)
     if adapters is not None:
         return add_adapters(adapters, examined.parts, store, arguments)
-    return arguments.attach(examined, store)
+    return attach(arguments, examined, store)

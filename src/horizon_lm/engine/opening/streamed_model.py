@@ -86,8 +86,8 @@ class StreamedModel:
         """The model's forward pass, with the adapters that the model has now."""
         horizon: ModelForward = self.__dict__["_horizon"]
         # Not within a pass, whose schedule and buffers are those of the engine that began it.
-        if horizon.renew is not None and not horizon.engine.cursor.active:
-            horizon.renew()
+        if not horizon.engine.cursor.active:
+            horizon.renew(horizon)
             horizon = self.__dict__["_horizon"]  # another one, if the adapters have changed
         return horizon
 
