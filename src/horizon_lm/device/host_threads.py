@@ -95,8 +95,62 @@ class _State:
         self.closed = False  # no further move starts
         self.trace: Trace | None = None
 
-    def has_work(self) -> bool:
+    def close(self) -> None:
+        """Start no further move."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def run_jobs(self, enter: Callable[[], None]) -> None:
+        """Run moves of the first job in the queue until the pool is closed; this is the body of every thread."""
+        enter()
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.closed or self._has_work())
+                if self.closed:
+                    return
+                job = self.queue[0]
+                # The first thread waits until the job may run, and takes no move; the others wait for it (`_has_work`).
+                prepare, job.wait_until_ready = job.wait_until_ready, None
+                job.preparing = prepare is not None
+                move = None if job.preparing else job.take()
+                if not job.has_more:
+                    self.queue.popleft()
+                self.active += move is not None
+                job.running += 1
+                job.started = job.started or time.perf_counter()
+            try:
+                if move is None:
+                    assert prepare is not None
+                    prepare()
+                else:
+                    move.run(self.link)
+            except BaseException as error:
+                job.error = job.error or error
+            with self.changed:
+                self.active -= move is not None
+                self._finish_turn(job)
+            del job, move, prepare  # a waiting thread keeps nothing alive
+
+    def _has_work(self) -> bool:
         return bool(self.queue) and not self.queue[0].preparing and self.active < self.limit
+
+    def _finish_turn(self, job: _Job) -> None:
+        """Record that a thread has run one move of a job, or has waited until the job was ready."""
+        job.running -= 1
+        was_preparing, job.preparing = job.preparing, False
+        if job.error is not None:
+            job.taken = len(job.moves)
+            if job in self.queue:
+                self.queue.remove(job)
+        elif not job.has_more and not job.running:
+            job.task.finish()
+            del self.unfinished[id(job.task)]
+            if self.trace is not None:
+                self.trace.add(job.task.op, job.started, time.perf_counter())
+        elif not was_preparing and not self.closed:
+            return  # no thread waits for this: busy threads take the next move anyway
+        self.changed.notify_all()
 
 
 class HostPool:
@@ -113,12 +167,11 @@ class HostPool:
         self, num_threads: int, num_while_computing: int, link: Link, enter: Callable[[], None] = lambda: None
     ) -> None:
         self.num_threads, self.num_while_computing = num_threads, max(1, min(num_while_computing, num_threads))
-        self._state = _State(link, num_threads)
-        state = self._state
-        weakref.finalize(self, _close, state).atexit = False
+        self._state = state = _State(link, num_threads)
+        weakref.finalize(self, state.close).atexit = False
         # One additional thread: a thread may wait for a task to be ready, and that task may depend on an urgent one.
         for number in range(num_threads + 1):
-            start_thread(f"horizon-host-{number}", _run_jobs, (state, enter), lambda: _close(state))
+            start_thread(f"horizon-host-{number}", state.run_jobs, (enter,), state.close)
 
     def submit(
         self,
@@ -156,9 +209,8 @@ class HostPool:
     def stop(self) -> None:
         """Start no further move, and block until those that run are finished. Threads that wait for a task are not awaited."""
         state = self._state
+        state.close()
         with state.changed:
-            state.closed = True
-            state.changed.notify_all()
             state.changed.wait_for(lambda: state.active == 0)
 
     def wait(self, tasks: Sequence[Task] | None = None) -> None:
@@ -194,60 +246,3 @@ def complete_updates(updates: Sequence[Task], pool: HostPool, others: Sequence[H
     for update in updates:
         fresh.submit(Task(update.op, [], update.moves))
         fresh.wait()
-
-
-def _close(state: _State) -> None:
-    with state.changed:
-        state.closed = True
-        state.changed.notify_all()
-
-
-def _run_jobs(state: _State, enter: Callable[[], None]) -> None:
-    """Run moves of the first job in the queue until the pool is closed; this is the body of every thread."""
-    enter()
-    while True:
-        with state.changed:
-            while not state.closed and not state.has_work():
-                state.changed.wait()
-            if state.closed:
-                return
-            job = state.queue[0]
-            # The first thread waits until the job may run, and takes no move; the others wait for it (`has_work`).
-            prepare, job.wait_until_ready = job.wait_until_ready, None
-            job.preparing = prepare is not None
-            move = None if job.preparing else job.take()
-            if not job.has_more:
-                state.queue.popleft()
-            state.active += move is not None
-            job.running += 1
-            job.started = job.started or time.perf_counter()
-        try:
-            if move is None:
-                assert prepare is not None
-                prepare()
-            else:
-                move.run(state.link)
-        except BaseException as error:
-            job.error = job.error or error
-        with state.changed:
-            state.active -= move is not None
-            _finish_turn(state, job)
-        del job, move, prepare  # a waiting thread keeps nothing alive
-
-
-def _finish_turn(state: _State, job: _Job) -> None:
-    """Record that a thread has run one move of a job, or has waited until the job was ready."""
-    job.running -= 1
-    was_preparing, job.preparing = job.preparing, False
-    if job.error is not None:
-        job.taken = len(job.moves)
-        if job in state.queue:
-            state.queue.remove(job)
-    elif not job.has_more and not job.running:
-        job.task.finish()
-        del state.unfinished[id(job.task)]
-        if state.trace is not None:
-            state.trace.add(job.task.op, job.started, time.perf_counter())
-    elif not was_preparing and not state.closed:
-        return  # no thread waits for this: busy threads take the next move anyway
-    state.changed.notify_all()

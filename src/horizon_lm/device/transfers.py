@@ -3,7 +3,7 @@
 Shapes: V rows of a table, R rows of a batch, H hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,6 +97,11 @@ def joined(parts: Sequence[Sequence[Move]]) -> Sequence[Move]:
     return parts[0] if len(parts) == 1 else _Joined(parts)
 
 
+def _split(parts: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield parts of tensors of one length that belong together."""
+    return zip(*(tensor.tensor_split(parts) for tensor in tensors), strict=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A copy from host to device or from device to host; both tensors are 1-D and of equal length."""
@@ -109,10 +114,7 @@ class Copy:
         link.copy(self.destination, self.source)
 
     def split(self, parts: int) -> list[Move]:
-        return [
-            Copy(d, s, 0)
-            for d, s in zip(self.destination.tensor_split(parts), self.source.tensor_split(parts), strict=True)
-        ]
+        return [Copy(d, s, 0) for d, s in _split(parts, self.destination, self.source)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,7 @@ class Land:
         self.report(link.land(self.destination, self.source, self.add))
 
     def split(self, parts: int) -> list[Move]:
-        return [
-            Land(d, s, self.report, add=self.add)
-            for d, s in zip(self.destination.tensor_split(parts), self.source.tensor_split(parts), strict=True)
-        ]
+        return [Land(d, s, self.report, add=self.add) for d, s in _split(parts, self.destination, self.source)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +182,7 @@ class GatherRows:
         link.gather(self.destination, self.table, self.rows)
 
     def split(self, parts: int) -> list[Move]:
-        return [
-            GatherRows(d, self.table, r)
-            for d, r in zip(self.destination.tensor_split(parts), self.rows.tensor_split(parts), strict=True)
-        ]
+        return [GatherRows(d, self.table, r) for d, r in _split(parts, self.destination, self.rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +207,7 @@ class LandRows:
         self.report(link.land_rows(self.table, self.source, self.rows, self.add))
 
     def split(self, parts: int) -> list[Move]:
-        pieces = zip(self.source.tensor_split(parts), self.rows.tensor_split(parts), strict=True)
         return [
             LandRows(self.table, s, r, self.clear if i == 0 else None, self.report, add=self.add)
-            for i, (s, r) in enumerate(pieces)
+            for i, (s, r) in enumerate(_split(parts, self.source, self.rows))
         ]
