@@ -3,7 +3,7 @@
 Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.passes.recompute import no_autocast_cache
+from horizon_lm.engine.units.grad_sink import GradSlot, fresh_leaves
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import Kind
-from horizon_lm.store.unit_slabs import SlabLayout
 from horizon_lm.units import HEAD
 
 
@@ -51,36 +51,33 @@ class LmHead:
         """Return the outer parameters of the head's modules on the device, by full name."""
         return {name: module._parameters[a] for name, ((module, a), *_) in self.outer_places.items()}  # type: ignore[misc]
 
+    def grad_slots(self) -> list[GradSlot]:
+        """Return the slots of the gradients of the trained weights."""
+        engine, slots = self.engine, []
+        trained = self._streamed_places.keys() & set(engine.trained_names(HEAD))
+        for part in engine.trained_parts(HEAD) if trained else ():
+            layout = engine.slabs(part).grad_layout
+            slots.append(GradSlot(layout, trained & layout.entries.keys()))
+            slots[-1].buffer = engine.memory.grads_of(part)
+        return slots
+
     def grads(self) -> dict[str, torch.Tensor]:
         """Return views of the gradient buffers for the trained weights, by full name."""
-        trained = set(self.engine.trained_names(HEAD))
-        if not trained:
-            return {}
-        return {
-            name: layout.view(buffer, name)
-            for layout, buffer in self._grad_buffers()
-            for name in layout
-            if name in self._streamed_places and name in trained
-        }
+        return {name: slot.view(name) for slot in self.grad_slots() for name in slot.layout if name in slot.trained}
 
-    def _grad_buffers(self) -> list[tuple[SlabLayout, torch.Tensor]]:
-        """Return the buffers in which the head's gradients are computed, with their layouts."""
-        engine = self.engine
-        return [(engine.slabs(part).grad_layout, engine.memory.grads_of(part)) for part in engine.trained_parts(HEAD)]
-
-    def gradients_ready(self, names: Collection[str] | None = None) -> None:
+    def gradients_ready(self, written: Set[str] | None = None) -> None:
         """Record that the head's gradients are in their buffer, and zero the rest of the buffer.
 
         Args:
-            names: full names of the weights that received a gradient; None for all trained weights.
+            written: full names of the weights that received a gradient; None for all trained weights.
         """
-        grads = self.grads()
-        if grads:
-            unused = [grad for name, grad in grads.items() if names is not None and name not in names]
-            gaps = [gap for layout, buffer in self._grad_buffers() for gap in layout.gaps(buffer)]
-            for part in (*unused, *gaps):
-                part.zero_()
-            self.engine.backward.gradients_ready(HEAD, [name for name in grads if names is None or name in names])
+        slots = self.grad_slots()
+        for slot in slots:
+            slot.written |= slot.trained if written is None else slot.trained & written
+            slot.zero_the_rest()
+        if slots:
+            names = [name for slot in slots for name in slot.layout if name in slot.written]
+            self.engine.backward.gradients_ready(HEAD, names)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
@@ -126,7 +123,7 @@ class _Projection:
     def __init__(self, head: LmHead, forward_state: ForwardState, outer: list[str]) -> None:
         self.head, self.forward_state, self._outer = head, forward_state, outer
         self.graph: tuple[list[torch.Tensor], list[torch.Tensor]]  # leaves over the inputs, and the logits
-        self._written: set[str] = set()  # full names of the weights that received a gradient
+        self._slots = head.grad_slots()
 
     def forward(self, needs_grad: tuple[bool, ...], *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Return the logits of each batch and keep their graph.
@@ -156,10 +153,7 @@ class _Projection:
             # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
             leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs_grad, strict=True)]
             outer = dict(zip(self._outer, leaves, strict=False))  # after which the leaves of the hidden states follow
-            trained = head.grads()
-            weights = {name: w.detach().requires_grad_(name in trained) for name, w in head.weights().items()}
-            for name in trained:
-                weights[name].register_post_accumulate_grad_hook(_moving_hook(head, name, self._written))
+            weights = fresh_leaves(head.weights(), self._slots)
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 logits = [head.run(weights | outer, hidden) for hidden in leaves[len(outer) :]]
             self.graph = (leaves, logits)
@@ -171,8 +165,8 @@ class _Projection:
         head, engine = self.head, self.head.engine
         # The loss that the caller keeps holds this node; its graph and the logits (B, T, V) must end here, as what
         # autograd saves.
-        leaves, logits = self.graph
-        del self.graph
+        (leaves, logits), slots = self.graph, self._slots
+        del self.graph, self._slots
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
             with torch.enable_grad():
                 for each, grad in zip(logits, grads, strict=True):  # summed in this order
@@ -181,26 +175,8 @@ class _Projection:
             engine.poison_weights(HEAD)
             # A batch whose loss does not depend on its logits leaves weights without a gradient, as in plain
             # autograd.
-            head.gradients_ready(self._written)
+            head.gradients_ready({name for slot in slots for name in slot.written})
         return [leaf.grad for leaf in leaves]
-
-
-def _moving_hook(head: LmHead, name: str, written: set[str]) -> Callable[[torch.Tensor], None]:
-    """Return a hook that moves a gradient into the head's buffer.
-
-    It refers only to the set of written names, not to the projection: the graph refers to the hook, and a reference
-    back to the graph would close a cycle that is never freed.
-    """
-
-    def take(leaf: torch.Tensor) -> None:
-        assert leaf.grad is not None
-        with torch.no_grad():
-            total = head.grads()[name]
-            total.add_(leaf.grad) if name in written else total.copy_(leaf.grad)
-        written.add(name)
-        leaf.grad = None
-
-    return take
 
 
 class _ProjectFunction(torch.autograd.Function):
