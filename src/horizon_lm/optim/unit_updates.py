@@ -78,7 +78,7 @@ class UnitUpdates:
         }
         first = {unit: first_parts(found) for unit, found in spans.items()}
         on_device = {unit: self._on_device(unit, found) for unit, found in first.items() if found}
-        table = None  # the embedding's update is left to the next forward pass, which knows which rows it needs first
+        table = None
         if present[EMBED]:
             table = self.of_table(step, TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
         updated = [unit for unit, pieces in moves.items() if pieces or unit in on_device]

@@ -87,10 +87,13 @@ class PartialUpdate:
 
 
 class PendingUpdates:
-    """The running updates, and the update of the embedding, whose rows for the next batch are updated first.
+    """The running updates, and that of the embedding.
+
+    The embedding is updated by operations of the next forward pass, because that pass alone knows which rows it reads, which
+    come first. Until then its update is kept here, and whoever needs all weights earlier runs it as a whole (`finish`).
 
     Attributes:
-        table: the part of the embedding's update that is not yet issued, or None.
+        table: the embedding's update, until a forward pass has issued all of it; None if there is none.
         partial_update: the record of an update that failed after it had begun. Pieces of updates refer only to this
             record.
     """

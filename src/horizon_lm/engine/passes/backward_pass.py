@@ -68,8 +68,7 @@ class BackwardPass:
         if engine.mesh is not None and optimizer is not None:
             names = self._agreed({unit: names})[unit]
         self.ready[unit] = names
-        # The embedding's update is issued by the next forward pass, and a tied head's gradient is added to the
-        # embedding's.
+        # The table's update comes with the next forward pass, and a tied head's gradient is added to the table's.
         if optimizer is not None and unit != EMBED and engine.slab_unit(unit) == unit:
             slots, units = engine.grads.slots, engine.store.unit_of
             assert slots is not None
@@ -97,7 +96,6 @@ class BackwardPass:
         optimizer = engine.updates.optimizer_in_backward
         if optimizer is not None:
             engine.store.weights_changed()
-            # The next forward pass issues this update: it knows which rows it reads first.
             if EMBED in self.ready or (engine.parts.tied and HEAD in self.ready):
                 assert engine.grads.slots is not None
                 engine.updates.table = optimizer.table(engine.grads.slots.table_grads())

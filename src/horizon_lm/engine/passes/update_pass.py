@@ -37,7 +37,7 @@ class UpdatePass(NamedTuple):
     Attributes:
         schedule: the pass over all units except the embedding.
         moves: the pieces of each unit's update, or of its second part.
-        table: the embedding's update, which the next forward pass issues.
+        table: the embedding's update (`PendingUpdates`).
         on_device: the parts before the second one, of the units that have them.
     """
 
