@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.base import Counters, Task, counted_empty
+from horizon_lm.device.base import CountedBuffers, Task
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates, start_thread
 from horizon_lm.device.task_states import Event, TaskStates
@@ -44,7 +44,7 @@ class _OpEvents:
     ended: Any
 
 
-class StreamDevice(ABC):
+class StreamDevice(CountedBuffers, ABC):
     """A device whose two copy streams run asynchronously; subclasses define streams and events.
 
     Args:
@@ -59,8 +59,8 @@ class StreamDevice(ABC):
     def __init__(
         self, name: str, torch_device: torch.device, capacity: int | None = None, host_threads: int | None = None
     ) -> None:
-        self.name, self.torch_device, self.capacity = name, torch_device, capacity
-        self.counters = Counters()
+        super().__init__(torch_device, capacity)
+        self.name = name
         self.link: Link = HostLink()  # for the host threads; each copy stream has a separate link
         self._trace: Trace | None = None
         self._host_threads = host_threads or max(1, usable_cores() - _BUSY_THREADS)
@@ -86,10 +86,7 @@ class StreamDevice(ABC):
     # Memory
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        buffer = counted_empty(
-            numel, dtype, kind, self.torch_device, capacity=self.capacity, counters=self.counters, name=self.name
-        )
-        self.poison(buffer)
+        buffer = super().allocate(numel, dtype, kind)
         # Computation that is still running may have used this memory before: no copy may write to it until that has
         # finished.
         event = self._record(None)
@@ -97,20 +94,8 @@ class StreamDevice(ABC):
             issuer.put(event)
         return buffer
 
-    def used_bytes(self) -> int:
-        return self.counters.allocated_total
-
-    def trim(self) -> None:
-        return
-
     def open_streams(self) -> None:
         self._open_issuers()
-
-    def free(self, buffer: torch.Tensor, kind: str) -> None:
-        self.counters.add(kind, -buffer.numel() * buffer.element_size())
-
-    def poison(self, buffer: torch.Tensor) -> None:
-        return
 
     # Tasks
 

@@ -201,32 +201,49 @@ class Device(Protocol):
         ...
 
 
+class CountedBuffers:
+    """The buffers of a device, whose bytes are counted.
+
+    Args:
+        torch_device: the device of the buffers.
+        capacity: limit on the bytes of all buffers; None for no limit.
+    """
+
+    name: str
+
+    def __init__(self, torch_device: torch.device, capacity: int | None) -> None:
+        self.torch_device, self.capacity = torch_device, capacity
+        self.counters = Counters()
+
+    def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+        num_bytes, counters = numel * dtype.itemsize, self.counters
+        if self.capacity is not None and counters.allocated_total + num_bytes > self.capacity:
+            in_use = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
+            raise DeviceMemoryError(
+                f"{self.name}: {format_bytes(num_bytes)} for {kind} do not fit into the device capacity of "
+                f"{format_bytes(self.capacity)}; in use: {in_use or 'nothing'}. Raise device_memory, or {SMALLER_BATCHES}."
+            )
+        buffer = torch.empty(numel, dtype=dtype, device=self.torch_device)
+        counters.add(kind, num_bytes)
+        self.poison(buffer)
+        return buffer
+
+    def free(self, buffer: torch.Tensor, kind: str) -> None:
+        self.counters.add(kind, -buffer.numel() * buffer.element_size())
+
+    def used_bytes(self) -> int:
+        return self.counters.allocated_total
+
+    def poison(self, buffer: torch.Tensor) -> None:
+        return
+
+    def trim(self) -> None:
+        return
+
+
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a small tensor to a device, through page-locked memory so that the host does not wait for the device."""
     if tensor.device.type != "cpu" or device.type != "cuda":
         return tensor.to(device)
     with torch.cuda.device(device):  # torch page-locks memory through the current device
         return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def counted_empty(
-    numel: int,
-    dtype: torch.dtype,
-    kind: str,
-    device: torch.device,
-    *,
-    capacity: int | None,
-    counters: Counters,
-    name: str,
-) -> torch.Tensor:
-    """Allocate a buffer and count its bytes. Raise DeviceMemoryError if the device's capacity would be exceeded."""
-    num_bytes = numel * dtype.itemsize
-    if capacity is not None and counters.allocated_total + num_bytes > capacity:
-        in_use = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
-        raise DeviceMemoryError(
-            f"{name}: {format_bytes(num_bytes)} for {kind} do not fit into the device capacity of "
-            f"{format_bytes(capacity)}; in use: {in_use or 'nothing'}. Raise device_memory, or {SMALLER_BATCHES}."
-        )
-    buffer = torch.empty(numel, dtype=dtype, device=device)
-    counters.add(kind, num_bytes)
-    return buffer

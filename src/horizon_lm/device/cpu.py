@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.codecs.base import Codec
-from horizon_lm.device.base import Counters, Task, counted_empty
+from horizon_lm.device.base import CountedBuffers, Task
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
@@ -93,7 +93,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-class CpuDevice:
+class CpuDevice(CountedBuffers):
     """A device in host memory. A copy is finished when `issue` returns; updates run in threads and overlap with later
     tasks.
 
@@ -107,43 +107,25 @@ class CpuDevice:
     scratch_bytes = 0
 
     def __init__(self, capacity: int | None = None, host_threads: int | None = None) -> None:
-        self.torch_device = torch.device("cpu")
-        self.counters = Counters()
-        self.capacity = capacity
+        super().__init__(torch.device("cpu"), capacity)
         self.link = HostLink()
         self.trace: Trace | None = None
         self._host_threads = host_threads
         self._pools: dict[Stream, HostPool] = {}
         self._began = self._computed = 0.0  # start of the running computation, and end of the one before it
 
-    def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        buffer = counted_empty(
-            numel, dtype, kind, self.torch_device, capacity=self.capacity, counters=self.counters, name=self.name
-        )
-        self.poison(buffer)
-        return buffer
-
     def spare_bytes(self) -> int | None:
         return None  # its memory is host memory
 
-    def used_bytes(self) -> int:
-        return self.counters.allocated_total
-
     def meter(self) -> None:
         return None
-
-    def trim(self) -> None:
-        pass
 
     def open_streams(self) -> None:
         pass
 
     def free(self, buffer: torch.Tensor, kind: str) -> None:
-        self.counters.add(kind, -buffer.numel() * buffer.element_size())
+        super().free(buffer, kind)
         self.poison(buffer)
-
-    def poison(self, buffer: torch.Tensor) -> None:
-        pass
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return Arena(num_bytes).take(num_bytes, torch.uint8)
