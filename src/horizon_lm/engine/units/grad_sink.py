@@ -64,8 +64,7 @@ class GradSink:
         for part in self._landed():
             self._slots[part].zero_the_rest()
         self._engine.backward.adapters.update(self._adapter_slot.written)
-        # In the order of the layout: an update merges neighbours into spans by it (`StepUpdate.spans`).
-        return [name for slot in self._slots.values() for name in slot.layout if name in slot.written]
+        return [name for slot in self._slots.values() for name in slot.names_written()]
 
     def _landed(self) -> list[Unit]:
         """Return the slabs of the block whose gradients are landed: none if nothing in it is trained."""
@@ -171,6 +170,11 @@ class GradSlot:
                 self.view(name).zero_()
         for gap in self.layout.gaps(self.buffer):
             gap.zero_()
+
+    def names_written(self) -> list[str]:
+        """Return the full names of the parameters that have received a gradient, in the order of the layout."""
+        # By which an update merges neighbours into spans (`StepUpdate.spans`).
+        return [name for name in self.layout if name in self.written]
 
     def round_to(self, dtype: torch.dtype) -> None:
         """Round the gradients to a dtype that is narrower than the slot's."""

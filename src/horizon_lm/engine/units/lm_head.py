@@ -76,8 +76,7 @@ class LmHead:
             slot.written |= slot.trained if written is None else slot.trained & written
             slot.zero_the_rest()
         if slots:
-            names = [name for slot in slots for name in slot.layout if name in slot.written]
-            self.engine.backward.gradients_ready(HEAD, names)
+            self.engine.backward.gradients_ready(HEAD, [name for slot in slots for name in slot.names_written()])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""

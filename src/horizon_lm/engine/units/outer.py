@@ -10,6 +10,7 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.units.grad_sink import GradSlot
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import OUTER
@@ -78,15 +79,13 @@ class OuterParameters:
         ready: list[str] = []
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
             for part in engine.trained_parts(OUTER):
-                layout, buffer = engine.store.units[part].grad_layout, engine.memory.grads_of(part)
-                for name in layout:
-                    if name in found:
-                        layout.view(buffer, name).copy_(found[name])
-                    elif name not in engine.backward.adapters:
-                        layout.view(buffer, name).zero_()
-                for gap in layout.gaps(buffer):
-                    gap.zero_()
-                ready += [name for name in layout if name in found or name in engine.backward.adapters]
+                slot = GradSlot(engine.store.units[part].grad_layout, found.keys())
+                slot.buffer = engine.memory.grads_of(part)
+                for name in found.keys() & slot.layout.entries.keys():
+                    slot.view(name).copy_(found[name])
+                slot.written |= found.keys() | engine.backward.adapters
+                slot.zero_the_rest()
+                ready += slot.names_written()
             engine.backward.gradients_ready(OUTER, ready)
 
 
