@@ -88,8 +88,10 @@ class BackwardPass:
     def end(self) -> None:
         """End the pass. Its gradients are still landing, or are being applied."""
         engine = self._engine
-        engine.grads.track_landings(engine.cursor.landing_tasks())  # they continue to land while the host goes on
-        engine.updates.add(engine.cursor.update_tasks())
+        engine.grads.track_landings(
+            engine.cursor.tasks_of(Kind.STREAM_OUT)
+        )  # they continue to land while the host goes on
+        engine.updates.add(engine.cursor.tasks_of(Kind.UPDATE))
         self.has_updated = engine.cursor.update_begun()
         engine.cursor.finish()
         self.state.consumed = True

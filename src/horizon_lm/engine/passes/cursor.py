@@ -74,17 +74,9 @@ class Cursor:
         self._position = index + 1
         self._issue_copies()
 
-    def landing_tasks(self) -> list[Task]:
-        """Return the tasks of the running pass that copy gradients to the host."""
-        return [t for t in self._tasks if t.op.kind == Kind.STREAM_OUT]
-
-    def update_tasks(self) -> list[Task]:
-        """Return the tasks of the running pass that update weights."""
-        return [t for t in self._tasks if t.op.kind == Kind.UPDATE]
-
-    def save_tasks(self) -> list[Task]:
-        """Return the tasks of the running pass that write a checkpoint."""
-        return [t for t in self._tasks if t.op.kind == Kind.SAVE]
+    def tasks_of(self, kind: Kind) -> list[Task]:
+        """Return the tasks of the running pass of this kind, in order; none between passes."""
+        return [t for t in self._tasks if t.op.kind == kind]
 
     def unfinished(self) -> list[Task]:
         """Return the tasks that were issued and are not done, and the computation that is next. Any thread may call this."""
@@ -110,7 +102,7 @@ class Cursor:
 
     def update_begun(self) -> bool:
         """Return whether the running pass has issued an update."""
-        return any(t.issued for t in self._tasks if t.op.kind == Kind.UPDATE)
+        return any(t.issued for t in self.tasks_of(Kind.UPDATE))
 
     def finish(self) -> None:
         """End the pass, and drain the device if computations were left out."""

@@ -25,6 +25,7 @@ from horizon_lm.engine.passes.update_pass import UpdateMoves, UpdatePass, comput
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.residency import ExpectedBatch, Residency
+from horizon_lm.schedule.ops import Kind
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
 
@@ -184,7 +185,7 @@ class Engine(Machinery):
                 compute_on_device(self, update)
             finally:
                 # Also after an interrupt: what was issued runs to its end, and has to be waited for.
-                self.updates.add(self.cursor.update_tasks())
+                self.updates.add(self.cursor.tasks_of(Kind.UPDATE))
         self.cursor.finish()  # issues the updates that no computation stands before
 
     @contextmanager

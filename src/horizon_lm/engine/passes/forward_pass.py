@@ -15,7 +15,7 @@ from horizon_lm.engine.passes.unit_moves import UnitMoves
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.block_template import comparable
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Schedule
+from horizon_lm.schedule.ops import Kind, Schedule
 from horizon_lm.units import HEAD, Unit
 
 
@@ -109,7 +109,7 @@ class ForwardPass:
         """End the pass, whose units are computed."""
         engine, between = self._engine, self._engine.between
         # The update of those rows of the embedding that this pass has not read; it may go on after the pass.
-        engine.updates.add(engine.cursor.update_tasks())
+        engine.updates.add(engine.cursor.tasks_of(Kind.UPDATE))
         engine.cursor.finish()
         self.randomness.finish()
         # Only now, because a pass that fails may not have loaded them.

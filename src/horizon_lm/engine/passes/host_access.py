@@ -8,6 +8,7 @@ from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, 
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.running import Running
 from horizon_lm.errors import StreamingError
+from horizon_lm.schedule.ops import Kind
 
 
 class HostAccess:
@@ -69,7 +70,7 @@ class HostAccess:
         # A checkpoint is written from the slabs themselves, as they are now.
         engine.saves.wait()
         if engine.cursor.active:  # updates of the running pass that are not issued yet come after the access
-            engine.updates.wait(engine.cursor.update_tasks())
+            engine.updates.wait(engine.cursor.tasks_of(Kind.UPDATE))
         else:
             engine.updates.finish()
 

@@ -7,7 +7,7 @@ from horizon_lm.device.transfers import Move
 from horizon_lm.engine.host.updates import PendingUpdates, RunningSave
 from horizon_lm.engine.passes.cursor import Cursor, MovesOf
 from horizon_lm.schedule import build
-from horizon_lm.schedule.ops import Schedule
+from horizon_lm.schedule.ops import Kind, Schedule
 from horizon_lm.units import EMBED, Unit
 
 
@@ -49,7 +49,7 @@ class Saves:
         try:
             self._cursor.start(schedule, moves_of)
         finally:
-            self._tasks += self._cursor.save_tasks()
+            self._tasks += self._cursor.tasks_of(Kind.SAVE)
         self._cursor.finish()
 
     def issue_table(self) -> None:
