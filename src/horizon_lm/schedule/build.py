@@ -124,7 +124,6 @@ def forward(
     changed: bool = True,
     blocks_changed: bool | None = None,
     table_update: bool = False,
-    head: bool = True,
     head_grads: bool = False,
     routed: Iterable[int] = (),
 ) -> Schedule:
@@ -139,20 +138,19 @@ def forward(
         blocks_changed: the same for resident blocks, which an update of adapters leaves as they are; None for ``changed``.
         table_update: the table's update is pending. Rows that this pass reads are updated first, the other rows after
             all other units.
-        head: the output projection is used.
         head_grads: the head's gradients are computed in the forward pass, together with the loss.
         routed: blocks of whose experts only those are streamed that the tokens are routed to. That is known only after a part of the
             block. None of them is resident, unless its experts are in tiles.
     """
     blocks_changed = changed if blocks_changed is None else blocks_changed
     kept, parted = frozenset(keeps), frozenset(routed)
-    return _forward(layout, kept, embed, changed, blocks_changed, table_update, head, head_grads, parted)
+    return _forward(layout, kept, embed, changed, blocks_changed, table_update, head_grads, parted)
 
 
 @lru_cache(_CACHED)
 def _forward(
     layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, blocks_changed: bool, table_update: bool,
-    head: bool, head_grads: bool, routed: frozenset[int],
+    head_grads: bool, routed: frozenset[int],
 ) -> Schedule:  # fmt: skip
     """Build a pass from the arguments of `forward`. A copy stands one computation before the one that needs it."""
     ops = _before_blocks(layout, embed, changed, table_update)
@@ -183,7 +181,7 @@ def _forward(
             ops.extend(copies.ahead(u))
         if u < layout.num_blocks - 1:
             ops.extend(copies.core(u + 1))  # prefetch: issued before this block computes
-        elif head:
+        else:
             ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
         if u in routed and not tiles:
             weights = layout.weights(u)
@@ -193,10 +191,8 @@ def _forward(
         ops.append(_compute(Kind.FORWARD, block(u), (layout.weights(u),), writes))
         if offload:
             ops.append(Op(Kind.OFFLOAD, block(u), Stream.COPY_OUT, (ring,), (Buffer(Buf.HOST_BOUNDARY, u),)))
-    if head:
-        grads = (Buffer(Buf.HEAD_GRADS),) if head_grads else ()
-        ops.append(_compute(Kind.FORWARD, HEAD, (Buffer(Buf.HEAD),), grads))
-
+    grads = (Buffer(Buf.HEAD_GRADS),) if head_grads else ()
+    ops.append(_compute(Kind.FORWARD, HEAD, (Buffer(Buf.HEAD),), grads))
     return Schedule("forward", derive_waits(ops), keeps)
 
 
@@ -223,7 +219,6 @@ def backward(
     *,
     blocks: Iterable[int],
     trainable: Iterable[str],
-    head: bool = True,
     head_grads: bool = False,
 ) -> Schedule:
     """Return a backward pass over the blocks that the forward pass kept.
@@ -232,29 +227,22 @@ def backward(
         layout: layout of the schedule.
         blocks: blocks whose boundary the forward pass kept, in any order.
         trainable: units with at least one trainable parameter; other units only propagate gradients.
-        head: the head takes part.
         head_grads: the head's gradients were computed in the forward pass and only need to be scaled.
     """
-    return _backward(layout, frozenset(blocks), frozenset(trainable), head, head_grads)
+    return _backward(layout, frozenset(blocks), frozenset(trainable), head_grads)
 
 
 @lru_cache(_CACHED)
-def _backward(
-    layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head: bool, head_grads: bool
-) -> Schedule:
+def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head_grads: bool) -> Schedule:
     """Build a pass from the arguments of `backward`: head, blocks from the last to the first, embedding, outer parameters."""
     order = sorted(blocks, reverse=True)
-    ops: list[Op] = []
-
-    if head:
-        grads = Buffer(Buf.HEAD_GRADS)
-        if not head_grads:
-            ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
-        # Gradients of the forward pass are only scaled, which needs no weights.
-        reads = (grads,) if head_grads else (Buffer(Buf.HEAD),)
-        ops.append(_compute(Kind.BACKWARD, HEAD, reads, (grads,) if HEAD in trainable else ()))
-        if HEAD in trainable:
-            ops.extend(_land_and_update(HEAD, grads, layout))
+    grads = Buffer(Buf.HEAD_GRADS)
+    # Gradients of the forward pass are only scaled, which needs no weights.
+    ops = [] if head_grads else _stream_in(HEAD, Buffer(Buf.HEAD), layout)
+    reads = (grads,) if head_grads else (Buffer(Buf.HEAD),)
+    ops.append(_compute(Kind.BACKWARD, HEAD, reads, (grads,) if HEAD in trainable else ()))
+    if HEAD in trainable:
+        ops.extend(_land_and_update(HEAD, grads, layout))
 
     slots = TileSlots(layout.tiles)
 
