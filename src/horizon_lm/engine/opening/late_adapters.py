@@ -5,6 +5,8 @@ PEFT changes the layers of a model in place: ``get_peft_model(stream(model), con
 parameters into the store, and attaches the model again. Weights of the base keep their memory.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -78,17 +80,10 @@ def take_in_adapters(horizon: ModelForward, arguments: StreamArguments) -> tuple
     _require_between_steps(engine)
     # Slabs move and device buffers are freed below, so nothing may read or write them any more.
     engine.drain()
-    streamed_class = type(model)
-    # An ordinary model is examined: replaced forwards and streamed parameters would be taken for the model's own.
-    _detach(horizon)
-    try:
+    with _detaching(horizon):
         examined = arguments.examine(model)
         parts = examined.parts
         store, old_names = _extended(engine, parts, arguments.get_precision(parts))
-    except BaseException:
-        # Also an interrupt must leave a model that goes on as it was.
-        _restore(horizon, streamed_class)
-        raise
     # PEFT has drawn the values of new adapters on each rank, without a common seed.
     copy_from_first(mesh, {ref.name: ref.param.data for ref in parts.refs() if ref.name not in old_names})
     with sharing_moved(mesh, store, engine.store, old_names):
@@ -115,22 +110,26 @@ def _require_between_steps(engine: Engine) -> None:
         )
 
 
-def _detach(horizon: ModelForward) -> None:
-    """Make the model an ordinary one, whose parameters are views into the store."""
-    model = horizon.model
+@contextmanager
+def _detaching(horizon: ModelForward) -> Iterator[None]:
+    """Context manager: make the model an ordinary one, whose parameters are views into the store. After an error it is again the
+    streamed one that it was.
+    """
+    model, streamed_class = horizon.model, type(horizon.model)
+    # Replaced forwards and streamed parameters would be taken for the model's own when it is examined.
     horizon.replaced.restore()
     model.__class__ = horizon.model_class
     # Placeholders stay what they are: as plain parameters their memory would be read as values.
     for param in {id(param): param for param in model.parameters()}.values():
         if isinstance(param, StreamedParameter) and not isinstance(param, PackedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
-def _restore(horizon: ModelForward, streamed_class: type) -> None:
-    """Undo `_detach`."""
-    horizon.engine.access.adopt_parameters()
-    horizon.model.__class__ = streamed_class
-    horizon.replaced.replace()
+    try:
+        yield
+    except BaseException:  # also an interrupt must leave a model that goes on
+        horizon.engine.access.adopt_parameters()
+        model.__class__ = streamed_class
+        horizon.replaced.replace()
+        raise
 
 
 def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:
