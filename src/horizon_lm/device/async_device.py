@@ -14,7 +14,7 @@ Streams and events are behind abstract methods, so that tests can emulate them w
 import queue
 import threading
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.base import CountedBuffers, Task
+from horizon_lm.device.base import Device, Task
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates, start_thread
 from horizon_lm.device.task_states import Event, TaskStates
@@ -44,7 +44,7 @@ class _OpEvents:
     ended: Any
 
 
-class StreamDevice(CountedBuffers, ABC):
+class StreamDevice(Device):
     """A device whose two copy streams run asynchronously; subclasses define streams and events.
 
     Args:
@@ -53,8 +53,6 @@ class StreamDevice(CountedBuffers, ABC):
         capacity: limit on the bytes of the engine's buffers; None for no additional limit.
         host_threads: threads for updates; None for the usable cores except those needed for other threads.
     """
-
-    scratch_bytes = 0
 
     def __init__(
         self, name: str, torch_device: torch.device, capacity: int | None = None, host_threads: int | None = None
@@ -98,9 +96,6 @@ class StreamDevice(CountedBuffers, ABC):
         self._open_issuers()
 
     # Tasks
-
-    def announce(self, tasks: Sequence[Task]) -> None:
-        return
 
     def issue(self, task: Task) -> None:
         assert task.moves is not None, f"{task.op} was issued before its moves were known"

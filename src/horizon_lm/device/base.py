@@ -1,5 +1,6 @@
-"""The interface between the engine and a device: tasks, counters, and the `Device` protocol."""
+"""The interface between the engine and a device: tasks, counters, and the `Device`."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -81,141 +82,37 @@ class Meter(Protocol):
     def peak(self) -> int: ...
 
 
-class Device(Protocol):
+class Device(ABC):
     """The streams, memory and randomness of one accelerator, and threads for updates in host memory.
 
     Computation runs on the caller's current stream between `begin` and `end` of its task; every other task is given to
     `issue` in schedule order. A device may run an issued task at any time that its waits allow; this is how the loads of
     the next blocks are prefetched.
-    """
-
-    name: str
-    torch_device: torch.device
-    counters: Counters
-    trace: Trace | None  # records every operation while it is set
-
-    @property
-    def link(self) -> Link: ...
-
-    @property
-    def scratch_bytes(self) -> int:
-        """The device memory that transfers and libraries take once streams are open, in addition to the engine's
-        buffers.
-        """
-        ...
-
-    def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
-        """Allocate a counted 1-D buffer. Raise DeviceMemoryError if it exceeds the capacity."""
-        ...
-
-    def spare_bytes(self) -> int | None:
-        """Return the unused bytes of device memory, or None if the device has no separate memory."""
-        ...
-
-    def used_bytes(self) -> int:
-        """Return the known bytes of device memory in use: at least the engine's buffers."""
-        ...
-
-    def meter(self) -> AbstractContextManager[Meter] | None:
-        """Return a context manager that measures the device memory of computations, or None if the device cannot
-        measure it.
-        """
-        ...
-
-    def trim(self) -> None:
-        """Return unused memory to the driver before allocations of other sizes."""
-        ...
-
-    def open_streams(self) -> None:
-        """Open the streams and allocate the memory for transfers, before the first step."""
-        ...
-
-    def free(self, buffer: torch.Tensor, kind: str) -> None:
-        """Free a buffer that is no longer used."""
-        ...
-
-    def poison(self, buffer: torch.Tensor) -> None:
-        """Mark the contents of a buffer as invalid; a test device fills it with NaN, so that reads are noticed."""
-        ...
-
-    def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Allocate a 1-D uint8 buffer of exactly this size in host memory, for copies at full speed."""
-        ...
-
-    def free_host(self, buffer: torch.Tensor) -> None:
-        """Free a buffer from `host_buffer`, viewed as any dtype, that is no longer used."""
-        ...
-
-    def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Prepare existing host memory in place for copies at full speed."""
-        ...
-
-    def announce(self, tasks: Sequence[Task]) -> None:
-        """Begin a pass that consists of these tasks, in this order."""
-        ...
-
-    def issue(self, task: Task) -> None:
-        """Run a task other than computation once its waits have finished."""
-        ...
-
-    def begin(self, task: Task) -> None:
-        """Make the compute stream wait for the dependencies of a task, before its computation is enqueued."""
-        ...
-
-    def end(self, task: Task) -> None:
-        """Record that the computation of a task has been enqueued."""
-        ...
-
-    def wait(self, tasks: Sequence[Task]) -> None:
-        """Block the host until these tasks are finished."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until all work is finished."""
-        ...
-
-    def is_finished(self, task: Task) -> bool:
-        """Return whether a task is known to be finished. Any thread may ask, and nothing waits."""
-        ...
-
-    def cancel(self, tasks: Sequence[Task]) -> None:
-        """Drop tasks that have not started, and wait for those that have."""
-        ...
-
-    def give_up(self, updates: Sequence[Task]) -> None:
-        """Run these updates to their end in host threads, and start nothing else from now on.
-
-        For hardware that has failed: it is not touched, and no thread waits for it. Their moves need host memory only, and
-        those that have run are skipped. Every later wait for an unfinished task raises StreamingError.
-        """
-        ...
-
-    def rng_state(self) -> Any:
-        """Return the random state of the host and of the device."""
-        ...
-
-    def set_rng_state(self, state: Any) -> None: ...
-
-    def seeded_rng_state(self, seed: int) -> Any:
-        """Return the random state that ``torch.manual_seed(seed)`` would set, without changing the current state."""
-        ...
-
-
-class CountedBuffers:
-    """The buffers of a device, whose bytes are counted.
 
     Args:
         torch_device: the device of the buffers.
         capacity: limit on the bytes of all buffers; None for no limit.
+
+    Attributes:
+        name: its name, for messages.
+        link: its transfers.
+        counters: the bytes of its buffers, and of what was moved.
+        trace: records every operation while it is set.
+        scratch_bytes: the device memory that transfers and libraries take once streams are open, in addition to the engine's
+            buffers.
     """
 
     name: str
+    link: Link
+    trace: Trace | None
+    scratch_bytes = 0
 
     def __init__(self, torch_device: torch.device, capacity: int | None) -> None:
         self.torch_device, self.capacity = torch_device, capacity
         self.counters = Counters()
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+        """Allocate a counted 1-D buffer. Raise DeviceMemoryError if it exceeds the capacity."""
         num_bytes, counters = numel * dtype.itemsize, self.counters
         if self.capacity is not None and counters.allocated_total + num_bytes > self.capacity:
             in_use = ", ".join(f"{k} {format_bytes(v)}" for k, v in counters.allocated.items() if v)
@@ -229,16 +126,98 @@ class CountedBuffers:
         return buffer
 
     def free(self, buffer: torch.Tensor, kind: str) -> None:
+        """Free a buffer that is no longer used."""
         self.counters.add(kind, -buffer.numel() * buffer.element_size())
 
     def used_bytes(self) -> int:
+        """Return the known bytes of device memory in use: at least the engine's buffers."""
         return self.counters.allocated_total
 
     def poison(self, buffer: torch.Tensor) -> None:
+        """Mark the contents of a buffer as invalid; a test device fills it with NaN, so that reads are noticed."""
         return
 
     def trim(self) -> None:
+        """Return unused memory to the driver before allocations of other sizes."""
         return
+
+    @abstractmethod
+    def spare_bytes(self) -> int | None:
+        """Return the unused bytes of device memory, or None if the device has no separate memory."""
+
+    @abstractmethod
+    def meter(self) -> AbstractContextManager[Meter] | None:
+        """Return a context manager that measures the device memory of computations, or None if the device cannot
+        measure it.
+        """
+
+    @abstractmethod
+    def open_streams(self) -> None:
+        """Open the streams and allocate the memory for transfers, before the first step."""
+
+    @abstractmethod
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Allocate a 1-D uint8 buffer of exactly this size in host memory, for copies at full speed."""
+
+    @abstractmethod
+    def free_host(self, buffer: torch.Tensor) -> None:
+        """Free a buffer from `host_buffer`, viewed as any dtype, that is no longer used."""
+
+    @abstractmethod
+    def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Prepare existing host memory in place for copies at full speed."""
+
+    def announce(self, tasks: Sequence[Task]) -> None:
+        """Begin a pass that consists of these tasks, in this order."""
+        return
+
+    @abstractmethod
+    def issue(self, task: Task) -> None:
+        """Run a task other than computation once its waits have finished."""
+
+    @abstractmethod
+    def begin(self, task: Task) -> None:
+        """Make the compute stream wait for the dependencies of a task, before its computation is enqueued."""
+
+    @abstractmethod
+    def end(self, task: Task) -> None:
+        """Record that the computation of a task has been enqueued."""
+
+    @abstractmethod
+    def wait(self, tasks: Sequence[Task]) -> None:
+        """Block the host until these tasks are finished."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until all work is finished."""
+
+    @abstractmethod
+    def is_finished(self, task: Task) -> bool:
+        """Return whether a task is known to be finished. Any thread may ask, and nothing waits."""
+
+    @abstractmethod
+    def cancel(self, tasks: Sequence[Task]) -> None:
+        """Drop tasks that have not started, and wait for those that have."""
+
+    @abstractmethod
+    def give_up(self, updates: Sequence[Task]) -> None:
+        """Run these updates to their end in host threads, and start nothing else from now on.
+
+        For hardware that has failed: it is not touched, and no thread waits for it. Their moves need host memory only, and
+        those that have run are skipped. Every later wait for an unfinished task raises StreamingError.
+        """
+
+    @abstractmethod
+    def rng_state(self) -> Any:
+        """Return the random state of the host and of the device."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Any) -> None:
+        """Set what `rng_state` has returned."""
+
+    @abstractmethod
+    def seeded_rng_state(self, seed: int) -> Any:
+        """Return the random state that ``torch.manual_seed(seed)`` would set, without changing the current state."""
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

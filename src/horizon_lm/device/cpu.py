@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.codecs.base import Codec
-from horizon_lm.device.base import CountedBuffers, Task
+from horizon_lm.device.base import Device, Task
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
 from horizon_lm.resources import usable_cores
@@ -93,7 +93,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-class CpuDevice(CountedBuffers):
+class CpuDevice(Device):
     """A device in host memory. A copy is finished when `issue` returns; updates run in threads and overlap with later
     tasks.
 
@@ -104,7 +104,6 @@ class CpuDevice(CountedBuffers):
     """
 
     name = "cpu"
-    scratch_bytes = 0
 
     def __init__(self, capacity: int | None = None, host_threads: int | None = None) -> None:
         super().__init__(torch.device("cpu"), capacity)
@@ -134,9 +133,6 @@ class CpuDevice(CountedBuffers):
         pass
 
     def register_host(self, buffers: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def announce(self, tasks: Sequence[Task]) -> None:
         pass
 
     def issue(self, task: Task) -> None:
