@@ -35,7 +35,7 @@ test-peers:
 
 lint:
 	@python=$$(scripts/bootstrap.sh dev) && set -x && $$python -m ruff check . && $$python -m ruff format --check . \
-	  && $$python -m mypy && $$python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+	  && $$python -m mypy && $$python -m mypy --config-file benchmarks/mypy.ini && $$python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 golden:
 	@python=$$(scripts/bootstrap.sh dev) && $$python -m tests.golden.record .cache/golden.json

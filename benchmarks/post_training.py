@@ -25,7 +25,10 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 import horizon_lm
 from horizon_lm.config.load import as_config
-from horizon_lm.data.loader import NOT_TRAINED, Batch, batches_in_order
+from horizon_lm.constants import IGNORE_INDEX
+from horizon_lm.data.batch import Batch
+from horizon_lm.data.loader import batch_from
+from horizon_lm.preflight.inputs import fetch_source
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 
@@ -106,8 +109,8 @@ class Plain:
         """Return the figures of the eval set."""
         model.eval()
         total, weight, margins = 0.0, 0, []
-        (rows,) = self.data.held_out.values()
-        for batch in batches_in_order(rows, 4):
+        (rows,) = self.data.eval_sets.values()
+        for batch in (batch_from(rows, first, 4) for first in range(0, len(rows), 4)):
             if self.config.objective == "dpo":
                 margins += self.margins(model, batch).tolist()
                 continue
@@ -122,7 +125,7 @@ def answer_logprobs(model: Any, batch: Batch) -> torch.Tensor:
     logits = model(**batch.inputs()).logits[:, :-1].float()
     labels = batch.labels[:, 1:]
     logprobs = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    return (logprobs * (labels != NOT_TRAINED)).sum(1).view(2, -1)
+    return (logprobs * (labels != IGNORE_INDEX)).sum(1).view(2, -1)
 
 
 def open_plain(folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -141,7 +144,7 @@ def run_task(
         "overwrite_output_dir": True,
     }
     config = as_config(run)
-    data = load_data(config, load_tokenizer(config))
+    data = load_data(config, load_tokenizer(config, fetch_source(config).model))
     plain = Plain(config, data, open_plain(model))
     lines: list[str] = []
 
@@ -163,14 +166,14 @@ def run_task(
             working = None if dtype == torch.float32 else open_plain(model, dtype)
             Plain(config, data, open_plain(model, dtype)).train(theirs, working)
             return theirs
-        return open_plain(horizon_lm.train({**run, "precision": system}, say=lambda text: None).model_dir)
+        return open_plain(horizon_lm.train({**run, "precision": system}, print_fn=lambda text: None).model_dir)
 
     names = add_line("base", open_plain(model), 0.0)
     for system in systems or SYSTEMS[name]:
         start = time.perf_counter()
         found = train(system)
         add_line(system if system in PLAIN else f"Horizon-LM `{system}`", found, time.perf_counter() - start)
-    rows, held = len(data.loader.rows), sum(map(len, data.held_out.values()))
+    rows, held = len(data.loader.rows), sum(map(len, data.eval_sets.values()))
     heading = [
         f"## {name}", "",
         f"{config.max_steps} steps of {config.rows_per_step} of {rows} rows, max_length {config.max_length}, learning rate "

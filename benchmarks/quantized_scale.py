@@ -21,7 +21,7 @@ from peers_cpu import processor, versions
 
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
-from horizon_lm.engine.opening import loading
+from horizon_lm.engine.opening.filling import add_adapters, with_store
 from horizon_lm.engine.opening.options import StreamArguments, open_device
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.known_models import find_known, known_config
@@ -129,11 +129,11 @@ def train(arguments: argparse.Namespace) -> str:
     )  # fmt: skip
     model = build_skeleton(config).requires_grad_(False)
     find_codecs = partial(expected_codecs, quantization=quantization)
-    parts, store = loading._with_store(model, settings, True, find_codecs)
+    examined, store = with_store(model, settings, True, find_codecs)
     filled = fill(store)
     store.source_dtypes |= dict.fromkeys(store.unit_of, torch.bfloat16)
     torch.manual_seed(0)
-    adapted = loading._add_adapters(ADAPTERS, parts, store, settings).train()
+    adapted = add_adapters(ADAPTERS, examined.parts, store, settings).train()
     inside = adapted.base_model.model
     engine = inside._horizon.engine
     engine.expect_batch(ExpectedBatch(rows * length, rows * length))

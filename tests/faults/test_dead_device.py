@@ -137,7 +137,7 @@ def require_whole(kind: str, mode: str, states: list[dict[str, bytes]], **which:
 
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_death_at_some_operations(kind: str, expected: Expected) -> None:
-    require_whole(kind, *expected, first=list(DEVICES).index(kind), stride=23)
+    require_whole(kind, *expected, first=list(DEVICES).index(kind), stride=13)
 
 
 @pytest.mark.slow
