@@ -66,6 +66,7 @@ class PageLocks:
             self._unregister(start)
 
     def _unregister(self, start: int) -> None:
+        """Unlock the piece that begins at an address. `memory` keeps it alive until CUDA has let go of it."""
         memory = self._memory.pop(start, None)  # at once: the garbage collector may call `unlock_all` in another thread
         if memory is None:
             return

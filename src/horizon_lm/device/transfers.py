@@ -46,6 +46,8 @@ class Link(Protocol):
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
         """Land gradients in host memory: overwrite the destination, or add in fp32 and round once.
 
+        A GPU adds on the device: it reads the destination over the link and writes the sum back.
+
         Returns:
             The sum of squares of the stored result.
         """
@@ -71,7 +73,7 @@ class Move(Protocol):
     def run(self, link: Link) -> None: ...
 
     def split(self, parts: int) -> "list[Move]":
-        """Split the move into smaller moves with the same total effect."""
+        """Split the move into smaller moves that have the same effect if they run in this order."""
         ...
 
 

@@ -228,7 +228,9 @@ class SlabOptimizer(torch.optim.Optimizer):
         return StepUpdate(groups, self._steps, self._seed, self._step + 1, clip)
 
     def _issue_update(self, present: Mapping[Unit, list[str]], clip: float) -> None:
-        """Count the step, and issue the updates of all units."""
+        """Wait for the last step's updates, the embedding's included if no forward pass has taken it. Then count the step, and
+        issue the updates of all units.
+        """
         self._engine.updates.finish()
         step = self._new_step(clip)
         update = self._updates.of_all(step, present)

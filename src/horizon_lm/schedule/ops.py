@@ -68,7 +68,7 @@ class Kind(_Word):
     FETCH = "fetch"  # boundary: host -> device ring
     RECOMPUTE = "recompute"  # a block around its experts, before their backward pass, see `tiles`
     BACKWARD = "backward"  # recompute and differentiate
-    STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store
+    STAGE = "stage"  # fp32 accumulator -> staging slot, in the dtype of the gradient store: device memory, both
     REDUCE = "reduce"  # device gradients of all ranks -> this rank's range of their sum, in the same buffer
     STREAM_OUT = "stream_out"  # device gradients -> host; with several ranks, this rank's range of them
     ADVANCE = "advance"  # optimizer, on the host: the part of an update before its matrices are orthogonalized
@@ -97,7 +97,7 @@ class Buf(_Word):
     TILE_GRADS = "TG"  # two slots for their gradients
     TILE_PACKED = "TP"  # two slots for their codes and scales, as PACKED for blocks
     ACCUMULATOR = "A"
-    STAGING = "S"
+    STAGING = "S"  # rounded sums of the accumulator; not a staging buffer of a link, which is page-locked host memory
     HEAD = "H"
     HEAD_GRADS = "HG"
     TABLE_ROWS = "E"

@@ -151,7 +151,8 @@ class HostGrads:
     """The gradients of a model in host memory.
 
     A gradient is empty while its parameter's ``grad`` is None. The next landing overwrites an empty gradient, and is
-    added to any other. Clearing gradients thus writes no memory.
+    added to any other. Clearing gradients thus writes no memory. From `publish` on a gradient is not empty, also while it
+    is still landing: the next landing comes after it in the same stream.
 
     Attributes:
         squared_norms: sums of squares of the landed gradients, by unit.
@@ -195,6 +196,9 @@ class HostGrads:
 
     def moves(self, unit: Unit, source: torch.Tensor, part: SlabPart) -> list[Move]:
         """Return the moves that land gradients of a unit, whose landings have begun (`begin_landings`).
+
+        All of the source lands, also the zeros of parameters that got no gradient (`GradSlot.zero_the_rest`); only `publish` is
+        given the names of those that got one.
 
         Args:
             unit: the unit.

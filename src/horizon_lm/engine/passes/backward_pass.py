@@ -1,4 +1,7 @@
-"""A backward pass of the model, which owns its state from its first autograd node to its last, or its failure."""
+"""A backward pass of the model, which owns its state from its first autograd node to its last, or its failure.
+
+An error outside of the engine's nodes, as in a hook, is noticed by the next forward pass (`Engine._abandon_unfinished`).
+"""
 
 from collections.abc import Mapping
 

@@ -3,7 +3,7 @@
 Autograd and the model's forward method drive the cursor. When they reach a computation, the cursor issues all
 operations that the schedule lists before it, lets the computation run, and then issues the copies and updates up to the
 next computation. The schedule lists the copy of block i+1 before the computation of block i, so weights are prefetched:
-the host never decides when to copy, and does not wait for the end of a copy. A late update in host memory may hold it up.
+the host never decides when to copy, and does not wait for the end of a copy; `device.async_device` says what may hold it up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,10 @@ MovesOf = Callable[[Op], Sequence[Move] | None]
 
 
 class Cursor:
-    """The position in the running pass, with the tasks of earlier passes that a new pass may have to wait for."""
+    """The position in the running pass, with the tasks of earlier passes that a new pass may have to wait for.
+
+    One thread uses it at a time: that of the model's forward method, and then the one in which autograd runs the nodes.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -16,7 +16,7 @@ def abandon(engine: Machinery, running: Running, error: BaseException) -> None:
         engine.grads.break_off()
     try:
         engine.cursor.abandon()
-        _quiesce(engine)
+        _quiesce(engine)  # so the device is idle on return; errors of updates are not raised here
     finally:  # the device may have failed for good
         _release(engine, running)
 

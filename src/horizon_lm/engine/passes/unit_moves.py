@@ -1,4 +1,12 @@
-"""The data movements of an operation: a table of functions by kind of operation."""
+"""The data movements of an operation: a table of functions by kind of operation.
+
+Movements that depend on the batch are bound later, by the code that knows them:
+
+- rows of the embedding, in both directions, and the update of these rows: `engine.units.embedding`,
+- boundaries to offload: `BlockComputation._plan_offloads`, at the first block,
+- experts that tokens are routed to: `engine.units.routed_computation` and `engine.units.tiled_computation`,
+- updates of a backward pass: `BackwardPass.gradients_ready`.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
@@ -44,7 +52,8 @@ class UnitMoves:
         return [move for part in self._engine.parts_of(op.unit) for move in self._stream_in_part(part, left_out)]
 
     def _stream_in_part(self, unit: Unit, left_out: Collection[str]) -> list[Move]:
-        """Return the moves that stream slabs into a slot, without some weights: copies, and the decoding of what is quantized.
+        """Return the moves that stream slabs into a slot, without some weights: copies, and the decoding of what is quantized. Low
+        halves of fp32 masters stay on the host.
 
         Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
         """
