@@ -95,7 +95,7 @@ def _require_between_steps(engine: Engine, optimizer: SlabOptimizer | None) -> N
     """Raise StreamingError if weights and moments are not those of the end of a step."""
     if optimizer is not None:
         _require_own(optimizer, engine)
-    engine.check_alive()
+    engine.resume_interrupted()
     optimizer_in_backward = engine.updates.optimizer_in_backward
     if engine.cursor.active or (optimizer_in_backward is not None and optimizer_in_backward.pending):
         raise StreamingError("save_checkpoint was called inside a step; call it after optimizer.step()")
@@ -132,9 +132,9 @@ def _start(writer: CheckpointWriter, engine: Engine) -> None:
         writer.write_units()
         return
     engine.saves.running = writer
-    engine.check_alive()
+    engine.resume_interrupted()
     tasks = engine.saves.run(writer.moves(), engine.layout)
-    writer.saving.issue = lambda: writer.attempt(engine.saves.issue)
+    writer.saving.issue = lambda: writer.attempt(engine.saves.finish_issuing)
     writer.saving.wait_for_moves = lambda: writer.attempt(lambda: engine.device.wait(tasks))
 
 

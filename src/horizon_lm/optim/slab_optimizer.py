@@ -126,7 +126,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         reason, self._rejected = self._rejected, None
         engine = self._engine
-        engine.check_alive()
+        engine.resume_interrupted()
         if engine.grads.invalid:
             raise StreamingError(
                 "an error interrupted a backward pass of this step, so its gradients are incomplete; call "
@@ -351,7 +351,7 @@ class SlabOptimizer(torch.optim.Optimizer):
 
         Moments, and the low halves of fp32 masters, are views and not copies.
         """
-        self._engine.check_alive()
+        self._engine.resume_interrupted()
         self._engine.updates.finish()
         return super().state_dict() | {STEPS: self._step}
 

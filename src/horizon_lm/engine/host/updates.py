@@ -77,6 +77,11 @@ class PartialUpdate:
         """Record the error with which an update failed."""
         self.reason = f"{type(error).__name__}: {error}"
 
+    def fail(self, error: BaseException) -> None:
+        """Record the error of an update, and raise PartialUpdateError."""
+        self.record(error)
+        self.require_complete()
+
     def require_complete(self) -> None:
         """Raise PartialUpdateError if an update failed after it had begun."""
         if self.reason is not None:

@@ -57,7 +57,7 @@ class Engine(Machinery):
     @contextmanager
     def forward_pass(self, request: ForwardRequest) -> Iterator[None]:
         """Context manager: run a forward pass of the model."""
-        self.check_alive()
+        self.resume_interrupted()
         self._abandon_unfinished()
         # Before the pass compares versions, to stream in again what has changed.
         self.foreign_writes.follow()
@@ -112,7 +112,7 @@ class Engine(Machinery):
     @contextmanager
     def backward_of(self, state: ForwardState) -> Iterator[None]:
         """Context manager: run a node of the backward pass of a forward pass. The first of them begins the backward pass."""
-        self.check_alive()
+        self.resume_interrupted()
         running = self.running
         if running.backward is None:
             # Outside of the try block: nothing has begun that an error raised here could leave half done.
@@ -171,7 +171,7 @@ class Engine(Machinery):
 
     def issue_update(self, update: UpdatePass) -> None:
         """Issue an update pass, and compute its parts on the device. If a fault interrupts it, the remaining operations stay in the
-        cursor, and `check_alive` continues them; with a part on the device, the update is partial.
+        cursor, and `resume_interrupted` continues them; with a part on the device, the update is partial.
 
         The updates of the step before must be done (`PendingUpdates.finish`).
         """
@@ -243,7 +243,7 @@ class Engine(Machinery):
 
     def synchronize(self) -> None:
         """Block until all updates are done, and take over weights written by other code."""
-        self.check_alive()
+        self.resume_interrupted()
         self.drain()
         self.foreign_writes.follow()
 
@@ -251,7 +251,8 @@ class Engine(Machinery):
         """Free the memory that is not used any more, because the model is attached again with another store. No pass may be running."""
         self.retired = True
         self.memory.release()
-        # The new store has taken over the slabs of units that have the same parameters as before.
+        # The new store has taken over the slabs of units that have the same parameters as before: all but the outer parameters,
+        # so all codes. Gradients are allocated anew, and low halves are not page-locked.
         kept = {slabs.weights.data_ptr() for slabs in store.units.values()}
         for slabs in self.store.units.values():
             moved = slabs.weights.data_ptr() not in kept

@@ -45,13 +45,13 @@ def settle_without_device(engine: Machinery, running: Running) -> None:
     partial_update.require_complete()
     if engine.device_lost:
         return
+    # Rejected: weights of two steps, or of half an update.
     if _has_begun_updates(engine, running):
         reason = "the device failed before all gradients had landed, and others were applied already"
-        partial_update.record(StreamingError(reason))
-        partial_update.require_complete()
+        partial_update.fail(StreamingError(reason))
     if engine.updates.need_device():
-        partial_update.record(StreamingError("the device failed while it computed a part of an update"))
-        partial_update.require_complete()
+        partial_update.fail(StreamingError("the device failed while it computed a part of an update"))
+    # Completed in host threads: the updates of the last step that counts.
     engine.device_lost = True
     if save is not None:
         # Updates that it delays are completed now.
@@ -60,6 +60,7 @@ def settle_without_device(engine: Machinery, running: Running) -> None:
         engine.updates.complete_without_device()
     finally:  # a kernel's error is recorded, and reported as what it means
         partial_update.require_complete()
+    # Dropped: everything else.
     if save is not None:
         save.discard()
     engine.saves.drop()

@@ -136,18 +136,19 @@ class Machinery:
         """Block until no copy, no update and no save is running."""
         if not self.device_lost:
             # The embedding's part of a checkpoint waits for its update, and may not be issued yet.
-            self.saves.issue()
+            self.saves.finish_issuing()
             self.device.synchronize()
         self.updates.finish()
         # The tasks of a running pass are in the same table, and the next pass has to wait for them.
         if not self.cursor.active:
             self.cursor.forget()
 
-    def check_alive(self) -> None:
-        """Continue an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
+    def resume_interrupted(self) -> None:
+        """Issue the rest of an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
         self.require_attached()
         self.updates.partial_update.require_complete()
-        # Such a pass has no computation to wait for: what an interrupt has left over is issued now.
+        # Such a pass has no computation to wait for, so what an interrupt has left over is issued now. An update that has one is
+        # not found here: `Engine.issue_update` has abandoned it.
         if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
             self.cursor.finish()
 

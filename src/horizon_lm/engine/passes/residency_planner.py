@@ -157,7 +157,7 @@ class ResidencyPlanner:
         The plan covers batches of this size and of all sizes planned before.
         """
         engine = self._engine
-        engine.check_alive()
+        engine.resume_interrupted()
         plans: list[DevicePlan] = []
         engine.change_residency(engine.options.residency or Residency(0))
         try:

@@ -59,15 +59,17 @@ class Saves:
             schedule, moves = table
             self._issue(schedule, lambda op: moves)
 
-    def issue(self) -> None:
-        """Issue the operations that are left of a checkpoint, between two passes."""
+    def finish_issuing(self) -> None:
+        """Issue the writing of the embedding, if a checkpoint lacks it, once all updates are done. While a pass is running, leave it
+        to that pass.
+        """
         if self._table is not None and not self._cursor.active:
             self._updates.finish()
             self.issue_table()
 
     def wait(self) -> None:
         """Block until no checkpoint is being written."""
-        self.issue()
+        self.finish_issuing()
         if self._tasks:
             self._device.wait(self._tasks)
             self._tasks = []
