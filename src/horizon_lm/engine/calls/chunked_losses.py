@@ -88,10 +88,13 @@ class LossRun(ChunkedRun):
         """
         total = _zero(hidden.device)
 
-        def differentiate_chunk(*chunk: Any) -> None:
+        def differentiate_chunk(
+            leaf: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
+            head_grads: dict[str, torch.Tensor], overwrite: bool,
+        ) -> None:  # fmt: skip
             nonlocal total
-            loss = self._chunk_loss(*chunk)
-            # A model's own loss may have another dtype than the total, whose gradient this is.
+            loss = self._chunk_loss(leaf, index, outer, head_grads, overwrite)
+            # The gradient of the total is that of each term. A model's own loss may have another dtype than the total.
             loss.backward(None if grad is None else grad.to(loss.dtype))
             total = total + loss.detach()
 
@@ -230,6 +233,7 @@ class LogprobRun(ChunkedRun):
         self._temperature, self._names = temperature, names
 
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return each of the named values for all tokens, (B * T,) in float32; 0 for tokens that are not trained."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         values = [flat.new_zeros(flat.shape[0], dtype=torch.float32) for _ in self._names]
         with torch.no_grad(), no_autocast_cache():
@@ -238,7 +242,7 @@ class LogprobRun(ChunkedRun):
                 parts = self._chunk_values(flat[index], index, self._names, outer)
                 for whole, part in zip(values, parts, strict=True):
                     whole[index] = part  # (B * T,) at (N,)
-        self.statistics = None
+        self.statistics = None  # added once: the backward pass computes the same logits again
         return tuple(values)
 
     def backward(

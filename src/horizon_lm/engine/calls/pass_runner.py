@@ -112,7 +112,7 @@ class PassRunner:
             # The lookup needs ids on the host; those of the caller save a copy from the device that would stop the
             # host.
             table.expect_ids([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
-        # A cache holds all rows together, so blocks compute the whole batch; see `Blocks.forward` for compiled code.
+        # A cache holds all rows together, so blocks compute the whole batch; see `Blocks._forward_all` for compiled code.
         self._blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
         self._blocks.signatures = [tuple(sorted((k, rank(v)) for k, v in call.items())) for call in calls]
         self._blocks.segments = [batch.segments for batch in batches]

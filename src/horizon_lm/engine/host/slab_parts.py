@@ -57,14 +57,16 @@ class SlabPart:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """The places at which the ranks cut the slot of the weights, without what is quantized."""
+        """The element of the slot of the weights at which each rank's range begins, and that at which the last one ends, without
+        what is quantized.
+        """
         if self.names is None:
             return self.slabs.slot_cuts
         return cut_slot(self.slabs.cuts, [span for _, span in self._places(self.slabs.plain, self.layout)])
 
     @property
     def grad_cuts(self) -> list[int]:
-        """The places at which the ranks cut the slot of the gradients."""
+        """The same for the slot of the gradients."""
         if self.names is None:
             return self.slabs.grad_cuts
         places = self._places(self.slabs.grad_layout, self.grad_layout)
@@ -80,7 +82,7 @@ class SlabPart:
 
     @cached_property
     def packed_cuts(self) -> list[int]:
-        """The places at which the ranks cut the slot of codes and scales; 0 for one rank, which decodes them where they are."""
+        """The same for the slot of codes and scales, in bytes; 0 for one rank, which decodes them where they are."""
         if self.names is None or self.slabs.shard.is_whole:
             return self.slabs.packed.slot_cuts
         *cuts, _ = cut_slot(self.slabs.packed.cuts, list(self._packed_places()))

@@ -197,7 +197,7 @@ class StreamedModel:
             is_main_process = engine.mesh.exchange("model.save_pretrained", is_main_process)[0]
         if not is_main_process:
             return
-        if is_lender(engine.mesh):
+        if is_lender(engine.mesh):  # the first rank writes whole tensors, for which the others lend it their ranges
             assert engine.mesh is not None
             lend(engine.mesh, engine.store)
             return

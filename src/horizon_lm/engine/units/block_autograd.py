@@ -164,7 +164,7 @@ class BlockAutograd:
         is_trained, accumulates = bool(engine.trained_names(unit)), engine.memory.accumulates
         with engine.cursor.compute(Kind.BACKWARD, unit):
             if experts is None:
-                self._fetch(inputs)
+                self._restore_from_ring(inputs)
             input_grads, names = self._differentiate_all(inputs, grads, experts)
             if not engine.layout.is_resident(self.index):
                 engine.poison_weights(unit)
@@ -200,7 +200,7 @@ class BlockAutograd:
         experts = TiledBackward(engine, self.index, self.saved.experts)
         self._require_same_attributes()
         with engine.cursor.compute(Kind.RECOMPUTE, block(self.index)):
-            self._fetch(inputs)
+            self._restore_from_ring(inputs)
             with self.module.bound(experts.sink.leaves(self.blocks.weights(self.index))):
                 experts.find_output_grads(
                     lambda number: self._recompute(number, inputs),
@@ -258,7 +258,7 @@ class BlockAutograd:
                 "leave context managers such as disable_adapter() after the backward pass."
             )
 
-    def _fetch(self, inputs: list[torch.Tensor | None]) -> None:
+    def _restore_from_ring(self, inputs: list[torch.Tensor | None]) -> None:
         """Put what was offloaded, and copied from the host into the ring, back in its place: hidden states (B, T, H) of each batch
         among the inputs, and the outputs of experts that are cut into tiles among their calls.
         """
@@ -270,6 +270,7 @@ class BlockAutograd:
             inputs[index] = hidden
         experts = self.saved.experts
         if experts:
+            # In the second half, where `BlockComputation._offload_experts` has put them.
             outputs = take_bytes(ring[num_bytes // 2 :], [call.output_like for call in experts])
             for call, output in zip(experts, outputs, strict=True):
                 call.output = output

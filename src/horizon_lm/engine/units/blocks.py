@@ -46,8 +46,8 @@ class Blocks(BlockComputation):
             return self._probe(index, call)
         if self.rehearsal is not None:
             return self.rehearsal.forward(index, call)
-        # Read, and published below, in the thread of this call: its context has the collector of its own call of the
-        # model.
+        # Read, and published below, in the thread of this call: its context has that call's collector, in which transformers
+        # gathers `output_hidden_states` and the like.
         keys = capture.requested_keys()
         output, captured = compute_jointly(index, (call, keys), lambda calls: self._forward_all(index, calls))
         capture.publish(captured)

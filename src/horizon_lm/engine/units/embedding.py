@@ -63,8 +63,8 @@ class StreamedEmbedding:
         """Return the hidden states (B, T, H) of each batch of ids (B, T) of the pass."""
         engine, table = self.engine, self._table()
         on_host = [self._on_host(ids) for ids in batches]
-        # A row that several tokens read is copied to the device once.
-        # (R,), and (tokens of all batches,) with values below R
+        # A row that several tokens read is copied to the device once. rows: (R,); flat: the position in it of each token of all
+        # batches.
         rows, flat = torch.unique(torch.cat([ids.reshape(-1) for ids in on_host]), return_inverse=True)
         self._require_rows(rows)
         room = self._max_rows(flat.numel(), table.shape[0])
@@ -72,20 +72,11 @@ class StreamedEmbedding:
             own, rows = rows, engine.mesh.union(rows)
             # Positions of the own rows in the sorted union, and from there those of each token.
             flat = torch.searchsorted(rows, own)[flat]
-        mine = self._mine(rows)
         buffer = engine.memory.table_rows.get(
             rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
         )
         received = buffer.view(rows.numel(), table.shape[1])  # (R, H)
-        # The last step's update of these rows must finish before they are read; the rest of the table may follow later.
-        if engine.updates.table is not None:
-            # A pass that reads another of the tables than the trained one needs none of its rows.
-            read = rows[mine] if self._unit == EMBED else rows[:0]
-            engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(read))
-        # Bound, not issued: the cursor issues these three in the schedule's order when the lookup begins to compute.
-        engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received[mine], table, rows[mine])])
-        if engine.mesh is not None:
-            engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
+        self._bind_copies(rows, received)
         parts = zip(flat.split([ids.numel() for ids in on_host]), batches, strict=True)
         positions = [send(part.view(ids.shape), engine.device.torch_device) for part, ids in parts]
         lookup = _Lookup(self, rows, positions, engine.recording, room)
@@ -93,6 +84,21 @@ class StreamedEmbedding:
             hidden: tuple[torch.Tensor, ...] = _LookupFunction.apply(lookup, received, engine.anchor)
             return hidden
         return lookup.forward(received)
+
+    def _bind_copies(self, rows: torch.Tensor, received: torch.Tensor) -> None:
+        """Bind the update of rows (R,) by the last step, their copy into a buffer (R, H), and its exchange with other ranks.
+
+        The cursor issues them in the schedule's order when the lookup begins to compute.
+        """
+        engine, own = self.engine, self._own_part(rows)
+        # The last step's update of these rows must finish before they are read; the rest of the table may follow later.
+        if engine.updates.table is not None:
+            # A pass that reads another of the tables than the trained one needs none of its rows.
+            updated = rows[own] if self._unit == EMBED else rows[:0]
+            engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(updated))
+        engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received[own], self._table(), rows[own])])
+        if engine.mesh is not None:
+            engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
 
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
         """Return the maximum number of distinct rows in batches of this size, of all ranks; in training, in the largest
@@ -174,7 +180,7 @@ class StreamedEmbedding:
         slabs = self.engine.store.units[self._unit]
         return slabs.layout.view(slabs.weights, self._name)
 
-    def _mine(self, rows: torch.Tensor) -> slice:
+    def _own_part(self, rows: torch.Tensor) -> slice:
         """Return the place of the rows that this rank owns among sorted rows (R,)."""
         shard, cuts = self.engine.store.shard, self._cuts(rows)
         return slice(0, rows.numel()) if shard.is_whole else shard.own(cuts)
@@ -273,12 +279,12 @@ class _Lookup:
         shape = (self.rows.numel(), embedding.width)
         dtype = engine.store.precision.grad_dtype
         outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype, room=self.room * shape[1]).view(shape)
-        mine = embedding._mine(self.rows)
+        own = embedding._own_part(self.rows)
         if engine.mesh is not None:
             engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
         # Bound before the computation, at whose end the cursor issues it. Of a sum over ranks, each lands the rows
         # that it owns.
-        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing_move(self.rows[mine], outgoing[mine], self.room)])
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing_move(self.rows[own], outgoing[own], self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
                 weight = torch.zeros((), dtype=engine.options.compute_dtype, device=outgoing.device).expand(shape)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,13 @@ from horizon_lm.errors import ModelNotSupportedError
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of hidden states (R, H), experts (R, 1) counted from the first of the tile, and their weights (R, 1)."""
+
+
+class _NeedsGrad(NamedTuple):
+    """The inputs of the experts that need a gradient."""
+
+    hidden: bool
+    weights: bool
 
 
 class ExpertCall:
@@ -50,7 +57,7 @@ class ExpertCall:
                 "expert_tile unset"
             )
         self._order = order_of(module)
-        self._ids, self._needs_grads = ids, (hidden.requires_grad, weights.requires_grad)
+        self._ids, self._needs_grad = ids, _NeedsGrad(hidden.requires_grad, weights.requires_grad)
         self._hidden, self._weights = hidden.detach(), weights.detach()
         tokens, ranks = ids.shape
         flat = (ids.t() if self._order.by_rank else ids).reshape(-1)
@@ -128,7 +135,7 @@ class ExpertCall:
     def begin_backward(self, grad: torch.Tensor) -> None:
         """Take the gradient of the experts' output (N, H)."""
         self._grad = grad
-        if self._needs_grads[1]:
+        if self._needs_grad.weights:
             self._weight_grads = torch.zeros_like(self._weights).flatten()
 
     def differentiate(self, experts: slice, function: Experts) -> None:
@@ -138,8 +145,8 @@ class ExpertCall:
             return
         ids, rows = tile
         tokens, places = self._tokens[rows], self._places[rows]
-        hidden = self._hidden[tokens].requires_grad_(self._needs_grads[0])
-        weights = self._weights.flatten()[places].requires_grad_(self._needs_grads[1])
+        hidden = self._hidden[tokens].requires_grad_(self._needs_grad.hidden)
+        weights = self._weights.flatten()[places].requires_grad_(self._needs_grad.weights)
         assert self._grad is not None
         with torch.enable_grad():
             weighted = _weighted(function, hidden, ids, weights)
@@ -163,7 +170,7 @@ class ExpertCall:
             raise unexpected_gradient()
         rows, self._row_grads = self._row_grads, None
         weight_grads = None if self._weight_grads is None else self._weight_grads.view(self._ids.shape)
-        if not self._needs_grads[0]:
+        if not self._needs_grad.hidden:
             return None, weight_grads
         grads = torch.zeros_like(self._hidden)
         if rows is not None:

@@ -3,7 +3,7 @@
 Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -114,6 +114,27 @@ class LmHead:
         return logits
 
 
+def _without_weights(
+    buffers: Sequence[torch.Tensor],
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Return the hooks for what a graph saves, which keep of weights in these buffers only the geometry of their views.
+
+    The backward pass finds the same values in the same buffers, which other units use in between.
+    """
+    by_storage = {buffer.untyped_storage().data_ptr(): buffer for buffer in buffers}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in by_storage:
+            return tensor
+        return storage, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(saved: Any) -> torch.Tensor:
+        return torch.as_strided(by_storage[saved[0]], *saved[1:]) if isinstance(saved, tuple) else saved
+
+    return pack, unpack
+
+
 class _Projection:
     """The calls of the head in a pass. Their graph is kept without the weights, which are streamed in again for the
     backward pass.
@@ -132,22 +153,7 @@ class _Projection:
             inputs: outer parameters of the head's modules, then the hidden states (B, T, H) of each batch.
         """
         head, engine = self.head, self.head.engine
-        buffers = {
-            buffer.untyped_storage().data_ptr(): buffer
-            for buffer in (engine.memory.weights_of(part) for part in engine.store.parts_of(HEAD))
-        }
-
-        # Of saved weights only the geometry of the view is kept: the backward pass finds the same values in the same
-        # buffer, which other units use in between.
-        def pack(tensor: torch.Tensor) -> Any:
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in buffers:
-                return tensor
-            return storage, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-        def unpack(saved: Any) -> torch.Tensor:
-            return torch.as_strided(buffers[saved[0]], *saved[1:]) if isinstance(saved, tuple) else saved
-
+        pack, unpack = _without_weights([engine.memory.weights_of(part) for part in engine.store.parts_of(HEAD)])
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
             # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
             leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs_grad, strict=True)]

@@ -37,16 +37,16 @@ def computing(engine: Engine, index: int, calls: list[ExpertCall]) -> AbstractCo
 def _in_two_parts(engine: Engine, index: int) -> Iterator[None]:
     """Context manager: compute a block up to its experts, stream those that its tokens are routed to, and compute the rest."""
     experts, cursor, unit = engine.routed.experts[index], engine.cursor, block(index)
-    with ExitStack() as part:
-        part.enter_context(cursor.compute(Kind.ROUTE, unit))
+    with ExitStack() as current:
+        current.enter_context(cursor.compute(Kind.ROUTE, unit))
         is_routed = False
 
         def stream(chosen: list[int]) -> None:
             nonlocal is_routed
             is_routed = True
             cursor.bind(Kind.STREAM_EXPERTS, unit, engine.routed.expert_moves(unit, engine.memory, chosen))
-            part.pop_all().close()
-            part.enter_context(cursor.compute(Kind.FORWARD, unit))
+            current.pop_all().close()  # ends ROUTE; the rest of the block is FORWARD
+            current.enter_context(cursor.compute(Kind.FORWARD, unit))
 
         def before_experts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             stream(_chosen(expert_arguments(args, kwargs)[1], experts.count))

@@ -68,7 +68,7 @@ class TiledBackward:
     ) -> Graph:
         """Find the gradient of the experts' output of one micro-batch. Return the graph of the micro-batch."""
         expert_outputs: list[torch.Tensor] = []  # one: a block calls its experts once
-        with self._experts.replaced(self._keeping(before, expert_outputs)):
+        with self._experts.replaced(self._replaying(before, expert_outputs)):
             graph = recompute(number)
         pairs = pairs_of(number, graph)
         outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
@@ -77,20 +77,24 @@ class TiledBackward:
         self._calls[number].begin_backward(torch.zeros_like(expert_outputs[0]) if grad is None else grad)
         return graph
 
-    def _keeping(
+    def _replaying(
         self, before: ExpertCall, outputs: list[torch.Tensor]
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return a replacement of the experts that computes nothing: it returns the output of the forward pass. Append the
-        output to ``outputs``, and the call to `_calls`.
+        """Return a replacement of the experts that computes nothing: it returns the output of the forward pass, attached to the
+        graph of the second computation. It appends the output to ``outputs``, and the call to `_calls`.
+
+        Args:
+            before: the call in the forward pass.
+            outputs: receives the output.
         """
 
-        def keep(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def replay(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             call = self._experts.call(hidden, ids, weights, before)
             self._calls.append(call)
             outputs.append(call.attach(hidden, weights))
             return outputs[-1]
 
-        return keep
+        return replay
 
     def differentiate_tiles(self, run: Callable[[Callable[[], None]], None]) -> None:
         """Differentiate all tiles, from the last to the first.
