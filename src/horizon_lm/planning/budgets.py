@@ -149,7 +149,7 @@ def _download_items(step: Step) -> list[Item]:
 
 
 def _exported(step: Step) -> tuple[ModelSizes, int]:
-    """Return the parameters of the exported model, and their bytes. PEFT saves the adapters alone, in float32."""
+    """Return the parameters of the exported model, and the bytes of each. PEFT saves the adapters alone, in float32."""
     outline = step.outline
     return (outline.trained, 4) if outline.base_is_frozen else (outline.sizes, step.settings.export_bytes)
 

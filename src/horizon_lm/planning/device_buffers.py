@@ -54,7 +54,7 @@ def block_bytes(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
 
 def _block_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     """Return the number of elements of the slot of each block, or of what is left of it beside its tiles."""
-    _, *blocks, _, _, _ = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
+    _table, *blocks, _head, _outer, _idle = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
     if settings.expert_tile is None:
         return blocks
     return [

@@ -70,7 +70,9 @@ class Interconnect:
 
 
 def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Interconnect]:
-    """Return the rates that each of several equal devices has of its machine, and the links between the devices. Memory is not divided.
+    """Return the rates that each of several equal devices has of its machine, and the links between the devices.
+
+    Memory stays that of the machine, because a plan compares it with the sum over all of its processes.
 
     Args:
         hardware: profile of a machine with one device.
@@ -101,7 +103,7 @@ def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Int
         cores=max(1, cores // gpus),
         host_memory=int(memory),
         host_bandwidth={str(max(1, cores // gpus)): bandwidth / gpus},
-        update_seconds={},
+        update_seconds={},  # measured on all cores, so unknown for a share of them
         disk_write=hardware.disk_write / gpus,
         disk_read=hardware.disk_read / gpus,
     )

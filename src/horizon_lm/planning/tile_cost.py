@@ -37,7 +37,7 @@ class TileCost:
         return self.share(op, experts) * sum(experts.of(tensors)) if op.unit.is_tile else sum(experts.others(tensors))
 
     def largest_part(self, op: Op) -> float:
-        """Return the largest share that a rank owns of what an operation moves, for whose link or device the others wait.
+        """Return the share of the busiest rank in what all of them move in an operation: the others wait for it.
 
         Codes and scales are taken to be cut as the weights that they stand for.
         """
