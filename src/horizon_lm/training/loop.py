@@ -115,12 +115,10 @@ class Loop:
         value = self.non_finite.finite_loss(loss, step, batch)
         for part in self.parts:
             part.before_update()
-        self.non_finite.update(self.optimizer, step, batch)
+        self.non_finite.update(self.optimizer, value, step, batch)
         for part in self.parts:
             part.after_update(step, value, batch)
-        own = StepResult.of(
-            value / self.ranks.size, loss, batch, config.per_device_train_batch_size, self.metrics.energy()
-        )
+        own = StepResult.of(value, loss, batch, config.per_device_train_batch_size, self.metrics.energy())
         self.metrics.add(self.ranks.total(own), self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.optimizer.zero_grad()

@@ -29,44 +29,44 @@ class NonFinite:
         self._config, self._tokenizer, self._ranks = run.settings.config, run.tokenizer, run.session.ranks
         self._run_dir, self._reporter = run.session.run_dir, run.session.reporter
         self._model, self._objective = training.model, training.objectives.training
-        self._loss, self._num_searches = 0.0, 0
+        self._num_searches = 0
 
     def finite_loss(self, loss: Loss, step: int, batch: Batch) -> float:
         """Return the loss as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
-        self._loss = self._ranks.sum("the loss of a step", float(loss.value.item()))
-        if not math.isfinite(self._loss) and self._config.non_finite == "raise":
-            raise NonFiniteError(self._message(*self._explain(None, step, batch), step, batch))
-        return self._loss
+        value = self._ranks.sum("the loss of a step", float(loss.value.item()))
+        if not math.isfinite(value) and self._config.non_finite == "raise":
+            raise NonFiniteError(self._message(*self._explain(None, value, step, batch), step, batch))
+        return value
 
-    def update(self, optimizer: Any, step: int, batch: Batch) -> None:
-        """Run an optimizer step. If it rejects or skips a non-finite gradient, report the rows of the step."""
+    def update(self, optimizer: Any, loss: float, step: int, batch: Batch) -> None:
+        """Run an optimizer step. If it rejects or skips a loss or gradient that is not finite, report the rows of the step."""
         try:
             skipped = optimizer.num_skipped
-            if not math.isfinite(self._loss):
-                optimizer.reject_step(f"the loss is {self._loss}")
+            if not math.isfinite(loss):
+                optimizer.reject_step(f"the loss is {loss}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NonFiniteWarning)  # reported below, with the rows
                 optimizer.step()
         except NonFiniteError as error:
-            problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
+            problem, cause = self._explain(optimizer.non_finite_unit, loss, step, batch)
             if optimizer.partial_update:
                 raise NonFiniteError(f"{error} {cause} Rows of this step: {shown_places(batch)}") from error
-            if self._config.non_finite == "skip":
+            if self._config.non_finite == "skip":  # too many steps in a row were skipped, so the optimizer raised
                 limit = self._config.max_consecutive_skips
                 problem += f", and {limit} steps before it were skipped (max_consecutive_skips)"
             raise NonFiniteError(self._message(problem, cause, step, batch)) from error
         if optimizer.num_skipped > skipped:
-            problem, cause = self._explain(optimizer.non_finite_unit, step, batch)
+            problem, cause = self._explain(optimizer.non_finite_unit, loss, step, batch)
             self._reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {shown_places(batch)}")
 
-    def _explain(self, unit: Unit | None, step: int, batch: Batch) -> tuple[str, str]:
+    def _explain(self, unit: Unit | None, loss: float, step: int, batch: Batch) -> tuple[str, str]:
         """Return what is not finite, and sentences about its rows and the file in which they were saved."""
-        bad = self._search(batch, with_gradient=math.isfinite(self._loss))
-        if math.isfinite(self._loss):
+        bad = self._search(batch, with_gradient=math.isfinite(loss))
+        if math.isfinite(loss):
             problem = f"the gradient of {unit} is not finite"
         else:
             unit = None if bad is None else bad.unit
-            problem = f"the loss is {self._loss}" + (f", and {unit} is the first unit not to be finite" if unit else "")
+            problem = f"the loss is {loss}" + (f", and {unit} is the first unit not to be finite" if unit else "")
         sentences = [] if bad is None else [bad.describe(batch.places)]
         try:
             if self._ranks.is_first:

@@ -16,9 +16,9 @@ class Part:
     def control(self) -> Control:
         """The actions that this part requests now. A request of one part on one rank counts for all.
 
-        It is read many times: after each step by every part that does what is `due`, in the order of the loop, and before the next
-        step. Nobody reports that a request was met, so it stands from `after_step` until `before_step` withdraws it. A request that
-        depends on a clock must take that of the first rank (`Ranks.of_first`), or ranks would make it after different steps.
+        Reading it changes nothing, because it is read many times a step. A request stands from `after_step` until `before_step`
+        withdraws it: nobody reports that it was met. If it depends on a clock, ask the first rank's (`Ranks.of_first`), or ranks
+        would make the request after different steps.
         """
         return Control()
 

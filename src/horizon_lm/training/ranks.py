@@ -208,7 +208,7 @@ class Ranks:
                     )
 
     def total(self, own: StepResult) -> StepResult:
-        """Return the result of a step on all ranks."""
+        """Return the result of a step on all ranks: the mean of their losses, and the sums of everything else."""
         if self.mesh is None:
             return own
         fields = (own.value, own.weight, own.metrics, own.token_sums, own.num_rows, own.num_trained, own.num_tokens)
@@ -216,7 +216,7 @@ class Ranks:
         received = self.mesh.exchange("the result of a step", sent)
         everyone = [replace(StepResult(*each), energy=Energy(*joules)) for *each, joules in received]
         return StepResult(
-            sum(each.value for each in everyone), sum(each.weight for each in everyone),
+            sum(each.value / len(everyone) for each in everyone), sum(each.weight for each in everyone),
             {name: sum(each.metrics[name] for each in everyone) for name in own.metrics},
             {name: _added([each.token_sums[name] for each in everyone]) for name in own.token_sums},
             sum(each.num_rows for each in everyone), sum(each.num_trained for each in everyone),

@@ -100,7 +100,7 @@ class RunCheckpoints:
             target = self._next(step, best)
             if target is None:
                 return
-            published, limit = lambda: self._published(target, best), self._rate_limit
+            published, limit = lambda: self._published(target, is_best=best), self._rate_limit
             self._running = step, self._write(target, state=state, published=published, wait=False, rate_limit=limit)
         except Exception as error:  # of the disk, or of a tokenizer's writer
             self._report_failure(step, error)
@@ -195,14 +195,18 @@ class RunCheckpoints:
             problem = f"{folder} became unreadable ({first_line(error)})"
         return self._ranks.agree("the weights of a checkpoint", problem)
 
-    def _published(self, folder: Path, best: bool) -> None:
-        """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one."""
-        self.best = folder if best else self.best
+    def _published(self, folder: Path, is_best: bool) -> None:
+        """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one.
+
+        The next `save` waits for this thread. Until then others read at most `last`, so the list of checkpoints is replaced and
+        never changed in place.
+        """
+        self.best = folder if is_best else self.best
         self._kept = [*(path for path in self._kept if path != folder), folder]
         others = [path for path in self._kept if path != self.best]
-        while self._limit and len(others) > self._limit:
-            self._kept.remove(others[0])
-            self._delete(others.pop(0))
+        for oldest in others[: -self._limit] if self._limit else ():
+            self._kept = [path for path in self._kept if path != oldest]
+            self._delete(oldest)
         while self._replaced:
             self._delete(self._replaced.pop())
 
