@@ -70,7 +70,9 @@ def test_updates_of_previous_step_are_recorded(tmp_path: Path, monkeypatch: pyte
     device: Any = SimpleNamespace(trace=None, used_bytes=lambda: 0)
     model = SimpleNamespace(_horizon=SimpleNamespace(engine=SimpleNamespace(device=device)))
     session = SimpleNamespace(
-        run_dir=SimpleNamespace(trace_file=tmp_path / "trace.json"), reporter=SimpleNamespace(attempt=nullcontext)
+        run_dir=SimpleNamespace(path=tmp_path),
+        ranks=SimpleNamespace(is_first=True),
+        reporter=SimpleNamespace(attempt=nullcontext),
     )
     settings = SimpleNamespace(config=SimpleNamespace(trace_steps=2))
     run: Any = SimpleNamespace(settings=settings, intervals=SimpleNamespace(num_steps=9), session=session)
