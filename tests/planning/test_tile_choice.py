@@ -107,6 +107,7 @@ def test_steps_with_other_tiles_are_compared_at_the_rates_of_the_plan(
 def test_a_device_that_is_too_small_for_any_tile(outline: ModelOutline) -> None:
     made = plan(outline, smallest(outline, 1) // 2)
     assert not made.fits
+    assert made.time is not None
     assert made.device.deficit < plan(outline, smallest(outline, 1) // 2, expert_tile=None).device.deficit
 
 

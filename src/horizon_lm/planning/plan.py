@@ -179,7 +179,8 @@ def _with_chosen_tile(
         return plan(expert_tile=None)
     fitting = [each for size in sizes if not (each := plan(False, expert_tile=size)).memory_deficit][:_MOST_TILE_SIZES]
     if not fitting:
-        return min(whole, plan(False, expert_tile=sizes[-1]), key=_short)
+        closest = min(whole, plan(False, expert_tile=sizes[-1]), key=_short)
+        return plan(expert_tile=closest.step.settings.expert_tile)
 
     def seconds(tried: Plan) -> float:
         step = tried.step if typical is None else replace(tried.step, outline=typical)
