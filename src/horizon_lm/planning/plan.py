@@ -1,8 +1,8 @@
 """The plan of a run: every byte on host, device and disk, the chosen settings, and the time of a step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import islice
 
 from horizon_lm.planning.budgets import (
     buffer_budget,
@@ -26,7 +26,7 @@ from horizon_lm.planning.tile_sizes import require_tiles, tile_sizes
 from horizon_lm.quantities import format_bytes
 
 _NOTABLE_SHARE = 0.02  # of a step's duration, for which a choice of moments is worth a remark
-_MOST_TILE_SIZES = 3  # that are simulated: the largest that fit
+_MOST_TILE_SIZES = 3  # that are compared: the largest that fit
 _SHARE_SAVED_BY_TILES = 0.1  # of a step, for which whole blocks that fit are cut: they would be compiled
 
 
@@ -104,37 +104,131 @@ def make_plan(
         priced: simulate a step, which takes a moment; otherwise the plan has no times.
         typical: the model with sequences of typical length, for times; None for ``outline``.
     """
+    return _Planner(outline, machine, priced, outline if typical is None else typical).plan(request)
 
-    def plan(is_priced: bool = priced, **changes: Any) -> Plan:
-        return make_plan(outline, replace(request, **changes), machine, is_priced, typical)
 
-    if request.moments == "auto":
-        return _with_chosen_moments(plan)
-    if request.expert_tile == "auto":
-        whole = _with_chosen_tile(plan, tile_sizes(outline, request), priced, typical)
-        return replace(whole, request=request)
-    require_tiles(outline, request)
-    choice = choose(outline, request, machine)
-    step, use = choice.step, device_use(choice.step)
-    host = host_budget(step, use, machine)
-    typical_step = step if typical is None else replace(step, outline=typical)
-    simulation = _simulation(typical_step, machine) if priced else None
-    time = None if simulation is None else simulation.step_time()
-    is_saved = request.saves.num and not request.saves.only_model and machine.hardware and machine.hardware.disk_write
-    return Plan(
-        request,
-        machine,
-        step,
-        list(_reasons(choice, typical_step, machine, host, time)),
-        host=host,
-        device=device_budget(step, use, machine),
-        disk=disk_budget(step, machine),
-        download=download_budget(step, machine),
-        buffers=buffer_budget(step, use),
-        time=time,
-        save=simulation.save_time() if simulation is not None and is_saved else None,
-        problems=file_problems(step, machine),
-    )
+class _Planner:
+    """Makes the plans of a model on a machine: first the moments are settled, then the tile, then all that `choose` chooses.
+
+    Args:
+        outline, machine, priced, typical: as in `make_plan`.
+    """
+
+    def __init__(self, outline: ModelOutline, machine: Machine, priced: bool, typical: ModelOutline) -> None:
+        self._outline, self._machine, self._priced, self._typical = outline, machine, priced, typical
+
+    def plan(self, request: Request) -> Plan:
+        """Return the plan of a request. Moments left open are in bfloat16 if its step is notably shorter, else in float32."""
+        if request.moments != "auto":
+            return self._with_moments(request)
+        exact = self._with_moments(replace(request, moments="float32"))
+        lighter = self._with_moments(replace(request, moments="bfloat16"))
+        if exact.time is None or lighter.time is None:
+            return _because("moments: float32, because the time of a step is unknown", exact)
+        saved = 1 - lighter.time.seconds / exact.time.seconds
+        if saved < _NOTABLE_SHARE:
+            return _because("moments: float32, because updates are overlapped", exact)
+        reason = f"moments: bfloat16, because updates are not fully overlapped: a step is {saved:.0%} shorter than with float32"
+        return _because(reason, lighter)
+
+    def _with_moments(self, request: Request) -> Plan:
+        """Return the plan of a request whose moments are settled."""
+        if request.expert_tile != "auto":
+            return self._with_tile(request, self._priced)
+        tile, why = self._choose_tile(request)
+        chosen = self._with_tile(replace(request, expert_tile=tile), self._priced)
+        if why:
+            chosen = _because(f"expert_tile: {tile}, because {why}", chosen)
+        # The request still leaves the tile open: with the changes of a remedy, another one may be the best.
+        return replace(chosen, request=request)
+
+    def _with_tile(self, request: Request, priced: bool) -> Plan:
+        """Return the plan of a request whose moments and tile are settled."""
+        require_tiles(self._outline, request)
+        machine, hardware = self._machine, self._machine.hardware
+        choice = choose(self._outline, request, machine)
+        step, use = choice.step, device_use(choice.step)
+        host, typical = host_budget(step, use, machine), self._typical_step(step)
+        simulation = _simulation(typical, machine) if priced else None
+        time = None if simulation is None else simulation.step_time()
+        has_checkpoints = request.saves.num > 0 and not request.saves.only_model
+        is_disk_known = hardware is not None and hardware.disk_write > 0
+        return Plan(
+            request=request,
+            machine=machine,
+            step=step,
+            reasons=list(_reasons(choice, typical, machine, host, time)),
+            host=host,
+            device=device_budget(step, use, machine),
+            disk=disk_budget(step, machine),
+            download=download_budget(step, machine),
+            buffers=buffer_budget(step, use),
+            time=time,
+            save=simulation.save_time() if simulation is not None and has_checkpoints and is_disk_known else None,
+            problems=file_problems(step, machine),
+        )
+
+    def _typical_step(self, step: Step) -> Step:
+        """Return the step with sequences of typical length."""
+        return replace(step, outline=self._typical)
+
+    # The search for a tile compares plans that are not priced: an estimate of their seconds is enough.
+
+    def _choose_tile(self, request: Request) -> tuple[int | None, str]:
+        """Return the number of experts in a tile, and why blocks are cut; None and no reason for whole blocks."""
+        sizes = tile_sizes(self._outline, request)
+        if not sizes:
+            return None, ""
+        whole = self._with_tile(replace(request, expert_tile=None), priced=False)
+        if whole.memory_deficit:
+            return self._choose_tile_that_fits(request, sizes, whole)
+        return self._choose_tile_that_saves_time(request, sizes, whole)
+
+    def _choose_tile_that_fits(self, request: Request, sizes: Sequence[int], whole: Plan) -> tuple[int | None, str]:
+        """Choose the tile with the shortest step, or the largest one if the rates are unknown. If none fits, choose what lacks the
+        least memory, without a reason.
+        """
+        fitting = self._fitting(request, sizes)
+        if not fitting:
+            smallest = self._with_tile(replace(request, expert_tile=sizes[-1]), priced=False)
+            return min(whole, smallest, key=_missing_memory).step.settings.expert_tile, ""
+        best = min(fitting, key=self._estimated_seconds) if self._has_rates else fitting[0]
+        return best.step.settings.expert_tile, "whole blocks do not fit the device twice"
+
+    def _choose_tile_that_saves_time(
+        self, request: Request, sizes: Sequence[int], whole: Plan
+    ) -> tuple[int | None, str]:
+        """Choose the tile with the shortest step if it is notably shorter than that of whole blocks, which fit."""
+        # A tile leaves room for larger micro-batches, of which a step then has fewer: only a step that is cut into several can gain.
+        can_gain = self._has_rates and len(whole.step.settings.slices) > 1
+        fitting = self._fitting(request, sizes) if can_gain else []
+        if not fitting:
+            return None, ""
+        best = min(fitting, key=self._estimated_seconds)
+        saved = 1 - self._estimated_seconds(best) / self._estimated_seconds(whole)
+        if saved < _SHARE_SAVED_BY_TILES:
+            return None, ""
+        return best.step.settings.expert_tile, f"a step is {saved:.0%} shorter than with whole blocks"
+
+    def _fitting(self, request: Request, sizes: Sequence[int]) -> list[Plan]:
+        """Return the plans with the largest tiles that fit, largest first."""
+        plans = (self._with_tile(replace(request, expert_tile=size), priced=False) for size in sizes)
+        return list(islice((plan for plan in plans if not plan.memory_deficit), _MOST_TILE_SIZES))
+
+    @property
+    def _has_rates(self) -> bool:
+        return self._priced and self._machine.hardware is not None and not self._typical.unknown
+
+    def _estimated_seconds(self, plan: Plan) -> float:
+        """Return about the seconds of a typical step of a plan, with known rates."""
+        simulation = _simulation(self._typical_step(plan.step), self._machine)
+        assert simulation is not None  # see `_has_rates`
+        return simulation.estimated_seconds()
+
+
+def _because(reason: str, plan: Plan) -> Plan:
+    """Return the plan with one more reason, before its others."""
+    return replace(plan, reasons=[reason, *plan.reasons])
 
 
 def _simulation(step: Step, machine: Machine) -> Simulation | None:
@@ -147,59 +241,7 @@ def _simulation(step: Step, machine: Machine) -> Simulation | None:
     return Simulation(step, hardware, machine.computing_threads, machine.interconnect)
 
 
-def _with_chosen_moments(plan: Callable[..., Plan]) -> Plan:
-    """Return the plan with moments in bfloat16 if its step is notably shorter, else the one in float32."""
-    exact, lighter = plan(moments="float32"), plan(moments="bfloat16")
-    if exact.time is None or lighter.time is None:
-        return replace(exact, reasons=["moments: float32, because the time of a step is unknown", *exact.reasons])
-    saved = 1 - lighter.time.seconds / exact.time.seconds
-    if saved < _NOTABLE_SHARE:
-        return replace(exact, reasons=["moments: float32, because updates are overlapped", *exact.reasons])
-    reason = (
-        f"moments: bfloat16, because updates are not fully overlapped: a step is {saved:.0%} shorter than with float32"
-    )
-    return replace(lighter, reasons=[reason, *lighter.reasons])
-
-
-def _with_chosen_tile(
-    plan: Callable[..., Plan], sizes: Sequence[int], priced: bool, typical: ModelOutline | None
-) -> Plan:
-    """Return the plan with whole blocks, or with tiles of experts if that does not fit or takes notably longer.
-
-    Args:
-        plan: makes the plan with a tile.
-        sizes: sizes of tiles to try, largest first.
-        priced, typical: as in `make_plan`.
-    """
-    whole = plan(False, expert_tile=None)
-    must_be_cut, has_rates = whole.memory_deficit, priced and whole.machine.hardware is not None
-    # Tiles can shorten a step of which more rows fit with them.
-    may_save_time = has_rates and len(whole.step.settings.slices) > 1
-    if not sizes or not (must_be_cut or may_save_time):
-        return plan(expert_tile=None)
-    fitting = [each for size in sizes if not (each := plan(False, expert_tile=size)).memory_deficit][:_MOST_TILE_SIZES]
-    if not fitting:
-        closest = min(whole, plan(False, expert_tile=sizes[-1]), key=_short)
-        return plan(expert_tile=closest.step.settings.expert_tile)
-
-    def seconds(tried: Plan) -> float:
-        step = tried.step if typical is None else replace(tried.step, outline=typical)
-        simulation = _simulation(step, tried.machine) if has_rates else None
-        return 0.0 if simulation is None else simulation.estimated_seconds()
-
-    best = min(fitting, key=seconds)
-    saved = 0.0 if must_be_cut else 1 - seconds(best) / seconds(whole)
-    if not must_be_cut and saved < _SHARE_SAVED_BY_TILES:
-        return plan(expert_tile=None)
-    why = (
-        f"a step is {saved:.0%} shorter than with whole blocks" if saved else "whole blocks do not fit the device twice"
-    )
-    best = plan(expert_tile=best.step.settings.expert_tile)
-    reason = f"expert_tile: {best.step.settings.expert_tile}, because {why}"
-    return replace(best, reasons=[reason, *best.reasons])
-
-
-def _short(plan: Plan) -> int:
+def _missing_memory(plan: Plan) -> int:
     """Return the missing bytes of memory."""
     return plan.host.deficit + plan.device.deficit + plan.buffers.deficit
 
