@@ -57,7 +57,13 @@ def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
 
 
 def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, room: int | None) -> StepSettings:
-    """Return the settings of a step with a micro-batch, and with as little on the device as the request allows."""
+    """Return the settings of a step with a micro-batch, and with as little on the device as the request allows.
+
+    Args:
+        outline, request: as in `choose`.
+        micro_batch: sequences of a device micro-batch; None for the whole batch at once.
+        room: as from `device_room`.
+    """
     spare = None if room is None else max(0, room)
     chunk = request.head_chunk_tokens or head_chunk_tokens(spare, outline.sizes.vocabulary)
     chosen: dict[str, Any] = {
@@ -76,18 +82,19 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
 def _choose_micro_batch(
     outline: ModelOutline, request: Request, machine: Machine, room: int | None
 ) -> tuple[Step, str]:
-    """Return a step with the largest micro-batch that fits while nothing stays on the device, and the reason."""
-    wanted = [request.device_micro_batch_size] if request.device_micro_batch_size else None
-    sizes = wanted or list(_sizes(outline, request, machine))
+    """Return a step with the micro-batch that was requested, or with the largest that fits while nothing stays on the device, and
+    the reason.
+    """
+    if request.device_micro_batch_size:
+        step = Step(outline, _settings(outline, request, request.device_micro_batch_size, room))
+        return step, _describe_batch(step.settings)
+    sizes = list(_sizes(outline, request, machine))
     for size in sizes:
-        micro_batch = size if wanted or size < request.rows else None
-        step = Step(outline, _settings(outline, request, micro_batch, room))
+        step = Step(outline, _settings(outline, request, size if size < request.rows else None, room))
         fits = _fits(step, machine, room)
         if fits:
             break
     batch = _describe_batch(step.settings)
-    if wanted:
-        return step, batch
     if not fits:
         return step, f"{batch}, which does not fit"
     return step, f"{batch}, the largest that fit" if size < sizes[0] else batch
@@ -107,7 +114,7 @@ def _describe_batch(settings: StepSettings) -> str:
 
 
 def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
-    """Yield micro-batch sizes to try, largest first; only the run's own size if activations are unknown."""
+    """Yield micro-batch sizes to try, largest first: only that of the run if the memory of activations is unknown."""
     if outline.whole_batch_only:
         yield request.rows
         return
@@ -116,19 +123,21 @@ def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterato
         yield per_device
         return
     most = per_device if machine.on_host else max(1, _ENOUGH_TOKENS // outline.length)
-    # Distinct ones: several numbers of micro-batches give the same size.
+    # Each size once: several numbers of micro-batches give the same.
     sizes = dict.fromkeys(-(-request.rows // count) for count in range(1, request.rows + 1))
     yield from (size for size in sizes if size <= most)
 
 
 def _fits(step: Step, machine: Machine, room: int | None) -> bool:
-    """Return whether the step fits. ``device_memory`` limits buffers whose sizes do not depend on the micro-batch."""
-    needed = device_use(step).total
-    if machine.on_host and machine.host_limits:
-        kept = host_bytes(step)
-        used = sum(kept.values()) + machine.process_bytes
-        return used + needed <= min(limit.bytes for limit in machine.host_limits)
-    return room is None or needed <= room
+    """Return whether the memory of the step fits. The setting ``device_memory``, which limits the engine's buffers alone, is not
+    compared here: a smaller micro-batch needs no fewer of them (`Plan.buffers` compares them).
+    """
+    if not machine.on_host:
+        return room is None or device_use(step).total <= room
+    if not machine.host_limits:
+        return True
+    used = sum(host_bytes(step).values()) + device_use(step).total + machine.process_bytes
+    return used <= min(limit.bytes for limit in machine.host_limits)
 
 
 # Residency
@@ -143,7 +152,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
         return requested, _describe(requested, num_blocks)
     if room is None:
         return requested, _describe(requested, num_blocks, "device memory is host memory")
-    # First the buffers while every activation checkpoint is offloaded: the ring is dropped only once none is offloaded.
+    # Counted with the ring through which activation checkpoints are offloaded, although it is dropped if all of them stay.
     buffers = sum(device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"
