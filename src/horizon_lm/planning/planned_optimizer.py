@@ -22,7 +22,9 @@ class PlannedOptimizer:
     orthogonalizes: bool = False
 
     def moment_bytes(self, moments: str) -> int:
-        """Return the bytes of a parameter's moments, without the scales of 8-bit moments: of one in a matrix, where these differ."""
+        """Return the bytes of a parameter's moments, without the scales of 8-bit moments. If matrices have fewer moments than other
+        parameters, these are those of a parameter in a matrix.
+        """
         return (1 if self.orthogonalizes else self.num_moments) * MOMENT_BYTES[moments]
 
     def moments_of(self, trained: ModelSizes) -> list[ModelSizes]:
