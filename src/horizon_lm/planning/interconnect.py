@@ -31,12 +31,17 @@ class Interconnect:
         return self.gpus > 1 and not self.peer
 
     def gather_rate(self, ranks: int) -> float:
-        """Return the bytes per second that a rank receives when the ranges of ``ranks`` ranks are gathered.
+        """Return the bytes per second that a rank receives when the ranges of ``ranks`` ranks are gathered; infinite if they cross
+        neither links between devices nor a network.
 
-        A ring brings the bytes into a machine once, whatever the number of devices there.
+        In a ring, every link between neighbours carries what its receiver lacks, and so does the one that enters a machine.
         """
         received = (ranks - 1) / ranks
-        return self._rate(received, received if self.gpus > 1 else 0.0, received if ranks > self.gpus else 0.0)
+        return self._rate(
+            received,
+            within=received if self.gpus > 1 else 0.0,
+            into_machine=received if ranks > self.gpus else 0.0,
+        )
 
     def reduce_rate(self, ranks: int, copies: int, itemsize: int = 4) -> float:
         """Return the bytes per second that a rank receives when gradients are summed, if each rank received its range from all others.
@@ -49,7 +54,9 @@ class Interconnect:
             copies: number of copies.
             itemsize: bytes of an element of the gradients.
         """
+        # Ranks of a copy within a machine, and machines of a copy.
         neighbours, spanned = min(ranks, self.gpus), max(1, ranks // self.gpus)
+        # A rank's own range, in a ring with the same ranks of the other copies.
         over_copies = 2 * (copies - 1) / copies / ranks
         within, into_machine = (neighbours - 1) / ranks, self.gpus * (ranks - neighbours) / ranks
         if spanned > 1 and self.gpus > 1:
@@ -59,13 +66,20 @@ class Interconnect:
             into_machine += self.gpus * over_copies
         else:
             within += over_copies
-        return self._rate((ranks - 1) / ranks + over_copies, within, into_machine)
+        return self._rate((ranks - 1) / ranks + over_copies, within=within, into_machine=into_machine)
 
-    def _rate(self, received: float, within: float, into_machine: float) -> float:
-        """Return the rate of a collective that ends once the slower of both kinds of links has moved its bytes."""
-        seconds = max(
-            within / self.peer if self.peer else 0.0, into_machine / self.network if self.network else 0.0
-        )  # fmt: skip
+    def _rate(self, received: float, *, within: float, into_machine: float) -> float:
+        """Return the rate of a collective that ends once the slower of both kinds of links has moved its bytes; infinite if none has to.
+
+        Args:
+            received: what a rank receives. This and the others are shares of the bytes of all ranks together.
+            within: what a device receives from its own machine. Without links between the devices it costs no time here: it crosses
+                those to the host, where `schedule.simulate` counts it (`through_host`).
+            into_machine: what a machine receives from others.
+        """
+        within_seconds = within / self.peer if self.peer else 0.0
+        network_seconds = into_machine / self.network if self.network else 0.0
+        seconds = max(within_seconds, network_seconds)
         return received / seconds if seconds else float("inf")
 
 
