@@ -20,11 +20,10 @@ def orthogonalizing_work(matrices: Iterable[MatrixShape]) -> Work:
         groups = -(-count // _at_once(count, rows, columns))
         # Around the steps it is rounded, measured, divided and written back.
         total += Work(
-            steps * products,
-            steps * touched,
-            0.0,
-            16.0 * count * short * long,
-            groups * (3 * ORTHOGONALIZING_STEPS + 5),
+            products=steps * products,
+            product_bytes=steps * touched,
+            moved_bytes=16.0 * count * short * long,
+            num_ops=groups * (3 * ORTHOGONALIZING_STEPS + 5),
         )
     return total
 

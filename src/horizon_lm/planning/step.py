@@ -157,6 +157,7 @@ class Step:
         blocks = range(self.outline.first_differentiated, layout.num_blocks)
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
         is_trained = {unit: sum(sizes_of(unit, trained)) > 0 for unit in (EMBED, *units)}
+        # The table, and with it a tied head, is updated in the next forward pass.
         updated = [u for u in units if is_trained[u] and not (u == HEAD and trained.tied)]
         head_grads = settings.chunked_head and is_trained[HEAD]
         forward = build.forward(
@@ -197,10 +198,10 @@ class Step:
 
 
 def sizes_of(unit: Unit, sizes: ModelSizes) -> Sequence[int]:
-    """Return the elements of each tensor of a unit, of whatever dtype."""
+    """Return the elements of each tensor of a unit, with those that are kept in float32."""
     if unit == EMBED:
-        return sizes.table
+        return sizes.table  # which is never one of these (`model.units`)
     if unit == HEAD:
-        return sizes.head
+        return sizes.head  # which has them already
     own = sizes.outer if unit == OUTER else sizes.blocks[unit.block_index]
     return own if sizes.in_float32 is None else [*own, *sizes_of(unit, sizes.in_float32)]

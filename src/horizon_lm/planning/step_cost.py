@@ -141,7 +141,7 @@ class StepCost:
 
     def _gather_rate(self, ranks: int) -> float:
         """Return the bytes per second of a gather: those of the links between devices or, without any, of the links to the host.
-        0 if there is nothing to gather, or the links are not known.
+        0 if there is nothing to gather, or the links are not known: decoding then takes no time.
         """
         links = self._interconnect
         if links is None or ranks == 1:
@@ -285,7 +285,9 @@ def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
 
 
 def matrix_update_bytes(settings: StepSettings, hardware: Hardware) -> tuple[float, float]:
-    """Return the same for an element of a matrix that is orthogonalized: before that, and after it."""
+    """Return the bytes of an update as in `update_bytes`, for an element of a matrix that is orthogonalized on the device: of the part
+    before that, and of the part after it.
+    """
     before = 2 * (settings.grad_bytes + MOMENT_BYTES[settings.moments])
     return _measured(before, settings, hardware), _measured(_traffic(settings), settings, hardware)
 

@@ -122,7 +122,8 @@ class Simulation:
         with_save = simulate([*passes * _STEPS, *self._step.passes_with_save(), *passes], cost, self._rates)
         without_save = simulate(passes * (_STEPS + 2), cost, self._rates)
         saved = [span for span in with_save.spans if span.op.kind == Kind.SAVE]
-        delayed, undelayed = (timeline.last_step(len(passes))[1] for timeline in (with_save, without_save))
+        _begin, delayed = with_save.last_step(len(passes))
+        _begin, undelayed = without_save.last_step(len(passes))
         return SaveTime(
             num_bytes=round(sum(cost(span.op) for span in saved)),
             seconds=max(span.end for span in saved) - min(span.start for span in saved),

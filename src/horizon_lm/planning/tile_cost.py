@@ -27,7 +27,7 @@ class TileCost:
         return self._step.tiled_experts(op.unit.block_index)
 
     def share(self, op: Op, experts: ExpertSizes) -> float:
-        """Return the share of a block's experts that an operation moves or computes: none of its core's."""
+        """Return the share of a block's experts that an operation moves or computes; 0 for one of the block's core."""
         size = self._step.settings.expert_tile
         assert size is not None
         return experts.share(size, op.unit.tile_number) if op.unit.is_tile else 0.0
@@ -56,8 +56,10 @@ class TileCost:
     def work(self, op: Op, kind: BlockKind, experts: ExpertSizes) -> Work:
         """Return the work of the block's own code, summed over micro-batches."""
         core, total = kind.core, Work()
-        assert core is not None
-        for rows in self._slices if op.kind != Kind.STAGE else ():
+        assert core is not None  # or the block would have no experts that can be cut into tiles
+        if op.kind == Kind.STAGE:  # only rounds gradients, whose bytes `StepCost` adds
+            return total
+        for rows in self._slices:
             total += self._of_tile(op, kind, core, rows, experts) if op.unit.is_tile else self._of_core(op, core, rows)
         return total
 
@@ -69,7 +71,7 @@ class TileCost:
             return forward - core.before.at(rows)
         if op.kind == Kind.RECOMPUTE:
             return forward
-        # Of several graphs only one at a time has room.
+        # With several micro-batches, each graph is computed again here: only one at a time has room.
         return core.backward.at(rows) + (forward if len(self._slices) > 1 else Work())
 
     def _of_tile(self, op: Op, kind: BlockKind, core: CoreCosts, rows: int, experts: ExpertSizes) -> Work:

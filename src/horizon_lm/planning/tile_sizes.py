@@ -36,10 +36,12 @@ def _problem(request: Request) -> str:
 
 
 def tile_sizes(outline: ModelOutline, request: Request) -> list[int]:
-    """Return the sizes to try, largest first: powers of two that make at most 64 tiles; none if a run cannot have tiles."""
-    most = max((each.count for each in outline.sizes.experts if each), default=0)
+    """Return the sizes to try, largest first: powers of two that make at most 64 tiles; none if a run cannot have tiles, or the costs
+    of the model are unknown.
+    """
     if _problem(request) or outline.unknown:
         return []
+    most = max((each.count for each in outline.sizes.experts if each), default=0)
     return [2**power for power in reversed(range(most.bit_length())) if most / _MOST_TILES <= 2**power < most]
 
 
