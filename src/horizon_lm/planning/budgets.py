@@ -1,9 +1,12 @@
 """The budgets of a plan: what a run needs on the device, in host memory and on disk, item by item."""
 
+from collections.abc import Mapping
+
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.planning.device_memory import DeviceUse
 from horizon_lm.planning.host_memory import checkpoint_bytes, host_bytes, largest_file_bytes
 from horizon_lm.planning.model_sizes import ModelSizes
+from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.planning.request import Budget, Item, Limit, Machine
 from horizon_lm.planning.step import Step
 from horizon_lm.quantities import counted, format_bytes
@@ -58,7 +61,16 @@ def _device_items(step: Step, use: DeviceUse) -> list[Item]:
 
 
 def _buffer_items(use: DeviceUse) -> list[Item]:
-    return [Item(_DEVICE_NAMES[kind][0], num_bytes, _DEVICE_NAMES[kind][1]) for kind, num_bytes in use.buffers.items()]
+    return _named_items(use.buffers, _DEVICE_NAMES)
+
+
+def _named_items(bytes_by_kind: Mapping[str, int], names: Mapping[str, tuple[str, str]]) -> list[Item]:
+    """Return the bytes of each kind, given the name and the note of each."""
+    items = []
+    for kind, num_bytes in bytes_by_kind.items():
+        name, note = names[kind]
+        items.append(Item(name, num_bytes, note))
+    return items
 
 
 _COLLECTIVES = "sums of gradients, and what NCCL takes (estimate)"
@@ -88,12 +100,8 @@ _HOST_NAMES = {
 
 def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     """Return the host memory of a run, with that of the device if it computes there."""
-    kept = host_bytes(step)
-    optimizer = step.settings.optimizer
-    count = "one" if optimizer.num_moments == 1 else "two"
-    count = "one of matrices, two of others" if optimizer.orthogonalizes else f"{count} per parameter"
-    names = {**_HOST_NAMES, "moments": ("moments", f"{count} ({optimizer.name})")}
-    items = [Item(names[kind][0], num_bytes, names[kind][1]) for kind, num_bytes in kept.items()]
+    names = {**_HOST_NAMES, "moments": ("moments", _moments_note(step.settings.optimizer))}
+    items = _named_items(host_bytes(step), names)
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if step.settings.compiled else 0
@@ -110,12 +118,18 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     return Budget.of([item for item in items if item.bytes], machine.host_limits)
 
 
+def _moments_note(optimizer: PlannedOptimizer) -> str:
+    if optimizer.orthogonalizes:
+        return f"one of matrices, two of others ({optimizer.name})"
+    return f"{'one' if optimizer.num_moments == 1 else 'two'} per parameter ({optimizer.name})"
+
+
 _TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")
 
 
 def transferred_bytes(host: Budget) -> int:
     """Return the bytes of host memory that transfers to and from the device read or write."""
-    names = {_HOST_NAMES[kind][0] for kind in _TRANSFERRED}
+    names = {name for name, _note in (_HOST_NAMES[kind] for kind in _TRANSFERRED)}
     return sum(item.bytes for item in host.items if item.name in names)
 
 

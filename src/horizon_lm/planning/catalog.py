@@ -110,11 +110,12 @@ def parse_profile(content: Any, place: str) -> Hardware:
     """
     hints = get_type_hints(Hardware)
     names = [each.name for each in fields(Hardware)]
-    if isinstance(content, dict) and "base" in content:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{place}: not a JSON object; a profile has {', '.join(names)}")
+    if "base" in content:
         content = _extend_base(content, place)
-    if not isinstance(content, dict) or (unknown := content.keys() - set(names)):
-        what = f"{sorted(unknown)[0]} is not a field" if isinstance(content, dict) else "not a JSON object"
-        raise ConfigError(f"{place}: {what}; a profile has {', '.join(names)}")
+    if unknown := content.keys() - set(names):
+        raise ConfigError(f"{place}: {sorted(unknown)[0]} is not a field; a profile has {', '.join(names)}")
     for name in names:
         if name not in content:
             if name not in _OPTIONAL:

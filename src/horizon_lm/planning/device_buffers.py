@@ -65,8 +65,9 @@ def _block_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
 
 def _packed_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     """Return the bytes of the slot in which ranks gather codes and scales of each block, or of what is left of it beside its
-    tiles.
+    tiles. A single rank gathers none.
     """
+    # The last of the places in a slot is its end.
     blocks = [settings.shard.packed_slot(packed.slab_bytes)[-1] for packed in sizes.packed]
     if settings.expert_tile is None or settings.shard.is_whole:
         return blocks

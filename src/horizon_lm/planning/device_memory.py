@@ -145,7 +145,7 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
     tokens = batch.rows * batch.length
     hidden = tokens * outline.sizes.hidden * outline.compute_bytes
     in_block = max(kind.forward_peak.at(max(1.0, rows_at_once * per_row)) for kind in outline.kinds)
-    if settings.expert_tile is not None:
+    if settings.expert_tile is not None:  # all micro-batches come as far as the experts before any goes on
         in_block += max(
             (kind.core.footprint.at(batch.rows * per_row).held for kind in outline.kinds if kind.core), default=0
         )

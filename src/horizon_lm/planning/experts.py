@@ -34,7 +34,7 @@ class ExpertSizes:
         return min(size, self.count - number * size) / self.count
 
     def tile(self, tensors: Sequence[int], size: int) -> list[int]:
-        """Return the elements of each tensor of the first tile, which is the largest."""
+        """Return the elements of each tensor of the first tile, which is the largest: the last one may have fewer experts."""
         return [numel // self.count * min(size, self.count) for numel in self.of(tensors)]
 
     @property

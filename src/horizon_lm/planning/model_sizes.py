@@ -89,7 +89,7 @@ class ModelSizes:
         return [each for each in self.matrices[index] if each is not None] if self.matrices else []
 
     def only_matrices(self) -> "ModelSizes":
-        """Return the sizes with 0 for all weights but these matrices."""
+        """Return the sizes with 0 for all weights but the trained matrices of blocks."""
         blocks = [
             [prod(shape or (0,)) for shape in self.matrices[index]] if self.matrices_of(index) else []
             for index in range(len(self.blocks))
@@ -97,7 +97,7 @@ class ModelSizes:
         return replace(self, blocks=blocks, table=(), own_head=(), outer=(), idle=())
 
     def without_matrices(self) -> "ModelSizes":
-        """Return the sizes with 0 for these matrices."""
+        """Return the sizes with 0 for the trained matrices of blocks."""
         blocks = [
             [0 if shape else numel for numel, shape in zip(tensors, self.matrices[index], strict=True)]
             if self.matrices_of(index)
@@ -128,6 +128,7 @@ class ModelSizes:
 
     def cuts(self, shard: Shard) -> list[UnitCuts]:
         """Return the places at which the slabs of each unit are cut, in the order of `units`."""
+        # The first unit is the table, which is cut between rows; the blocks follow.
         packed = {1 + index: each.tensors for index, each in enumerate(self.packed)}
         return [
             UnitCuts(tensors, packed.get(number, ()), None if number else self.hidden, shard)

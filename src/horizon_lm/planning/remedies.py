@@ -93,7 +93,7 @@ def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineF
         if not any(change.settings.keys() & part.settings.keys() for part in parts):
             parts.insert(0, change)
     best: Remedy | None = None
-    for without in [None, *reversed(parts)]:
+    for without in [None, *reversed(parts)]:  # None: all of them together
         fewer = [part for part in parts if part is not without]
         if (remedy := _remedy_of(plan, fewer, outline_for)) is not None:
             best, parts = remedy, fewer
@@ -121,6 +121,7 @@ def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     def fits_not(tokens: int) -> bool:
         return bool(_shortened(plan, others.plan.request, tokens, outline_for).memory_deficit)
 
+    # The run fits with the shortest, so the search begins after it.
     longest = lengths[bisect_left(lengths, True, lo=1, key=fits_not) - 1]
     cost = "; ".join(filter(None, ["longer examples are truncated", others.cost]))
     shortened = _shortened(plan, others.plan.request, longest, outline_for)
