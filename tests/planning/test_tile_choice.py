@@ -76,6 +76,21 @@ def test_blocks_that_do_not_fit_twice_are_cut(outline: ModelOutline, ranks: dict
     assert not plan(outline, room, expert_tile=None, **ranks).fits
 
 
+@pytest.mark.parametrize(("op_seconds", "is_cut"), [(1e-4, True), (0.0, False)], ids=["slow launches", "free launches"])
+def test_blocks_that_fit_are_cut_if_a_step_is_notably_shorter(
+    outline: ModelOutline, op_seconds: float, is_cut: bool
+) -> None:
+    """With tiles there are fewer micro-batches, of more rows. They launch fewer kernels, which matters if launches take time."""
+    rows: dict[str, Any] = {"per_device_train_batch_size": 64, "compiled": False}
+    room = smallest(outline, None, **rows)
+    assert plan(outline, room, expert_tile=None, **rows).fits
+    on = replace(with_device_room(GPU, room), hardware=replace(machine(), op_seconds=op_seconds))
+    made = make_plan(outline, replace(REQUEST, **rows), on)
+    assert made.fits
+    assert (made.step.settings.expert_tile is not None) == is_cut
+    assert any("shorter than with whole blocks" in each for each in made.reasons) == is_cut
+
+
 def test_blocks_whose_feed_forward_layers_are_chunked_are_cut() -> None:
     chunked = outline_of("deepseek_v3", mlp_chunk_tokens=8, n_routed_experts=16, moe_intermediate_size=512)
     room = smallest(chunked, 4, mlp_chunk_tokens=8)
