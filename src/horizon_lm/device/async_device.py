@@ -22,6 +22,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,9 +124,10 @@ class StreamDevice(Device):
             self._compute_began = None
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        host = [task for task in tasks if task.op.stream in HOST_STREAMS and not task.done]
-        for pool in list(self._pools.values()) if host else ():
-            pool.wait(host)
+        on_host = [task for task in tasks if task.op.stream in HOST_STREAMS and not task.done]
+        if on_host:
+            for pool in list(self._pools.values()):
+                pool.wait(on_host)
         for task in tasks:
             end = self._tasks.end_of(task)
             if end is not None:
@@ -294,10 +296,12 @@ class _Issuer:
         self._stream = stream
         self._queue: queue.SimpleQueue[Task | Event | None] = queue.SimpleQueue()
         self._finished = threading.Condition()
-        self._unfinished = 0
-        weakref.finalize(device, self._queue.put, None).atexit = False
+        self._unfinished = 0  # items that were put and are not handled yet
+        end = partial(self._queue.put, None)  # ends the thread (`_run`)
+        # Not at the interpreter's exit, where `start_thread` ends all threads in order.
+        weakref.finalize(device, end).atexit = False
         args = (weakref.ref(device), handle, link, device._enter_thread)
-        start_thread(f"horizon-{stream}", self._run, args, lambda: self._queue.put(None))
+        start_thread(f"horizon-{stream}", self._run, args, stop=end)
 
     def put(self, item: Task | Event) -> None:
         """Enqueue a task, or make all later tasks wait for an event."""
@@ -306,6 +310,7 @@ class _Issuer:
         self._queue.put(item)
 
     def wait_until_idle(self) -> None:
+        """Block until all items that were put are handled."""
         with self._finished:
             self._finished.wait_for(lambda: self._unfinished == 0)
 

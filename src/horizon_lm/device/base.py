@@ -193,7 +193,7 @@ class Device(ABC):
 
     @abstractmethod
     def is_finished(self, task: Task) -> bool:
-        """Return whether a task is known to be finished. Any thread may ask, and nothing waits."""
+        """Return whether a task is known to have run to its end, or was dropped. Any thread may ask, and nothing waits."""
 
     @abstractmethod
     def cancel(self, tasks: Sequence[Task]) -> None:

@@ -117,8 +117,9 @@ class CudaDevice(StreamDevice):
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.torch_device)
 
     def set_rng_state(self, state: Any) -> None:
-        torch.set_rng_state(state[0])
-        torch.cuda.set_rng_state(state[1], self.torch_device)
+        of_host, of_device = state
+        torch.set_rng_state(of_host)
+        torch.cuda.set_rng_state(of_device, self.torch_device)
 
     def seeded_rng_state(self, seed: int) -> Any:
         device = torch.Generator(self.torch_device).manual_seed(seed)

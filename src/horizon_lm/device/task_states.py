@@ -49,7 +49,7 @@ class TaskStates:
         while True:
             with self._changed:
                 task, end = next(iter(self._ends[stream].items()), (None, None))
-            if task is None or end is None or not end.query():
+            if task is None or end is None or not end.query():  # no task is left, or the first has not ended
                 return
             self.finish(task)
 
@@ -85,12 +85,13 @@ class TaskStates:
         """Wait until a task is enqueued, and return the event that marks its end; None if it is done.
 
         Raises:
-            BaseException: the error of the task, if it failed.
+            BaseException: the error of the task, if it has failed and is not dropped.
         """
         ends = self._ends[task.op.stream]
         with self._changed:
             self._changed.wait_for(lambda: task.done or task in ends or task.error is not None)
             if task.error is not None and not task.done:
-                # Each time: both an update, whose gradient has not landed, and the optimizer, which waits later, must see it.
+                # At every wait and not only at the first: the update that needs this gradient waits for it, and so does the
+                # optimizer, later.
                 raise task.error
             return None if task.done else ends[task]
