@@ -86,9 +86,9 @@ def simulate(sequence: Sequence[Schedule], cost: Cost, rates: Rates) -> Timeline
     end: dict[int, float] = {}
     now = 0.0
     while len(end) < len(ops):
-        for queue in queues.values():
-            if queue and queue[0] not in left and all(other in end for other in waits[queue[0]]):
-                left[queue[0]], start[queue[0]] = cost(ops[queue[0]]), now
+        for first in (queue[0] for queue in queues.values() if queue):
+            if first not in left and all(other in end for other in waits[first]):
+                left[first], start[first] = cost(ops[first]), now
         if not left:
             stuck = ", ".join(f"{ops[queue[0]]} on {stream}" for stream, queue in queues.items() if queue)
             raise ScheduleError(f"deadlock: no operation runs; waiting: {stuck}")

@@ -48,7 +48,7 @@ class TileCopies:
     Args:
         slots: the slots of the model's tiles.
         blocks: the blocks in the order of the pass.
-        load: function that returns the copies of a tile, or of a block's core.
+        load: function that returns the operations that copy a tile, or a block's core.
         backwards: the tiles of a block are visited in the opposite order.
         routed: blocks whose tiles may be copied only after the block has routed its tokens (`note_routed`).
     """
@@ -64,28 +64,28 @@ class TileCopies:
         self._left = [
             unit for index in self._cores for unit in (slots.of(index)[::-1] if backwards else slots.of(index))
         ]
-        self._computed = 0  # tiles whose computation is listed
-        self._listed = 0  # tiles whose copy is listed
-        self._loaded = 0  # blocks whose copy is listed
+        self._tiles_computed = 0  # tiles whose computation is listed
+        self._tiles_listed = 0  # tiles whose copy is listed
+        self._cores_listed = 0  # cores whose copy is listed
 
     def core(self, place: int) -> list[Op]:
-        """Return the copy of the core at a place of the pass, unless it is listed."""
-        if place < self._loaded or place >= len(self._cores):
+        """Return the copy of the core at a place of the pass; nothing if it is listed already, or if the pass has ended there."""
+        if place < self._cores_listed or place >= len(self._cores):
             return []
-        self._loaded = place + 1
+        self._cores_listed = place + 1
         return self._load(block(self._cores[place]))
 
     def ahead(self, place: int) -> list[Op]:
         """Return the copies of tiles for which there is a slot, up to those of the block after the one at this place."""
         ops: list[Op] = []
-        while self._left and self._listed < self._computed + 2:
+        while self._left and self._tiles_listed < self._tiles_computed + 2:  # one in each of the two slots
             unit = self._left[0]
-            owner = self._place[unit.block_index]
-            if owner > place + 1 or unit.block_index in self._waiting:
+            place_of_block = self._place[unit.block_index]
+            if place_of_block > place + 1 or unit.block_index in self._waiting:
                 break
-            ops += [*self.core(owner), *self._load(unit)]
+            ops += [*self.core(place_of_block), *self._load(unit)]
             del self._left[0]
-            self._listed += 1
+            self._tiles_listed += 1
         return ops
 
     def note_routed(self, index: int) -> None:
@@ -94,4 +94,4 @@ class TileCopies:
 
     def note_computed(self) -> None:
         """Record that the computation of the next tile is listed, after which its slot is free."""
-        self._computed += 1
+        self._tiles_computed += 1

@@ -179,21 +179,26 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
 
     Returns:
         Seconds by cause: ``copy_in``, ``update``, ``copy_out``, and ``host`` for the rest; with several ranks also ``gather`` and
-        ``reduce``.
+        ``reduce``. A moment in which several were busy counts for the first of them in the order copy_in, update, copy_out, gather,
+        reduce.
     """
     updates = select(spans, *UPDATES)
     copies_in = [s for s in spans if s.op.stream == Stream.COPY_IN and s.op.kind not in UPDATES]
     copies_out = [s for s in spans if s.op.stream == Stream.COPY_OUT]
     gathers, sums = select(spans, Kind.GATHER), select(spans, Kind.REDUCE)
     collectives = {"gather": gathers, "reduce": sums} if gathers or sums else {}
-    waiting = {"copy_in": copies_in, "update": updates, "copy_out": copies_out, **collectives}
-    late = {"copy_out": copies_out, **({"reduce": sums} if collectives else {})}
-    found = dict.fromkeys([*waiting, "host"], 0.0)
+    # In the order in which they are charged.
+    causes_of_waiting = {"copy_in": copies_in, "update": updates, "copy_out": copies_out, **collectives}
+    causes_of_lateness = {"copy_out": copies_out, **({"reduce": sums} if collectives else {})}
+    found = dict.fromkeys([*causes_of_waiting, "host"], 0.0)
     computed = sorted((s for s in spans if s.op.stream == Stream.COMPUTE), key=lambda s: s.start)
     for before, span in pairwise(computed):
-        # The stream has reached the computation when it was enqueued, or earlier if that was before the end of the last one.
+        # Before this moment of the gap the computation was not enqueued, which is the host's doing; after it, it waited for other
+        # operations. One that was enqueued before the gap was only waiting in it.
         enqueued = min(max(span.reached, before.end), span.start)
-        for gap, causes in (((before.end, enqueued), late), ((enqueued, span.start), waiting)):
+        for gap, causes in (
+            ((before.end, enqueued), causes_of_lateness), ((enqueued, span.start), causes_of_waiting),
+        ):  # fmt: skip
             for cause, seconds in _seconds_by_cause(gap, causes).items():
                 found[cause] += seconds
     return found
@@ -223,6 +228,7 @@ def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[
 
 
 def _length(intervals: Iterable[Interval]) -> float:
+    """Return the seconds of all intervals together."""
     return sum(end - start for start, end in intervals)
 
 
