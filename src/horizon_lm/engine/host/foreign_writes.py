@@ -4,14 +4,14 @@ Writes through torch increase a tensor's version counter, except those of fused 
 hook. Writes that bypass torch (numpy, raw pointers) are not detected, as in plain autograd.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from horizon_lm.engine.host.parameters import StreamedParameter
+from horizon_lm.engine.host.parameters import ParameterOwner, StreamedParameter
 from horizon_lm.errors import ForeignWriteWarning, StreamingError, warn
 from horizon_lm.model.parts import ParamRef
 from horizon_lm.store.store import Store
@@ -26,7 +26,7 @@ class ForeignWrites:
         self._params = [ref.param for ref in refs.values()]
         self._addresses = self._read_addresses()
         self._versions = self._read_versions()
-        self._warned = False
+        self._warned = False  # of lost low halves
         watch_optimizers()
 
     def follow(self, with_low_halves: bool = False) -> None:
@@ -104,15 +104,12 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         owner.after_foreign_step()
 
 
-def _owners_of(optimizer: Any) -> Iterator[Any]:
-    """Return the owners of the parameters that an optimizer updates; empty for our own optimizer, which updates slabs
-    directly.
+def _owners_of(optimizer: Any) -> Collection[ParameterOwner]:
+    """Return the owners (`ParameterOwner`) of the streamed parameters that an optimizer updates; none for our own optimizer, which
+    updates slabs directly.
     """
     if getattr(type(optimizer), "updates_slabs", False):
-        return
-    yield from _owners(param for group in optimizer.param_groups for param in group["params"])
-
-
-def _owners(params: Iterable[Any]) -> set[Any]:
-    found = (param.owner() for param in params if isinstance(param, StreamedParameter))
-    return {owner for owner in found if owner is not None}
+        return set()
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    owners = (param.owner() for param in params if isinstance(param, StreamedParameter))
+    return {owner for owner in owners if owner is not None}  # None: the engine is gone

@@ -182,15 +182,20 @@ class HostGrads:
         self._device.register_host([s.grads[s.own_grads] for s in self._store.units.values() if s.grads.numel()])
 
     def is_empty(self, name: str) -> bool:
-        """Return whether a parameter has no gradient, so that the next landing overwrites it."""
+        """Return whether a parameter has no gradient, so that the next landing overwrites its memory.
+
+        Raises:
+            StreamingError: other code has replaced the gradient by a tensor of its own.
+        """
         grad = landing_grad(self._refs[name].param)
         if grad is not None and grad.data_ptr() != self._store.grad_address(name):
             raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
         return grad is None
 
     def begin_landings(self, unit: Unit) -> None:
-        """Prepare for the landings of a unit in a backward pass, all parts of which are landed anew."""
-        if unit == EMBED:  # of a tied head, in which any row may be nonzero; rows of tokens land by `LandRows`
+        """Begin the sum of squares of a unit, before its first landing in a backward pass, in which all of its parts land."""
+        # Only a tied head lands the whole table by `moves`, after which any row may be nonzero; rows of tokens land by `LandRows`.
+        if unit == EMBED:
             self._table_rows = None
         self.squared_norms.begin(unit)
 
@@ -220,7 +225,7 @@ class HostGrads:
         ]
 
     def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
-        """Return the rows of the embedding's gradient to zero before the next landing, or None.
+        """Return the rows of the embedding's gradient to zero before the next landing; None if that is added to the gradient.
 
         The whole gradient (V, H) is too large to clear in every step, so only rows of the last landing are cleared, and of
         these only those that this landing does not overwrite: it ends a step, when no computation hides host work.
@@ -234,7 +239,9 @@ class HostGrads:
             return None
         if self._table_is_exclusive:
             self._table_rows = rows
-        return slice(None) if before is None else before[~torch.isin(before, rows, assume_unique=True)]
+        if before is None:  # any row may be nonzero
+            return slice(None)
+        return before[~torch.isin(before, rows, assume_unique=True)]
 
     def hand_out(self, unit: Unit) -> None:
         """Record that other code may read and write a unit's gradients from now on."""

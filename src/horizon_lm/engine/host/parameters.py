@@ -60,6 +60,16 @@ class ParameterOwner(Protocol):
         """Wait until a gradient has landed, before it is dropped."""
         ...
 
+    def before_foreign_step(self, optimizer: str) -> None:
+        """Wait for updates before a step of another optimizer, given by the name of its class; raise StreamingError if it must not
+        update the weights.
+        """
+        ...
+
+    def after_foreign_step(self) -> None:
+        """Record that another optimizer has changed the weights."""
+        ...
+
 
 # Functions that read only a parameter's metadata, not its values, and need not wait for an update.
 METADATA = {
