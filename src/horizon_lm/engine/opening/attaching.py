@@ -157,7 +157,8 @@ def _engine_options(
     ``stored`` is the dtype of weights in host memory.
     """
     dtype = arguments.compute_dtype or (torch.float32 if device.torch_device.type == "cpu" else stored)
-    trunk, spare = parts.trunks()[-1] if path is None else path.trunk, device.spare_bytes()
+    trunk = parts.trunks()[-1] if path is None else path.trunk
+    spare = device.spare_bytes()
     chosen: dict[str, Any] = {
         "head": "whole" if path is None else "chunked",
         "head_chunk_tokens": arguments.head_chunk_tokens or head_chunk_tokens(spare, parts.sizes().vocabulary),
@@ -178,9 +179,15 @@ def _engine_options(
 def _residency(arguments: StreamArguments, num_blocks: int, device: Device) -> dict[str, Any]:
     """Return the options of the residency that the arguments fix; none if the engine plans it for each batch size.
 
-    It plans what nobody has chosen, on a device whose memory is limited: elsewhere all checkpoints can stay on the device.
+    The engine plans it if nothing is chosen and the device's memory is limited; without a limit, all checkpoints can stay on the
+    device. If resident blocks or graphs are chosen, ``auto`` requests all checkpoints on the device, too, and `plan_device` lowers
+    the whole choice if that does not fit.
     """
-    is_chosen = arguments.resident_blocks is not None or arguments.resident_graphs is not None
-    if arguments.activation_checkpoints == "auto" and not is_chosen and device.spare_bytes() is not None:
+    is_left_open = (
+        arguments.activation_checkpoints == "auto"
+        and arguments.resident_blocks is None
+        and arguments.resident_graphs is None
+    )
+    if is_left_open and device.spare_bytes() is not None:
         return {}
     return Residency(*arguments.requested_residency(num_blocks, auto_on_device=True)).options()

@@ -49,12 +49,13 @@ def download_arguments(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in _DOWNLOAD if name in options}
 
 
-def read_precision(precision: str | None, options: dict[str, Any]) -> str:
-    """Remove ``dtype`` (or ``torch_dtype``) from the options, and return the matching precision.
+def read_precision(options: dict[str, Any]) -> str:
+    """Remove ``precision`` and ``dtype`` (or ``torch_dtype``) from the options, and return the precision that matches both.
 
     Raises:
         ConfigError: no precision has this dtype, or it contradicts the given precision.
     """
+    precision: str | None = options.pop("precision", None)
     # The older name of the same argument; if both are given, `dtype` counts.
     dtype = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", dtype)

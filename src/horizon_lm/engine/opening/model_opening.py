@@ -59,18 +59,19 @@ def open_model(request: OpenRequest) -> Any:
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    # Each step takes its own out of these, so the last one can reject what is left by name.
-    options = dict(request.options)
-    request, folder = _find(request, options)
-    precision = read_precision(options.pop("precision", None), options)
+    options = dict(request.options)  # of which each call takes its own
+    request, folder = _find(request, **download_arguments(options))
+    precision = read_precision(options)
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
         config = hf_config.load_config(folder, request.trust_remote_code, model_class=request.model_class)
     quantization = read_quantization(options)
+    # After the others, because it takes all that the config has an attribute for, and rejects what nobody knows.
     changes = config_arguments(options, config)
     arguments = StreamArguments(precision=precision, **options)
     if request.gguf_file is not None:
         return _open_gguf(request, folder, arguments, quantization)
+    # A source that is given was opened with these changes (`OpenRequest.source`).
     source = request.source or ModelSource(
         _changed(config, changes), str(folder), folder, model_class=request.model_class,
         trust_remote_code=request.trust_remote_code, attn_implementation=arguments.attn_implementation,
@@ -79,12 +80,13 @@ def open_model(request: OpenRequest) -> Any:
     return _open_checkpoint(request, source, folder, arguments, quantization)
 
 
-def _find(request: OpenRequest, options: dict[str, Any]) -> tuple[OpenRequest, Path]:
+def _find(request: OpenRequest, **download: Any) -> tuple[OpenRequest, Path]:
     """Return the request, and the folder of its model. A folder of adapters becomes a request for their base.
 
-    The options of a download are taken out of ``options``.
+    Args:
+        request: the request.
+        download: the arguments of a download, such as ``revision``.
     """
-    download = download_arguments(options)
     if request.source is not None and request.source.folder is not None:
         return request, request.source.folder
     folder = hub.local_folder(request.name, **download) / request.subfolder
