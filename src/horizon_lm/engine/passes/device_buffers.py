@@ -44,13 +44,15 @@ class GrowingBuffers:
     """Equal buffers that are replaced by larger ones when a batch needs more memory.
 
     To replace them, the host waits until the device is idle, including running updates. Callers therefore also pass the
-    size that the largest batch can need. After a release, buffers are allocated with their previous size.
+    size that the largest batch can need. All of them are replaced at once, and what they held is lost. After a release, buffers
+    are allocated with their previous size.
     """
 
     def __init__(self, device: Device, kind: str, count: int = 1) -> None:
         self._device, self._kind, self._count = device, kind, count
         self._slots: Slots | None = None
-        self._size: tuple[int, torch.dtype] = (0, torch.float32)  # elements of each buffer, and their dtype
+        # Of each buffer; kept after a release.
+        self._numel, self._dtype = 0, torch.float32
 
     def get(self, numel: int, dtype: torch.dtype, index: int = 0, room: int = 0) -> torch.Tensor:
         """Return the first ``numel`` elements of a buffer.
@@ -61,12 +63,13 @@ class GrowingBuffers:
             index: the buffer.
             room: minimum number of elements if a buffer must be allocated.
         """
-        if self._slots is None or numel > self._size[0] or dtype != self._size[1]:
+        if self._slots is None or numel > self._numel or dtype != self._dtype:
             if self._slots is not None:
                 self._device.synchronize()
                 self.release()
-            largest = max(numel, room, self._size[0] if dtype == self._size[1] else 0)
-            self._slots, self._size = Slots(self._device, self._kind, self._count, largest, dtype), (largest, dtype)
+            previous = self._numel if dtype == self._dtype else 0
+            self._numel, self._dtype = max(numel, room, previous), dtype
+            self._slots = Slots(self._device, self._kind, self._count, self._numel, dtype)
         return self._slots[index][:numel]
 
     def release(self) -> None:
@@ -194,8 +197,8 @@ class DeviceBuffers:
         self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, tiles: ExpertTiles
     ) -> None:
         dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
-        self.accumulates, width = store.shard.grad_slots(options.in_micro_batches, grad_dtype.itemsize)
-        grad_dtype = torch.float32 if width == 4 else grad_dtype
+        self.accumulates, grad_bytes = store.shard.grad_slots(options.in_micro_batches, grad_dtype.itemsize)
+        grad_dtype = torch.float32 if grad_bytes == torch.float32.itemsize else grad_dtype
         # The head's gradients are float32 if they are summed over chunks.
         head_grad_dtype = torch.float32 if options.chunked_head else dtype
         blocks = [block(u) for u in range(parts.num_blocks)]
@@ -211,7 +214,8 @@ class DeviceBuffers:
             torch.float32, torch.float32, torch.float32, self.accumulates,
         )  # fmt: skip
         # Gradients of a tile are summed over micro-batches in its slot, and rounded there.
-        self._tiles, tile_dtype = tiles, torch.float32 if self.accumulates else grad_dtype
+        tile_dtype = torch.float32 if self.accumulates else grad_dtype
+        self._tiles = tiles
         self.tile_slots = Slots(device, "tile_slots", 2, tiles.largest, dtype)
         self.tile_grad_slots = Slots(device, "tile_grad_slots", 2, tiles.largest, tile_dtype)
         packed, tile_packed = tiles.packed_bytes(blocks), tiles.packed_bytes(tiles.units)

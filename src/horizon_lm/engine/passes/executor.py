@@ -151,9 +151,8 @@ class Engine(Machinery):
             return
         try:
             running.end()
-        except (
-            BaseException
-        ) as error:  # autograd calls `_end_of_graph` outside of all nodes, so no other code abandons the pass
+        except BaseException as error:
+            # Autograd calls `_end_of_graph` outside of all nodes, so no other code abandons the pass.
             abandon(self, self.running, error)
             raise
         self.running.backward = None
@@ -221,17 +220,18 @@ class Engine(Machinery):
         forward passes that await their backward pass are given up.
 
         Raises:
-            StreamingError: an option is not the one with which the model was streamed, and cannot be changed.
+            StreamingError: an option differs that is fixed once a model is streamed.
         """
-        fixed = [name for name in options.names() if getattr(options, name) != getattr(self.options, name)]
-        if fixed := [name for name in fixed if name not in CHANGEABLE]:
+        changed = [name for name in options.names() if getattr(options, name) != getattr(self.options, name)]
+        if fixed := [name for name in changed if name not in CHANGEABLE]:
             raise StreamingError(f"{', '.join(fixed)} cannot be changed once a model is streamed; stream it again")
         self._abandon_unfinished()
         self.between.give_up_recorded()
         self.drain()
         self.memory.release()
         self.device.trim()
-        self.options, self.between.structure = options, ()
+        self.options = options
+        self.between.structure = ()  # so the next recorded pass drains (`ForwardPass._drain_if_reshaped`)
         self.memory = DeviceBuffers(self.parts, self.store, self.device, options, self.tiles)
         self._set_residency(options.residency or Residency(0))
 

@@ -38,13 +38,15 @@ class Anchor:
 
 
 class _Anchor(torch.autograd.Function):
-    """The autograd node of an anchor; it returns no gradient for any input."""
+    """The autograd node of an anchor, which returns no gradient for any input. The parameters are inputs only so that the anchor
+    depends on them for autograd.
+    """
 
     @staticmethod
     def forward(ctx: Any, sentinel: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         ctx.num_inputs = 1 + len(params)
         ctx.set_materialize_grads(False)
-        return sentinel.detach().clone()
+        return sentinel.detach().clone()  # a new tensor, whose grad_fn is this node
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
@@ -200,6 +202,7 @@ class BoundaryPool:
         self._give_back(forward_state.boundaries, forward_state.offloads)
 
     def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:
+        """Take back buffers, each with its last copy (`ForwardState.offloads`), and empty ``boundaries``."""
         while boundaries:
             block, buffer = boundaries.popitem()
             self._free.append((buffer, offloads.get(block)))
@@ -211,8 +214,9 @@ class BetweenPasses:
     Attributes:
         head_grads_lease, graphs_lease: the leases of the head's gradient buffer, and of the room for autograd graphs.
         recorded: the states of forward passes, as long as a backward pass may follow.
-        structure: kept blocks, residency and trained parameters of the last recorded pass.
-        outer_version, resident_version: versions of the outer parameters and of the resident blocks on the device.
+        structure: kept blocks, residency and trained parameters of the last recorded pass; empty before the first one.
+        outer_version, resident_version: versions of the outer parameters and of the resident blocks on the device; -1 if they have to
+            be streamed in again.
         after_grad: parameters with hooks to call when autograd's graph is finished.
     """
 
