@@ -42,15 +42,16 @@ class BlockComparison(Protocol):
     indices: set[int]
 
     def compare_block(
-        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
-    ) -> None:
+        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[torch.Tensor | None, ...],
+        input_grads: list[torch.Tensor | None],
+    ) -> None:  # fmt: skip
         """Compare the gradients of a block after its backward pass.
 
         Args:
             node: the block's node.
             inputs: copies of the inputs of its forward pass.
-            grads: the gradients of its outputs.
-            input_grads: the gradients that the node computed for its inputs.
+            grads: the gradients of its outputs; None for an output that no loss depends on.
+            input_grads: the gradients that the node computed for its inputs; None for an input without one.
         """
 
 
@@ -233,12 +234,16 @@ class BlockAutograd:
         names = sink.close()
         return input_grads, names if experts is None else self._in_order({*names, *experts.written})
 
-    def _graph_of(self, number: int, inputs: Any, experts: TiledBackward | None) -> Graph:
-        """Return the graph of a micro-batch, which is computed again."""
+    def _graph_of(self, number: int, inputs: list[torch.Tensor | None], experts: TiledBackward | None) -> Graph:
+        """Return the graph of a micro-batch: that in which the gradient of the experts' output was found, if it was kept, as that of
+        a single micro-batch is; otherwise the micro-batch is computed again.
+        """
         if experts is None:
             return self._recompute(number, inputs)
+        if (kept := experts.take_graph()) is not None:
+            return kept
         with experts.differentiated(number):
-            return experts.take_graph() or self._recompute(number, inputs)
+            return self._recompute(number, inputs)
 
     def _in_order(self, names: Set[str]) -> list[str]:
         """Return the names of parameters in the order in which they lie in the block's slabs."""
@@ -275,7 +280,7 @@ class BlockAutograd:
             for call, output in zip(experts, outputs, strict=True):
                 call.output = output
 
-    def _recompute(self, number: int, inputs: Any) -> Graph:
+    def _recompute(self, number: int, inputs: list[torch.Tensor | None]) -> Graph:
         """Compute one micro-batch again, with a graph, in the context and with the random numbers of the forward pass."""
         micro_batch = self.micro_batches[number]
         batch = micro_batch.batch
@@ -316,24 +321,30 @@ class BlockAutograd:
         ]
 
     def _differentiate(
-        self, number: int, graph: Graph, inputs: Any, grads: tuple[torch.Tensor | None, ...], input_grads: Any
-    ) -> None:
-        """Differentiate one micro-batch, and write the gradients of its inputs into the gradients for all batches."""
+        self, number: int, graph: Graph, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...],
+        input_grads: list[torch.Tensor | None],
+    ) -> None:  # fmt: skip
+        """Differentiate one micro-batch. Write the gradients of its inputs into those of the inputs of all batches; the gradients of
+        the block's parameters go to the sink, by hooks of its leaves.
+        """
         micro_batch, pairs = self.micro_batches[number], self._pairs(number, graph, grads)
         with torch.enable_grad():
             # All outputs in one call, so that each leaf gets a single gradient, summed as plain autograd sums it.
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
+        # The leaves of a graph are the inputs of its batch, in their order.
         for i, leaf in enumerate(graph.leaves, self.calls.spans[micro_batch.batch].start):
             if leaf.grad is None:
                 continue
             if micro_batch.is_whole:
                 input_grads[i] = leaf.grad
-            else:
-                if input_grads[i] is None:
-                    input_grads[i] = torch.zeros_like(inputs[i])
-                # An input without rows (dim None) is shared by all micro-batches: their gradients are summed.
-                slice_rows(input_grads[i], self.dims[i], micro_batch.rows).add_(leaf.grad)
+                continue
+            total, whole = input_grads[i], inputs[i]
+            if total is None:
+                assert whole is not None  # offloaded hidden states are back in their place
+                total = input_grads[i] = torch.zeros_like(whole)
+            # An input without rows (dim None) is shared by all micro-batches: their gradients are summed.
+            slice_rows(total, self.dims[i], micro_batch.rows).add_(leaf.grad)
 
     def _require_equal(
         self, outputs: list[torch.Tensor], expected: list[torch.Tensor], micro_batch: MicroBatch

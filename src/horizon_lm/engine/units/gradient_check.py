@@ -21,11 +21,8 @@ from horizon_lm.model.attention import plain_kernels
 from horizon_lm.units import block
 
 _TIMES = 4.0  # allowed error, relative to the error of plain autograd in the dtype of training
-_FLOOR = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 2e-2,
-    torch.float16: 2e-3,
-}  # minimum allowed error, relative to the tensor's norm
+# Minimum allowed error, relative to the tensor's norm.
+_FLOOR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 # Also allowed, relative to the root mean square of all the block's gradients: some gradients are zero except for
 # rounding (the bias of a key projection, for example), so their own norm is no measure.
 _NOISE = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
@@ -49,15 +46,16 @@ class GradientCheck:
         self._expected: dict[str, tuple[torch.Tensor, float]] = {}  # by parameter: gradient, and the error allowed
 
     def compare_block(
-        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[Any, ...], input_grads: list[Any]
-    ) -> None:
+        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[torch.Tensor | None, ...],
+        input_grads: list[torch.Tensor | None],
+    ) -> None:  # fmt: skip
         """Compare the gradients of a block's inputs now, and remember the expected gradients of its parameters.
 
         Args:
             node: the block's node, after its backward pass.
             inputs: copies of the inputs of its forward pass.
-            grads: the gradients of its outputs.
-            input_grads: the gradients that the node computed for its inputs.
+            grads: the gradients of its outputs; None for an output that no loss depends on.
+            input_grads: the gradients that the node computed for its inputs; None for an input without one.
 
         Raises:
             GradientMismatchError: a gradient differs by more than is allowed.
@@ -91,7 +89,11 @@ class GradientCheck:
         self._expected = {}
 
     def _plain_grads(
-        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype
+        self,
+        node: BlockAutograd,
+        inputs: list[torch.Tensor],
+        grads: tuple[torch.Tensor | None, ...],
+        dtype: torch.dtype,
     ) -> Grads:
         """Return all gradients of a block, computed by plain autograd in that dtype.
 
@@ -105,11 +107,13 @@ class GradientCheck:
             return self._grads_of_rows(node, inputs, grads, dtype, node.micro_batches)
 
     def _grads_of_rows(
-        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[Any, ...], dtype: torch.dtype,
+        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[torch.Tensor | None, ...], dtype: torch.dtype,
         parts: list[MicroBatch],
     ) -> Grads:  # fmt: skip
-        """Return the gradients summed over these micro-batches. Raise _DrawsNumbersError if the result depends on the
-        way that batches are split.
+        """Return the gradients summed over these micro-batches, computed by plain autograd in that dtype.
+
+        Raises:
+            _DrawsNumbersError: the result depends on the way that batches are split.
         """
         engine = self._engine
         params = {
@@ -154,6 +158,7 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def _input(index: int) -> str:
+    """Return the name of an input's gradient among those of a block."""
     return f"gradient of input {index}"
 
 
@@ -174,6 +179,7 @@ def _bounds(exact: Grads, plain: Grads, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _require_close(name: str, got: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    """Raise GradientMismatchError if the norm of a gradient's error is above a bound, or is NaN."""
     off = float((got.to(expected.device).float() - expected).norm())
     if not off <= bound:
         norm = float(expected.norm())

@@ -146,7 +146,7 @@ class TiledBackward:
         return slot
 
     def take_graph(self) -> Graph | None:
-        """Return the graph of the only micro-batch, and forget it; None if there are several."""
+        """Return the graph of the only micro-batch, and forget it; None if there are several, or no calls of experts."""
         graph, self._graph = self._graph, None
         return graph
 
