@@ -102,7 +102,10 @@ class BlockComputation:
         if saved is not None and offload:
             self._plan_offloads(index, calls, saved.forward_state)
         experts: list[ExpertCall] = [] if saved is None else saved.experts
-        run = _BlockRun(engine, module, calls, dims, keys, self.segments, uncompiled, saved, outputs)
+        run = _BlockRun(
+            engine=engine, module=module, calls=calls, dims=dims, keys=keys, segments=self.segments, uncompiled=uncompiled,
+            saved=saved, outputs=outputs,
+        )  # fmt: skip
 
         with (
             computing(engine, index, experts),
@@ -121,7 +124,7 @@ class BlockComputation:
                 # All micro-batches run through a block before the next block, so its weights are streamed only once per
                 # pass.
                 micro_batches = list(enumerate(engine.forward.micro_batches))
-                if index in engine.tiles.experts:  # they meet at the experts
+                if index in engine.tiles.experts:  # in lock-step, because a tile computes the rows of all of them
                     run_together([partial(run.compute, *each) for each in micro_batches])
                 else:
                     for each in micro_batches:
@@ -164,8 +167,9 @@ class BlockComputation:
 
         It is copied within the device first, so that the original is freed before the slower copy to the host is done.
         """
-        tensors, (num_bytes, largest) = calls.tensors, self._boundary_bytes(calls)
+        num_bytes, largest = self._boundary_bytes(calls)
         ring = self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
+        tensors = calls.tensors
         put_bytes(ring, [tensors[i] for i in calls.hidden])
 
     def _offload_experts(self, index: int, calls: BlockCalls, experts: Sequence[ExpertCall]) -> None:
@@ -211,9 +215,17 @@ class BlockComputation:
         return [self._row_dims[key] for key in keys]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockRun:
-    """The forward computation of a block whose weights are bound, for one micro-batch at a time."""
+    """The forward computation of a block whose weights are bound, for one micro-batch at a time.
+
+    Attributes:
+        engine, module: the model's engine, and the block.
+        calls, keys, uncompiled, saved: as in `BlockComputation.compute_forward`.
+        dims: the row dimension of each input; None for an input without rows.
+        segments: the documents in the rows of each batch, if attention needs them.
+        outputs: receive the outputs of each batch.
+    """
 
     engine: Engine
     module: StreamedBlock

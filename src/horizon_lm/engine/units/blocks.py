@@ -61,13 +61,14 @@ class Blocks(BlockComputation):
             calls: the call for each batch, and the names of the outputs that transformers captures inside the block.
         """
         engine = self.engine
-        keys, hooked = calls[0][1], self.blocks[index].is_hooked()
-        if len(calls) != len(engine.forward.num_rows) or any(other != keys for _, other in calls):
+        different_keys = {keys for _, keys in calls}
+        if len(calls) != len(engine.forward.num_rows) or len(different_keys) > 1:
             raise StreamingError(
                 f"{self.blocks[index].name}: the batches of a pass do not pass through the same blocks, or do not ask for "
                 "the same outputs; compute them one by one"
             )
-        joined = BlockCalls([call for call, _ in calls])
+        (keys,) = different_keys
+        joined, hooked = BlockCalls([call for call, _ in calls]), self.blocks[index].is_hooked()
         # Compiled code would not call hooks inside a block. A cache identifies each block by its number, so compiled
         # code could not be shared between blocks.
         uncompiled = bool(keys) or hooked or self.caching

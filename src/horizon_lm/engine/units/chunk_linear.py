@@ -16,6 +16,8 @@ class ChunkLinear(torch.autograd.Function):
 
     Autograd would compute a gradient (V, H) for each chunk and add it to the sum, which takes two more tensors of the
     head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned.
+
+    Its arguments are those of ``F.linear``, the buffers by the names ``weight`` and ``bias``, and ``first``: overwrite the buffers.
     """
 
     @staticmethod

@@ -144,13 +144,17 @@ def compute(
 
 
 class _ChunkedPass:
-    """The chunks of all batches of a forward pass."""
+    """The chunks of all batches of a forward pass.
+
+    Args:
+        runs: those of all batches, at least one. They share engine, head, forward state and outer parameters.
+    """
 
     def __init__(self, runs: Sequence[ChunkedRun]) -> None:
         self.runs = runs
-        self.engine, self.head = runs[0].engine, runs[0].owner.head
-        self.forward_state: Any = runs[0].forward_state
-        self.num_outer = len(runs[0].outer_names)
+        first = runs[0]
+        self.engine, self.head, self.forward_state = first.engine, first.owner.head, first.forward_state
+        self.num_outer = len(first.outer_names)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Compute all runs, given the outer parameters and then the hidden states (B, T, H) of each batch."""
@@ -165,7 +169,8 @@ class _ChunkedPass:
     ) -> Sequence[torch.Tensor | None]:
         """Return the gradients of the inputs of `forward` from the gradients of its results."""
         outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
-        per_run, written = len(grads) // len(self.runs), False
+        per_run = len(grads) // len(self.runs)
+        written = False  # the buffers of the head's gradients
         outer_grads: list[torch.Tensor] = []
         hidden_grads: list[torch.Tensor | None] = []
         with self.engine.cursor.compute(Kind.BACKWARD, HEAD):
@@ -179,6 +184,7 @@ class _ChunkedPass:
                 hidden_grads.append(hidden_grad)
                 outer_grads = [a + b for a, b in zip(outer_grads, more, strict=True)] if outer_grads else more
                 written = written or bool(run.chunks())
+            assert self.forward_state is not None
             if not self.forward_state.has_head_grads:  # otherwise the weights were not needed, and are not there
                 self.engine.poison_weights(HEAD)
             self.head.gradients_ready()
@@ -201,6 +207,7 @@ class _ChunkedHeadFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         chunks: _ChunkedPass = ctx.chunks
+        assert chunks.forward_state is not None
         with chunks.engine.backward_of(chunks.forward_state):
             input_grads = chunks.backward(grads, ctx.saved_tensors)
         return None, None, *input_grads

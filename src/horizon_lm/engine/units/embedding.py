@@ -41,9 +41,8 @@ class StreamedEmbedding:
         self._unit = engine.store.unit_of[self._name]
         self.width = engine.store.weight(self._name).shape[1]
         self.probe_rows: int | None = None  # rows of a probe, for which zeros are returned; None outside of a probe
-        self._known: list[
-            tuple[torch.Tensor, int, torch.Tensor]
-        ] = []  # ids on the device, their version, ids on the host
+        # Ids on the device, their version, ids on the host.
+        self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states (B, T, H) of ids (B, T). The model calls this instead of the embedding's forward
@@ -101,8 +100,8 @@ class StreamedEmbedding:
             engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
 
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
-        """Return the maximum number of distinct rows in batches of this size, of all ranks; in training, in the largest
-        expected batches.
+        """Return an upper bound on the distinct rows that all ranks together read in a pass with this many tokens on each of them.
+        In a recorded pass it is that of the largest expected batch, if that is larger.
 
         Buffers are allocated for this number of rows. Otherwise the first batch with more distinct ids would replace
         them.
@@ -177,19 +176,21 @@ class StreamedEmbedding:
         return ids.to("cpu")
 
     def _table(self) -> torch.Tensor:
+        """Return the table (V, H) in host memory."""
         slabs = self.engine.store.units[self._unit]
         return slabs.layout.view(slabs.weights, self._name)
 
     def _own_part(self, rows: torch.Tensor) -> slice:
         """Return the place of the rows that this rank owns among sorted rows (R,)."""
-        shard, cuts = self.engine.store.shard, self._cuts(rows)
-        return slice(0, rows.numel()) if shard.is_whole else shard.own(cuts)
+        shard = self.engine.store.shard
+        return slice(0, rows.numel()) if shard.is_whole else shard.own(self._cuts(rows))
 
     def _cuts(self, rows: torch.Tensor) -> list[int]:
         """Return the places at which sorted rows (R,) are cut between the ranks."""
         return self.engine.store.units[EMBED].row_cuts(rows)
 
     def _is_trained(self) -> bool:
+        """Return whether the running pass trains this table: of several, only that in the slab of EMBED can be trained."""
         return self._unit == EMBED and bool(self.engine.trained_names(EMBED))
 
     def landing_move(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
@@ -215,6 +216,7 @@ class StreamedEmbedding:
 
 
 def _reject_gradient(grad: torch.Tensor) -> None:
+    """Raise StreamingError for a gradient that is not zero; a hook of a tensor."""
     if grad.any():
         raise StreamingError(
             "the model reads rows of its input embedding outside of a lookup, and these rows received a gradient, "
@@ -276,9 +278,11 @@ class _Lookup:
             grads: the gradient for each batch; None for a batch that no loss depends on.
         """
         embedding, engine = self.embedding, self.embedding.engine
-        shape = (self.rows.numel(), embedding.width)
-        dtype = engine.store.precision.grad_dtype
-        outgoing = engine.memory.table_row_grads.get(shape[0] * shape[1], dtype, room=self.room * shape[1]).view(shape)
+        num_rows, width = self.rows.numel(), embedding.width
+        buffer = engine.memory.table_row_grads.get(
+            num_rows * width, engine.store.precision.grad_dtype, room=self.room * width
+        )
+        outgoing = buffer.view(num_rows, width)  # (R, H)
         own = embedding._own_part(self.rows)
         if engine.mesh is not None:
             engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
@@ -287,7 +291,8 @@ class _Lookup:
         engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing_move(self.rows[own], outgoing[own], self.room)])
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
             if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
-                weight = torch.zeros((), dtype=engine.options.compute_dtype, device=outgoing.device).expand(shape)
+                weight = torch.zeros((), dtype=engine.options.compute_dtype, device=outgoing.device)
+                weight = weight.expand(num_rows, width)
             else:
                 assert self._weight is not None
                 weight, self._weight = self._weight, None

@@ -269,9 +269,9 @@ class Order:
         """Return the order (R,) in which rows with these sorted experts are given to a function, so that it computes them in the
         order in which they are: sorting them again may change the order of the rows of an expert.
         """
-        return (
-            torch.argsort(torch.sort(experts)[1]) if self.sorts else torch.arange(len(experts), device=experts.device)
-        )
+        if not self.sorts:  # a stable sort leaves sorted rows as they are
+            return torch.arange(len(experts), device=experts.device)
+        return torch.argsort(torch.sort(experts).indices)
 
 
 ORDERS = {

@@ -29,6 +29,7 @@ class Choices:
             yield
 
     def _record(self, choose: Callable[[], Any], scores: torch.Tensor, dim: int) -> Any:
+        """Make a choice by the scores, and keep its indices."""
         found = choose()
         # As small numbers, because they are kept on the device until the backward pass.
         self._made.append(found.indices.to(torch.int16 if scores.shape[dim] < 2**15 else torch.int32))
@@ -64,6 +65,7 @@ class _Intercepted(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _CHOICES:
             return func(*args, **kwargs)
+        # topk(input, k, dim=-1, largest=True, sorted=True)
         scores = args[0] if args else kwargs["input"]
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
         return self._replacement(lambda: func(*args, **kwargs), scores, dim)

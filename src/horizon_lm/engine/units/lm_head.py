@@ -4,7 +4,7 @@ Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,7 +49,9 @@ class LmHead:
 
     def outer_weights(self) -> dict[str, torch.Tensor]:
         """Return the outer parameters of the head's modules on the device, by full name."""
-        return {name: module._parameters[a] for name, ((module, a), *_) in self.outer_places.items()}  # type: ignore[misc]
+        # All places of a parameter hold the same tensor, so the first one will do.
+        places = {name: found[0] for name, found in self.outer_places.items()}
+        return {name: module._parameters[attribute] for name, (module, attribute) in places.items()}  # type: ignore[misc]
 
     def grad_slots(self) -> list[GradSlot]:
         """Return the slots of the gradients of the trained weights."""
@@ -114,6 +116,15 @@ class LmHead:
         return logits
 
 
+class _ViewOfWeights(NamedTuple):
+    """The geometry of a view of weights in a buffer, which is identified by the address of its storage."""
+
+    storage: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
 def _without_weights(
     buffers: Sequence[torch.Tensor],
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
@@ -123,14 +134,16 @@ def _without_weights(
     """
     by_storage = {buffer.untyped_storage().data_ptr(): buffer for buffer in buffers}
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _ViewOfWeights:
         storage = tensor.untyped_storage().data_ptr()
         if storage not in by_storage:
             return tensor
-        return storage, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _ViewOfWeights(storage, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def unpack(saved: Any) -> torch.Tensor:
-        return torch.as_strided(by_storage[saved[0]], *saved[1:]) if isinstance(saved, tuple) else saved
+    def unpack(saved: torch.Tensor | _ViewOfWeights) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        return torch.as_strided(by_storage[saved.storage], saved.size, saved.stride, saved.offset)
 
     return pack, unpack
 

@@ -33,9 +33,8 @@ class LossInputs:
         """
         labels, shifted = call.pop("labels", None), call.pop("shift_labels", None)
         if shifted is None:
-            shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[
-                ..., 1:
-            ]  # (B, T): the last token of a row has no target
+            # (B, T): the last token of a row has no target.
+            shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
         trained = (shifted.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
         num_items = call.pop("num_items_in_batch", None)
         # Without a number, the mean over the targets of this batch, as in transformers.

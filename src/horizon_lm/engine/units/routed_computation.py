@@ -49,7 +49,8 @@ def _in_two_parts(engine: Engine, index: int) -> Iterator[None]:
             current.enter_context(cursor.compute(Kind.FORWARD, unit))
 
         def before_experts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            stream(_chosen(expert_arguments(args, kwargs)[1], experts.count))
+            _, ids, _ = expert_arguments(args, kwargs)
+            stream(_chosen(ids, experts.count))
 
         with experts.module.register_forward_pre_hook(before_experts, with_kwargs=True):
             yield
