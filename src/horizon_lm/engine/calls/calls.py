@@ -55,7 +55,7 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: di
         signature: of the model's own forward method.
         args, kwargs: the arguments without the model.
     """
-    # None stands for the model.
+    # None stands for the model, the first parameter, which is left out afterwards.
     bound = signature.bind(None, *args, **kwargs).arguments
     bound.pop(next(iter(signature.parameters)))
     extra = {p.name for p in signature.parameters.values() if p.kind == p.VAR_KEYWORD}
@@ -123,7 +123,9 @@ def choose_cache(call: Call, recording: bool) -> None:
 
 def put_ignored_before(call: Call, num_tokens: int) -> None:
     """Put ignored labels before the labels of each row (B, T), for the virtual tokens that the model puts before its tokens."""
-    for name in ("labels", "shift_labels") if num_tokens else ():
+    if not num_tokens:
+        return
+    for name in ("labels", "shift_labels"):
         if call.get(name) is not None:
             call[name] = nn.functional.pad(call[name], (num_tokens, 0), value=IGNORE_INDEX)
 

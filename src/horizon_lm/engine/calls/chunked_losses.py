@@ -49,9 +49,10 @@ class LossRun(ChunkedRun):
         (grad,) = grads
         assert grad is not None
         assert self.forward_state is not None
-        # Not computed yet, or overwritten by the backward pass of another forward pass.
+        # Not computed by the forward pass, or overwritten by the backward pass of another one.
         if self.computed is None or not self.forward_state.has_head_grads:
-            return self.context.run(lambda: self._loss_and_grads(hidden, outer, grad, first))[1]
+            _, recomputed = self.context.run(lambda: self._loss_and_grads(hidden, outer, grad, first))
+            return recomputed
         # The loss that the caller keeps holds this node: gradients (B, T, H) must not stay with it.
         (hidden_grad, outer_grads), self.computed = self.computed, None
         # Reading the loss gradient from an accelerator would make the host wait, so there the product is always
@@ -71,7 +72,7 @@ class LossRun(ChunkedRun):
         return self._mean(total)
 
     def _mean(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the loss from the sum over chunks, each of which has divided its own by the number of items."""
+        """Return the loss from the sum of what the chunks add to it (`_chunk_loss`)."""
         # Without items there was no chunk, and 0 / 0 is NaN, as in Hugging Face.
         return total if len(self.inputs.trained) else total / self.inputs.num_items
 
@@ -105,7 +106,14 @@ class LossRun(ChunkedRun):
         self, hidden: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
         grads: dict[str, torch.Tensor] | None, first: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the loss of the tokens at these positions (N,), from their hidden states (N, H)."""
+        """Return what the tokens at these positions (N,) add to the batch's loss: the sum of their losses, divided by the
+        number of items of the whole batch.
+
+        Args:
+            hidden: the tokens' hidden states (N, H).
+            index: their positions.
+            outer, grads, first: as in `call_model`.
+        """
         # transformers computes a loss if there are `labels`, and shifts none if there are `shift_labels`: tokens of a
         # chunk need not follow each other.
         target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
@@ -113,13 +121,13 @@ class LossRun(ChunkedRun):
             hidden, outer, grads, first, labels=target, shift_labels=target, num_items_in_batch=self.inputs.num_items
         )
         if self.statistics is not None:
-            # Before the backward, which needs more memory than the logits that are kept alive here.
+            # Here, while the logits exist: what this takes is freed before the chunk's backward pass, whose peak is higher.
             self.statistics.add(index, output.logits[0])
         return output.loss  # type: ignore[no-any-return]
 
 
 def _zero(device: torch.device) -> torch.Tensor:
-    """Return the begin of a sum of losses: in float32, as the loss of transformers, which upcasts the logits."""
+    """Return zero, to which losses are added: in float32, as the loss of transformers, which upcasts the logits."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
@@ -251,8 +259,11 @@ class LogprobRun(ChunkedRun):
         # Values that no loss uses are not recomputed: entropy alone takes two more tensors (N, V).
         grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
 
-        def differentiate_chunk(leaf: torch.Tensor, index: torch.Tensor, *rest: Any) -> None:
-            values = self._chunk_values(leaf, index, list(grad_of), *rest)
+        def differentiate_chunk(
+            leaf: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
+            head_grads: dict[str, torch.Tensor], overwrite: bool,
+        ) -> None:  # fmt: skip
+            values = self._chunk_values(leaf, index, list(grad_of), outer, head_grads, overwrite)
             torch.autograd.backward(values, [grad[index] for grad in grad_of.values()])
 
         return self.context.run(lambda: self.differentiate(hidden, outer, differentiate_chunk, first))
@@ -261,7 +272,10 @@ class LogprobRun(ChunkedRun):
         self, hidden: torch.Tensor, index: torch.Tensor, names: Sequence[str], outer: list[torch.Tensor],
         grads: dict[str, torch.Tensor] | None = None, first: bool = False,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Return the named values (N,) of the tokens at these positions (N,), from their hidden states (N, H)."""
+        """Return the named values (N,) of the tokens at these positions (N,), from their hidden states (N, H).
+
+        ``outer``, ``grads`` and ``first`` are those of `call_model`.
+        """
         logits = self.call_model(hidden, outer, grads, first).logits[0]  # (N, V)
         if self.statistics is not None:
             self.statistics.add(index, logits)

@@ -86,11 +86,15 @@ class GenerationMemory:
         self._agree(resident, error)
 
     def _agree(self, resident: int, error: str) -> None:
-        """Keep as few blocks resident as the rank with the least memory, or raise its error on all ranks."""
+        """Keep as few blocks resident as the rank with the least memory, or raise its error on all ranks.
+
+        Args:
+            resident: blocks that may stay resident on this rank.
+            error: why the call does not fit on this rank; empty if it does.
+        """
         engine = self._engine
-        everyone = [(resident, error)]
-        if engine.mesh is not None:
-            everyone = engine.mesh.exchange("the room for a key-value cache", everyone[0])
+        own = (resident, error)
+        everyone = [own] if engine.mesh is None else engine.mesh.exchange("the room for a key-value cache", own)
         for _, message in everyone:
             if message:
                 raise DeviceMemoryError(message)
@@ -114,7 +118,7 @@ class GenerationMemory:
         )
 
     def _error(self, generation: Generation, needed: GenerationBytes, buffers: int, available: int) -> str:
-        """Return the error of a call that does not fit."""
+        """Return the message of the error for a call that does not fit."""
         assert self.peak is not None
         return (
             f"generate needs {format_bytes(self.peak)} of device memory, of {format_bytes(available)}: {self.describe(generation)}, "

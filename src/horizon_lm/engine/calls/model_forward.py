@@ -213,7 +213,9 @@ class ModelForward:
     def _chunked_losses(self, chunked: ChunkedForward, calls: list[Call]) -> list[Any]:
         """Run one forward pass over all calls, whose losses are computed in chunks. Return the output of each."""
         # It is not passed on to the chunks, which have exactly the trained tokens, so it would be ignored.
-        if any(not isinstance(call.get("logits_to_keep", 0), int) or call.get("logits_to_keep", 0) for call in calls):
+        # 0 for all logits; otherwise the number of last ones, or a tensor of positions.
+        kept = [call.get("logits_to_keep", 0) for call in calls]
+        if any(not isinstance(each, int) or each for each in kept):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
         # This takes the labels out of the calls; the pass over the whole batch gets one ignored label for them.
         inputs = [LossInputs.of(call, self.engine.device.torch_device) for call in calls]
@@ -276,8 +278,9 @@ class ModelForward:
         Chunks are not used for images, whose tokens are inserted inside the model, or if they would not compute what the
         model does (`ChunkedForward.fits`).
         """
-        chunked = None if self.whole_logits else self._chunked
-        return chunked if chunked is not None and not modal_inputs(call) and chunked.fits() else None
+        if self._chunked is None or self.whole_logits or modal_inputs(call) or not self._chunked.fits():
+            return None
+        return self._chunked
 
     def _run(self, calls: list[Call], compute: Compute, may_have_head_grads: bool = False) -> list[Any]:
         """Run ``compute`` as one pass of the engine (`PassRunner.run`), after checks of what other code may have changed."""

@@ -132,7 +132,8 @@ class PassRunner:
 
     def _routed(self, batches: list[Batch], size: BatchSize) -> frozenset[int]:
         """Return the blocks of whose experts a pass without gradients streams only those that its tokens are routed to."""
-        engine, whole = self._engine, self._blocks.caching or size.tokens_at_once == size.tokens
+        engine = self._engine
+        whole = self._blocks.caching or size.tokens_at_once == size.tokens  # batches are not cut into micro-batches
         # A compiled block has no place between its parts. Ranks would have to agree on the experts of all of them.
         compiled = engine.options.compile and not self._blocks.caching
         if len(batches) > 1 or not whole or compiled or engine.mesh is not None:

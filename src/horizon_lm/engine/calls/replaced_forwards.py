@@ -89,6 +89,7 @@ class ReplacedForwards:
         return model
 
     def _root_ids(self) -> list[int]:
+        """Return the identities of the model's own children and parameters."""
         model = self._present()
         return [*map(id, model._modules.values()), *map(id, model._parameters.values())]
 
