@@ -23,8 +23,9 @@ class Interrupts:
     """Context manager: turn the signals that ask for an end into InterruptedRunError, at once or after the current step.
 
     A signal ends the run at once until `finish_steps` is called, and at the next `check` afterwards. A second SIGINT or
-    SIGTERM always ends it at once. Ignored signals stay ignored (nohup). Python delivers signals to the main thread only;
-    in other threads this does nothing.
+    SIGTERM always ends it at once. A thread makes sure that the run ends, also if other code has swallowed the KeyboardInterrupt or
+    the device hangs. Ignored signals stay ignored (nohup). Python delivers signals to the main thread only; in other threads this
+    does nothing.
 
     Attributes:
         kept: returns a sentence about what the run leaves.
@@ -38,26 +39,29 @@ class Interrupts:
         self._finishes_steps = False  # signals wait for the next `check`
         self._has_arrived = False  # a signal of this process
         self._leaves = False  # the context ends, so signals are ignored
-        self._may_raise = True  # once; again if Python has dropped the KeyboardInterrupt
-        self._orders: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # may be used by a signal handler
-        self._left, self._lock = threading.Event(), threading.Lock()
+        self._may_raise = True  # KeyboardInterrupt; once, and again if Python has dropped it
+        # The signals that have raised KeyboardInterrupt. A SimpleQueue, which a signal handler may use.
+        self._interrupts: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
+        self._left = threading.Event()  # the context has ended
+        self._lock = threading.Lock()  # held while the thread sends a signal
         self.kept: Callable[[], str] = lambda: "Nothing was trained yet."
         self.requested = ""
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
+                # None: the handler was not installed from Python, which therefore could not restore it.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._previous[number] = signal.signal(number, self._handle)
-            threading.Thread(target=self._insist, name="horizon-interrupts", daemon=True).start()
+            threading.Thread(target=self._ensure_end, name="horizon-interrupts", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leaves = True
-        self._orders.put(None)  # ends the thread that insists
-        with self._lock:  # so that it is sending no signal when the handlers change
+        self._interrupts.put(None)  # ends the thread (`_ensure_end`)
+        with self._lock:  # so that the thread is sending no signal when the handlers change
             self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -103,12 +107,12 @@ class Interrupts:
         ends_at_once = not self._finishes_steps or number in _END_AT_ONCE
         if ends_at_once and self._may_raise:
             self._may_raise = False  # another KeyboardInterrupt would end the cleaning up
-            self._orders.put(signal.Signals(number))
+            self._interrupts.put(signal.Signals(number))
             raise KeyboardInterrupt
 
-    def _insist(self) -> None:
-        """Wait for the first KeyboardInterrupt, and see to it that the run ends; this is the body of a thread."""
-        number = self._orders.get()
+    def _ensure_end(self) -> None:
+        """Wait for the first KeyboardInterrupt, and make sure that the run ends; this is the body of a thread."""
+        number = self._interrupts.get()
         if number is None:  # the context ended without one
             return
         if self._finishes_steps:

@@ -93,7 +93,7 @@ class Reporter:
         self._show(step, text, completed=step, loss=text, phase="")
 
     def note(self, step: int, phase: str, text: str) -> None:
-        """Show how far a step is, likewise. Any thread may call this.
+        """Show how far a step is, in the same way as `advance`. Any thread may call this.
 
         Args:
             step: the step.
@@ -103,11 +103,18 @@ class Reporter:
         self._show(step, text, phase=phase)
 
     def announce(self, step: int, text: str, seconds: float) -> None:
-        """Print a line about a step that begins, if it will take long, or if nothing was printed for as long."""
+        """Print a line about a step that begins, if it will take more than half a minute, or if nothing was printed for so long.
+
+        Args:
+            step: the step.
+            text: the text of the line.
+            seconds: the expected duration of the step.
+        """
         if max(seconds, time.monotonic() - self._last_printed_at) > _SILENT_SECONDS:
             self.print(self._line(step, text))
 
     def _show(self, step: int, text: str, **fields: Any) -> None:
+        """Update fields of the progress bar; without a bar, print a line if there was none for half a minute."""
         if self._task is not None:
             with self.attempt("the progress bar"):
                 self._bar.update(self._task, **fields)
@@ -118,7 +125,10 @@ class Reporter:
         return f"step {step}/{self._num_steps}  {text}"
 
     def write(self, line: dict[str, Any]) -> None:
-        """Write a line of metrics to disk, show it and pass it on. If the disk is full, the line is kept until it is not."""
+        """Write a line of metrics to disk and show it, then pass it on to ``logged`` (`begin`).
+
+        If it cannot be written, the file keeps it and writes it with the next one (`LineFile`).
+        """
         if self._file is not None:
             with self.attempt(str(self._file.path)):
                 self._file.append(json.dumps(line))
