@@ -45,7 +45,8 @@ class BusyCores(Part):
             return
         use = CoreUse.now().since(self._began)
         ranks = [CoreUse(*each) for each in self._run.session.ranks.exchange("the use of cores", astuple(use))]
-        if ranks[0].seconds < _LEAST_SECONDS:
+        first_rank = ranks[0]
+        if first_rank.seconds < _LEAST_SECONDS:  # by one clock, so that all ranks decide the same
             return
         is_first, ranks_of_worst = self.cores_of_others is None, _ranks_of_worst_machine(ranks)
         self.cores_of_others = round(max(0.0, missing_cores(ranks_of_worst)), 2)

@@ -52,15 +52,17 @@ class Evaluation(Part):
         Raises:
             NonFiniteError: a loss is NaN or infinite.
         """
-        if self._last.value[0] != step:
+        last_step, loss = self._last.value
+        if last_step != step:
             with self._training.metrics.exclude_from_timing():
                 line = self.evaluate_rows(step) if self._eval_sets else None
-            self._last.value = step, None if line is None else line["eval_loss"]
+            loss = None if line is None else line["eval_loss"]
+            self._last.value = step, loss
             if line is not None:
                 self._reporter.write(line)
                 if self._best.update(line) and self._config.load_best_model_at_end and step < self._num_steps:
                     self._saver.save(step, best=True)
-        return cast(float | None, self._last.value[1])
+        return cast(float | None, loss)
 
     def load_best(self, step: int) -> None:
         """Load the best model, after an evaluation of the last one, if `load_best_model_at_end` is set."""

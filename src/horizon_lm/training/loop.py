@@ -132,7 +132,7 @@ class Loop:
         """Raise InterruptedRunError if a signal has arrived or a part interrupts the run, on any rank. Before that, save if the
         settings say so, and finish what the parts do.
         """
-        from_parts = max(part.control.interrupt for part in self.parts)  # the reason of a part; empty if none has one
+        from_parts = max(part.control.interrupt for part in self.parts)  # the reason of any part; empty if none has one
         reason = self.ranks.agree("the end of a step", self.interrupts.requested or from_parts)
         if not reason:  # a signal may have arrived since, which counts after the next step
             return

@@ -198,10 +198,11 @@ class Ranks:
             hashes: the number of rows of each part of the data, and a hash of them.
         """
         everyone = self.exchange("the rows", hashes)
+        first = everyone[0]
         for rank, each in enumerate(everyone):
-            for name, (count, _) in everyone[0].items():
-                if each.get(name) != everyone[0][name]:
-                    found = each[name][0] if name in each else 0
+            for name, (count, _) in first.items():
+                if each.get(name) != first[name]:
+                    found, _ = each.get(name, (0, ""))
                     raise ConfigError(
                         f"{name}: rank {rank} has read other rows than rank 0 ({found:,} and {count:,}); all processes must read the "
                         "same files, with the same tokenizer"
@@ -245,11 +246,12 @@ def _require_same_settings(mesh: Mesh, config: RunConfig) -> None:
     may_differ = settings_with(PerMachine())
     own = {name: value for name, value in settings_of(config).items() if name not in may_differ}
     everyone = mesh.exchange("the settings of the run", own)
+    first = everyone[0]
     for rank, each in enumerate(everyone):
-        for name in {**everyone[0], **each}:
-            if (first := everyone[0].get(name)) != (other := each.get(name)):
+        for name in {**first, **each}:
+            if first.get(name) != each.get(name):
                 raise ConfigError(
-                    f"{name} is {first!r} for rank 0 and {other!r} for rank {rank}; start all processes with the same run file"
+                    f"{name} is {first.get(name)!r} for rank 0 and {each.get(name)!r} for rank {rank}; start all processes with the same run file"
                 )
 
 

@@ -86,6 +86,7 @@ def _eval_preprocess_config(config: RunConfig) -> PreprocessConfig:
 
 
 def _data_seed(config: RunConfig) -> int:
+    """Return the seed of the rows' order and of the held-out rows."""
     return config.seed if config.data_seed is None else config.data_seed
 
 
@@ -128,6 +129,7 @@ def load_data(
         eval_rows = cut_rows(eval_rows, eval_preprocess)
         parts.append(prepared("held_out", check_overlap(eval_rows, rows), eval_rows, eval_preprocess))
     training = prepared("training data", check_rows(report, tokenizer), rows, preprocess)
+    # The names of eval sets from files follow that of the held-out rows, if there are any.
     for name, dataset in zip(eval_set_names(config)[len(parts) :], config.eval_datasets or (), strict=True):
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
         found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows)]
@@ -159,22 +161,36 @@ def eval_set_names(config: RunConfig) -> list[str]:
 
 def _unused_name(name: str, names: Sequence[str]) -> str:
     """Return a name for an eval set that no other has: the name itself, or with a number."""
-    return name if name not in names else next(n for i in range(2, 1000) if (n := f"{name}_{i}") not in names)
+    if name not in names:
+        return name
+    return next(numbered for i in range(2, 1000) if (numbered := f"{name}_{i}") not in names)
 
 
 def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | None = None) -> Sampler:
-    """Return the sampler that chooses the rows of each step, of all ranks."""
+    """Return the sampler that chooses the rows of each step.
+
+    Args:
+        config: settings of the run.
+        rows: the packed rows of all datasets.
+        rows_per_step: rows of a step of all ranks; None for those of one rank.
+    """
     return Sampler(
-        tuple(rows.part_sizes()), rows_per_step or config.rows_per_step, _data_seed(config), tuple(rows.weights())
-    )
+        sizes=tuple(rows.part_sizes()), rows_per_step=rows_per_step or config.rows_per_step,
+        seed=_data_seed(config), weights=tuple(rows.weights()),
+    )  # fmt: skip
 
 
 def estimate_sampler(config: RunConfig, num_ranks: int = 1) -> Sampler | None:
-    """Estimate the sampler without tokenizing. None without rows, or if packing will change their number."""
+    """Return a sampler with about as many rows as that of the run, without tokenizing; its order is not that of the run. None
+    without datasets, or if packing will change the number of rows.
+    """
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
     held_out = config.test_split_size or 0  # a fraction of the rows, or their number
     share = held_out if held_out < 1 else held_out / max(1, sum(sizes))
     sizes = [max(1, round(size * (1 - share))) for size in sizes]
-    return Sampler(tuple(sizes), config.rows_per_step * num_ranks, 0, tuple(each.weight for each in config.datasets))
+    return Sampler(
+        sizes=tuple(sizes), rows_per_step=config.rows_per_step * num_ranks,
+        seed=0, weights=tuple(each.weight for each in config.datasets),
+    )  # fmt: skip

@@ -149,9 +149,12 @@ class RunCheckpoints:
 
     def report(self) -> None:
         """Print a line about a checkpoint that was written, or could not be, since the last call."""
-        if self._running is None or not self._running[1].done:
+        if self._running is None:
             return
-        (step, saving), self._running = self._running, None
+        step, saving = self._running
+        if not saving.done:
+            return
+        self._running = None
         if saving.error is not None:
             self._report_failure(step, saving.error)
             return
@@ -162,7 +165,8 @@ class RunCheckpoints:
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the running checkpoint is on disk, or for some seconds, and report it."""
         if self._running is not None:
-            self._running[1].wait_until_done(seconds)
+            _, saving = self._running
+            saving.wait_until_done(seconds)
         self.report()
 
     def seconds(self) -> float | None:

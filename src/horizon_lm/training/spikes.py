@@ -37,7 +37,7 @@ class Spikes(Part):
         self._optimizer, self._report = optimizer, report
         self._windows = {"loss": deque[float](maxlen=_WINDOW), "gradient norm": deque[float](maxlen=_WINDOW)}
         self._inside = dict.fromkeys(self._windows, False)
-        self._was_zero = False
+        self._was_zero = False  # the last gradient norm
 
     def after_update(self, step: int, loss: float, batch: Batch) -> None:
         grad_norm = self._optimizer.grad_norm
@@ -52,12 +52,16 @@ class Spikes(Part):
         self._was_zero = is_zero
 
     def add(self, loss: float, grad_norm: float | None) -> list[str]:
-        """Add a step, and return a text for each of the two that begins to spike. Values that are not positive are ignored."""
-        found = (self._add(name, value) for name, value in zip(self._windows, (loss, grad_norm), strict=True))
-        return [text for text in found if text]
+        """Add the loss and the gradient norm of a step. Return a text for each of them with which a spike begins.
+
+        Values that are not positive and finite are ignored.
+        """
+        values = {"loss": loss, "gradient norm": grad_norm}
+        texts = [self._add(name, value) for name, value in values.items()]
+        return [text for text in texts if text]
 
     def _add(self, name: str, value: float | None) -> str:
-        """Add a value, and return a message if it is far above those before; empty while a spike lasts."""
+        """Add a value. Return a text if it is the first far above those before; empty if it is not, or while a spike lasts."""
         if value is None or not 0 < value < math.inf:
             return ""
         window, was_inside = self._windows[name], self._inside[name]

@@ -64,6 +64,7 @@ class Tracing(Part):
         horizon_lm.synchronize(self._model)
         self._device.trace = None
         if trace.steps:
-            trace.drop_before(trace.steps[0][1])
+            _, start, _ = trace.steps[0]
+            trace.drop_before(start)
             if self._session.ranks.is_first:
                 trace.write(self._session.run_dir.path / "trace.json")
