@@ -128,13 +128,8 @@ def _own_files_only(config: DatasetConfig) -> Iterator[None]:
             raise rejected[0]
         return resolve(pattern, base_path, *args, **kwargs)
 
-    data_files.resolve_pattern = resolve_own
-    try:
+    with _replaced(data_files, "resolve_pattern", resolve_own, rejected):
         yield
-    finally:
-        data_files.resolve_pattern = resolve
-    if rejected:  # `datasets` goes on with an older copy in its cache
-        raise rejected[0]
 
 
 @contextmanager
@@ -161,13 +156,23 @@ def _limited_cards(place: str) -> Iterator[None]:
             raise found[0] from error
         return load(text)
 
-    yaml.safe_load = load_small
+    with _replaced(yaml, "safe_load", load_small, found):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, check: Callable[..., Any], errors: list[DataError]) -> Iterator[None]:
+    """Context manager: replace a function of a package by one that checks its arguments, and raise the first of the errors that it
+    keeps in ``errors``, because `datasets` goes on after an error with an older copy in its cache.
+    """
+    original = getattr(module, name)
+    setattr(module, name, check)
     try:
         yield
     finally:
-        yaml.safe_load = load
-    if found:  # `datasets` goes on with an older copy in its cache
-        raise found[0]
+        setattr(module, name, original)
+    if errors:
+        raise errors[0]
 
 
 # Features

@@ -57,8 +57,8 @@ class SlabPart:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """The element of the slot of the weights at which each rank's range begins, and that at which the last one ends, without
-        what is quantized.
+        """Cuts of the slot of the weights, without what is quantized: the element at which each rank's range begins, and that
+        at which the last one ends.
         """
         if self.names is None:
             return self.slabs.slot_cuts
@@ -66,7 +66,7 @@ class SlabPart:
 
     @property
     def grad_cuts(self) -> list[int]:
-        """The same for the slot of the gradients."""
+        """Cuts of the slot of the gradients, as `cuts` has those of the weights."""
         if self.names is None:
             return self.slabs.grad_cuts
         places = self._places(self.slabs.grad_layout, self.grad_layout)
@@ -82,7 +82,7 @@ class SlabPart:
 
     @cached_property
     def packed_cuts(self) -> list[int]:
-        """The same for the slot of codes and scales, in bytes; 0 for one rank, which decodes them where they are."""
+        """Cuts of the slot of codes and scales, in bytes; 0 for one rank, which decodes them where they are."""
         if self.names is None or self.slabs.shard.is_whole:
             return self.slabs.packed.slot_cuts
         *cuts, _ = cut_slot(self.slabs.packed.cuts, list(self._packed_places()))
