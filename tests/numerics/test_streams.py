@@ -217,6 +217,17 @@ def test_using_spare_memory_changes_no_result(spare: int, planned: Residency) ->
     assert all(torch.equal(a, b) for a, b in zip(got_weights, expected, strict=True))
 
 
+def test_chosen_resident_blocks_stay_where_not_all_checkpoints_fit() -> None:
+    """``auto`` keeps those checkpoints on the device that fit beside the chosen blocks."""
+    model = horizon_lm.stream(
+        tiny_models.build("llama", num_hidden_layers=8), ThreadedDevice(1, spare=1_000_000), resident_blocks=2
+    )
+    model(**tiny_models.batch(rows=4, length=64)).loss.backward()
+    residency = model._horizon.engine.residency
+    assert 0 < residency.boundaries < 8
+    assert (residency.weights, residency.graphs) == (2, 0)
+
+
 PEAKS: dict[str, dict[str, Any]] = {
     "planned": {},
     "whole head": {"head": "whole"},

@@ -15,7 +15,7 @@ from horizon_lm.planning.device_memory import device_use, step_working, weights_
 from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Limit, Machine, Request
-from horizon_lm.planning.residency import Residency, choose_residency, head_chunk_tokens
+from horizon_lm.planning.residency import Residency, choose_residency, fitting_boundaries, head_chunk_tokens
 from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.quantities import format_bytes
 
@@ -158,8 +158,8 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     why = f"{format_bytes(left)} of device memory available"
     needed, weights = step_working(step), weights_of_blocks(step)
     if request.resident_blocks is not None or request.resident_graphs is not None:
-        fitting = (n for n in range(num_blocks, 0, -1) if needed.step_peak(n, requested.graphs) <= left)
-        found = replace(requested, boundaries=max(requested.graphs, next(fitting, 0)))
+        boundaries = fitting_boundaries(num_blocks, requested.graphs, left, needed)
+        found = replace(requested, boundaries=requested.graphs if boundaries is None else boundaries)
         return found, _describe(found, num_blocks, why)
     found = choose_residency(left, weights, needed)
     weights_room = left if request.device_memory is None else max(0, request.device_memory - buffers)

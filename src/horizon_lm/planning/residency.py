@@ -169,7 +169,7 @@ def choose_residency(spare: int, weights: Sequence[int], working: Working) -> Re
         working: bytes that computations need.
     """
     num_blocks = len(weights)
-    boundaries = next((n for n in range(num_blocks, 0, -1) if working.step_peak(n) <= spare), 0)
+    boundaries = fitting_boundaries(num_blocks, 0, spare, working) or 0
     if boundaries < num_blocks:
         return Residency(boundaries, 0, 0)
     resident = graphs = 0
@@ -183,3 +183,36 @@ def choose_residency(spare: int, weights: Sequence[int], working: Working) -> Re
             break
         spare, resident = spare - num_bytes, resident + 1
     return Residency(boundaries, resident, graphs)
+
+
+def lower_residency(chosen: Residency, spare: int, weights: Sequence[int], working: Working) -> Residency:
+    """Return the largest part of a chosen residency that fits spare device memory.
+
+    Boundaries are lowered first, which are often chosen as ``auto``; then graphs, which take most; weights last.
+
+    Args:
+        chosen: the residency that does not fit.
+        spare: bytes not needed for anything else.
+        weights: bytes of each block's weights.
+        working: bytes that computations need.
+    """
+    fewer_graphs = [(chosen.weights, graphs) for graphs in range(chosen.graphs, -1, -1)]
+    fewer_weights = [(resident, 0) for resident in range(chosen.weights - 1, -1, -1)]
+    for resident, graphs in fewer_graphs + fewer_weights:
+        left = spare - sum(weights[len(weights) - resident :])
+        boundaries = fitting_boundaries(chosen.boundaries, graphs, left, working)
+        if boundaries is not None:
+            return Residency(boundaries, resident, graphs)
+    return Residency(0)
+
+
+def fitting_boundaries(most: int, graphs: int, spare: int, working: Working) -> int | None:
+    """Return the largest number of boundaries with which a step fits spare memory; None if none does.
+
+    Args:
+        most: the largest number to return.
+        graphs: number of kept graphs, of which boundaries are a part: the smallest number to return.
+        spare: bytes for the computations and what they keep, without weights.
+        working: bytes that computations need.
+    """
+    return next((n for n in range(most, graphs - 1, -1) if working.step_peak(n, graphs) <= spare), None)

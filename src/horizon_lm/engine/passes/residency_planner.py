@@ -25,7 +25,7 @@ from horizon_lm.model.routed_experts import expert_sizes
 from horizon_lm.planning.device_buffers import BufferSettings, block_bytes, device_buffers
 from horizon_lm.planning.device_memory import working
 from horizon_lm.planning.outline import Footprint
-from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency
+from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency, lower_residency
 
 
 def plan_device(
@@ -73,9 +73,9 @@ def plan_device(
         residency = choose_residency(left, weights, needed)
     else:
         resident = sum(weights[num_blocks - residency.weights :])
-        # The user's choice is kept if it fits exactly, without the margin; otherwise it is reduced to the plan.
+        # The user's choice is kept if it fits exactly, without the margin.
         if needed.step_peak(residency.boundaries, residency.graphs) + resident > spare - taken:
-            residency = Residency(*map(min, astuple(residency), astuple(choose_residency(left, weights, needed))))
+            residency = lower_residency(residency, left, weights, needed)
     final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
     peak = sum(device_buffers(sizes, final, trained).values()) + needed.step_peak(
         residency.boundaries, residency.graphs
