@@ -1,5 +1,6 @@
 """What each rank takes of its GPU and of the machine, on emulated GPUs of which each rank has another one."""
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes  # noqa: F401  PEFT imports it, which fails on an emulated GPU
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from horizon_lm.resources import limit_cores
 from horizon_lm.schedule.ops import Stream
 from tests.distributed.pool import TIMEOUT, Pool
 from tests.distributed.training import Outcome, Training, alone, assert_same, batches_of, build, run, train
+from tests.support.adapted_models import trained_with_adapters
 from tests.support.emulated_gpu import EmulatedGpu, emulated_gpu
 from tests.support.threaded_device import ThreadedDevice
 
@@ -65,6 +68,23 @@ def test_contexts_threads_and_memory_of_each_rank(pool: Pool) -> None:
     assert [contexts for _, contexts, *_ in found] == [{0}, {1}]
     assert [num_threads for _, _, num_threads, _ in found] == [CORES // 2 - 4] * 2
     assert [allocating for *_, allocating in found] == [[]] * 2
+
+
+def locked_with_adapters(rank: int, late: bool) -> int:
+    """Return the bytes that a model with adapters has page-locked on this rank."""
+    with own_gpu(rank) as gpu:
+        device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        model = trained_with_adapters(late, device=f"cuda:{rank}", device_mesh=device_mesh)
+        locked = gpu.registered_bytes()
+        del model
+        gc.collect()
+    return locked
+
+
+def test_adapters_added_later_leave_nothing_locked(pool: Pool) -> None:
+    """On each rank, of which the second owns a range in the middle of each slab."""
+    early, late = (pool.run(2, locked_with_adapters, late) for late in (False, True))
+    assert early == late
 
 
 def taken_by_sums(rank: int) -> tuple[int, int]:

@@ -92,6 +92,32 @@ def test_page_locking_that_fails_at_one_piece(gpu: EmulatedGpu, precision: str, 
     assert gpu.registered_bytes() == 0
 
 
+def test_an_empty_range_is_not_locked(gpu: EmulatedGpu) -> None:
+    """A rank may own nothing of a slab."""
+    locks = PageLocks(OnGpu.device)
+    empty = torch.zeros(8)[4:4]
+    locks.lock(empty)
+    locks.unlock(empty)
+    assert (locks.error, gpu.asked) == (None, 0)
+
+
+def test_adapters_added_later_leave_nothing_locked() -> None:
+    """What the gradients and the checkpoints of the whole model took is unlocked."""
+    pytest.importorskip("bitsandbytes")  # which PEFT imports, and which fails to import on an emulated GPU
+    pytest.importorskip("peft")
+    from tests.support.adapted_models import trained_with_adapters
+
+    locked = []
+    with emulated_gpu() as gpu:
+        for late in (False, True):
+            model = trained_with_adapters(late, device=CudaDevice())
+            locked.append(gpu.registered_bytes())
+            del model
+            gc.collect()
+            assert gpu.registered_bytes() == 0
+    assert locked[0] == locked[1]
+
+
 @pytest.mark.usefixtures("small_pieces")
 def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
     """A warning is given for the weights and again at twice the bytes, but not for each buffer."""
@@ -155,7 +181,8 @@ def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch:
     lock = PageLocks.lock
 
     def watch(self: PageLocks, buffer: torch.Tensor) -> None:
-        seen.append(bool(buffer.count_nonzero()))
+        if buffer.numel():
+            seen.append(bool(buffer.count_nonzero()))
         lock(self, buffer)
 
     monkeypatch.setattr(PageLocks, "lock", watch)

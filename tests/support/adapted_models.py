@@ -1,10 +1,13 @@
 """Tiny models with adapters of many kinds."""
 
+import gc
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 
+import horizon_lm
 from tests.support import tiny_models
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -33,4 +36,29 @@ def adapted(family: str, kind: str = "lora", **config: Any) -> Any:
                 param.normal_(std=0.02)
             if kind == "upper" and (".layers.0." in name or ".h.0." in name):
                 param.requires_grad_(False)
+    return model
+
+
+def train_a_step(model: Any) -> None:
+    """Train a model for one step, with an optimizer that is dropped afterwards."""
+    optimizer = horizon_lm.AdamW(model, lr=1e-2)
+    model(**tiny_models.batch(padding="none")).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    horizon_lm.synchronize(model)
+
+
+def trained_with_adapters(late: bool, **settings: Any) -> Any:
+    """Return a streamed model after a step with adapters, which it had from the beginning or got after another step."""
+    model = tiny_models.build("llama")
+    add = partial(get_peft_model, peft_config=LoraConfig(r=4, target_modules="all-linear"))
+    stream = partial(horizon_lm.stream, precision="float32", activation_checkpoints="host", compile=False, **settings)
+    if late:
+        model = stream(model)
+        train_a_step(model)
+        gc.collect()  # the optimizer, whose parameters the adapters would freeze
+        model = add(model)
+    else:
+        model = stream(add(model))
+    train_a_step(model)
     return model

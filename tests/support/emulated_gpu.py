@@ -42,7 +42,7 @@ class OnGpu(torch.Tensor):
 class EmulatedGpu:
     """The state of the emulated GPU, and a record of its use.
 
-    Page-locking a piece of memory that is larger than ``lockable``, or whose number is in ``unlockable``, fails and leaves an
+    Page-locking a piece of memory that is empty or larger than ``lockable``, or whose number is in ``unlockable``, fails and leaves an
     error for the next operation, as CUDA does.
 
     Attributes:
@@ -81,7 +81,7 @@ class EmulatedGpu:
     def lock(self, start: int, num_bytes: int, flags: int = 0) -> int:
         self.use_current_device()
         self.asked += 1
-        if num_bytes > self.lockable or self.asked - 1 in self.unlockable:
+        if not 0 < num_bytes <= self.lockable or self.asked - 1 in self.unlockable:
             self.failed = True
             return 2
         self._locked.append((start, start + num_bytes))

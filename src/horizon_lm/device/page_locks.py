@@ -37,7 +37,9 @@ class PageLocks:
         return sum(self._failed.values())
 
     def lock(self, buffer: torch.Tensor) -> None:
-        """Page-lock as much of a contiguous buffer as CUDA allows."""
+        """Page-lock as much of a contiguous buffer as CUDA allows. CUDA reports an error for an empty one."""
+        if not buffer.numel():
+            return
         raw = buffer.view(-1).view(torch.uint8)
         for piece in raw.split(REGISTER_PIECE):
             # Touch the pages with all cores first; the driver would touch them with one.

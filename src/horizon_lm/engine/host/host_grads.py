@@ -179,7 +179,7 @@ class HostGrads:
         """
         self._store.allocate_grads(trainable, set(units))
         # Only the own range: the rest of a slab has addresses, but no memory.
-        self._device.register_host([s.grads[s.own_grads] for s in self._store.units.values() if s.grads.numel()])
+        self._device.register_host([slabs.grads[slabs.own_grads] for slabs in self._store.units.values()])
 
     def is_empty(self, name: str) -> bool:
         """Return whether a parameter has no gradient, so that the next landing overwrites its memory.

@@ -100,7 +100,7 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
         # Memory that the model had before is registered already, and `stats` counts since it was streamed.
         registered = {slab.data_ptr() for slab in _copied_slabs(before.store)}
         engine.counts.update(before.counts)
-    device.register_host([slab for slab in _copied_slabs(store) if slab.numel() and slab.data_ptr() not in registered])
+    device.register_host([slab for slab in _copied_slabs(store) if slab.data_ptr() not in registered])
     plain = {name: ref.param for name, ref in engine.refs.items() if name not in store.codecs and ref.param.numel()}
     assert all(param.data_ptr() == store.weight(name).data_ptr() for name, param in plain.items())
     engine.access.adopt_parameters()
@@ -180,8 +180,8 @@ def _residency(arguments: StreamArguments, num_blocks: int, device: Device) -> d
     """Return the options of the residency that the arguments fix; none if the engine plans it for each batch size.
 
     The engine plans it if nothing is chosen and the device's memory is limited; without a limit, all checkpoints can stay on the
-    device. If resident blocks or graphs are chosen, ``auto`` requests all checkpoints on the device, too, and `plan_device` lowers
-    the whole choice if that does not fit.
+    device. If resident blocks or graphs are chosen, ``auto`` requests all checkpoints on the device, too, of which `plan_device`
+    keeps those that fit.
     """
     is_left_open = (
         arguments.activation_checkpoints == "auto"

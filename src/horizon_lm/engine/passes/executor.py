@@ -251,12 +251,13 @@ class Engine(Machinery):
         """Free the memory that is not used any more, because the model is attached again with another store. No pass may be running."""
         self.retired = True
         self.memory.release()
+        self.boundaries.close()
         # The new store has taken over the slabs of units that have the same parameters as before: all but the outer parameters,
         # so all codes. Gradients are allocated anew, and low halves are not page-locked.
         kept = {slabs.weights.data_ptr() for slabs in store.units.values()}
         for slabs in self.store.units.values():
-            moved = slabs.weights.data_ptr() not in kept
-            for slab in (slabs.grads, *([slabs.weights] if moved else [])):
-                if slab.numel():
-                    self.device.free_host(slab)
+            # The own ranges, as they were registered: on most ranks they begin in the middle of a slab.
+            self.device.free_host(slabs.grads[slabs.own_grads])
+            if slabs.weights.data_ptr() not in kept:
+                self.device.free_host(slabs.weights[slabs.own])
         self.device.trim()

@@ -154,6 +154,7 @@ class BoundaryPool:
         self._device = device
         self._size = 0  # size of each buffer in bytes
         self._free: list[tuple[torch.Tensor, Task | None]] = []  # free buffers, each with the last copy to it
+        self._is_closed = False
         self.num_bytes = 0
 
     def take(self, forward_state: ForwardState, block: int, num_bytes: int, largest: int = 0) -> torch.Tensor:
@@ -191,9 +192,19 @@ class BoundaryPool:
             if not is_idle:  # a backward pass may be fetching from it
                 self._device.synchronize()
                 is_idle = True
-            self._device.free_host(buffer)
-            self.num_bytes -= buffer.numel()
+            self._free_host(buffer)
         return None
+
+    def _free_host(self, buffer: torch.Tensor) -> None:
+        """Free a buffer for good."""
+        self._device.free_host(buffer)
+        self.num_bytes -= buffer.numel()
+
+    def close(self) -> None:
+        """Free all buffers: those that are in use once they are given back. The device must be idle, and stay so."""
+        self._is_closed = True
+        while self._free:
+            self._free_host(self._free.pop()[0])
 
     def release(self, forward_state: ForwardState) -> None:
         """Take back a failed forward pass's buffers now, because a traceback may keep its state alive for a
@@ -205,7 +216,10 @@ class BoundaryPool:
         """Take back buffers, each with its last copy (`ForwardState.offloads`), and empty ``boundaries``."""
         while boundaries:
             block, buffer = boundaries.popitem()
-            self._free.append((buffer, offloads.get(block)))
+            if self._is_closed:
+                self._free_host(buffer)
+            else:
+                self._free.append((buffer, offloads.get(block)))
 
 
 class BetweenPasses:
