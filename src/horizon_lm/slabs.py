@@ -1,6 +1,6 @@
 """Arithmetic of slabs, of the tensors in them and of the ranks that cut them; store, optimizer and planner share it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +26,7 @@ class Shard:
         return self.count == 1
 
     def chunk(self, numel: int, granule: int) -> int:
-        """Return the elements of a range of a slab: as many whole granules for each rank, so the last range may be shorter.
+        """Return the elements of each rank's range of a slab, a multiple of ``granule``; the last ranges may be shorter or empty.
 
         Args:
             numel: elements of the slab.
@@ -46,8 +46,8 @@ class Shard:
         return slice(cuts[self.index], cuts[self.index + 1])
 
     def packed_slot(self, num_bytes: int) -> list[int]:
-        """Return the places between the equal parts of a slot in which the ranks gather codes and scales; 0 for one rank, which
-        decodes them where they are.
+        """Return the places between the equal parts of a slot in which the ranks gather codes and scales. For one rank, which decodes
+        them where they are, the slot is empty.
         """
         chunk = 0 if self.is_whole else self.chunk(num_bytes, PACKED_ALIGNMENT)
         return [chunk * rank for rank in range(self.count + 1)]
@@ -57,8 +57,9 @@ class Shard:
 
         Sums are in float32. One rank rounds them into a slot of ``grad_bytes``; several add theirs in the slots first.
         """
-        rounds = in_micro_batches and grad_bytes < 4
-        return rounds and self.is_whole, 4 if rounds and not self.is_whole else grad_bytes
+        if not in_micro_batches or grad_bytes >= 4:  # nothing is rounded
+            return False, grad_bytes
+        return (True, grad_bytes) if self.is_whole else (False, 4)
 
 
 WHOLE = Shard()
@@ -116,7 +117,7 @@ class Span:
         return slice(self.place, self.place + self.numel)
 
     def within(self, own: slice) -> "Span":
-        """Return those of the elements that lie in a range of the slab."""
+        """Return those of the elements that lie in a range of the slab, maybe none."""
         start = min(max(self.start, own.start), self.start + self.numel)
         stop = max(start, min(self.start + self.numel, own.stop))
         return Span(start, self.place + start - self.start, stop - start)
@@ -129,27 +130,28 @@ def cut_slot(cuts: Sequence[int], spans: Sequence[Span]) -> list[int]:
         cuts: the places at which they cut the slab.
         spans: the spans, in the order of both slab and slot.
     """
-    end = spans[-1].in_slot.stop if spans else 0
-    return [
-        next((each.place + max(0, cut - each.start) for each in spans if cut < each.in_slab.stop), end) for cut in cuts
-    ]
+    return [_place_of(cut, spans) for cut in cuts]
 
 
-def joined(spans: Iterable[tuple[bool, Span]]) -> Iterator[tuple[bool, Span]]:
+def _place_of(offset: int, spans: Sequence[Span]) -> int:
+    """Return the place in the slot of the first element that lies at an offset of the slab or behind it; the slot's end if none does."""
+    for span in spans:
+        if offset < span.in_slab.stop:
+            return span.place + max(0, offset - span.start)
+    return spans[-1].in_slot.stop if spans else 0
+
+
+def joined(spans: Iterable[tuple[bool, Span]]) -> list[tuple[bool, Span]]:
     """Join spans with equal flags that follow each other in slab and slot."""
-    last: tuple[bool, Span] | None = None
+    found: list[tuple[bool, Span]] = []
     for flag, span in spans:
-        if last is None:
-            last = flag, span
-            continue
-        before, one = last
-        if flag == before and (one.in_slab.stop, one.in_slot.stop) == (span.start, span.place):
-            last = flag, Span(one.start, one.place, one.numel + span.numel)
-        else:
-            yield last
-            last = flag, span
-    if last is not None:
-        yield last
+        if found:
+            last_flag, last = found[-1]
+            if flag == last_flag and (last.in_slab.stop, last.in_slot.stop) == (span.start, span.place):
+                found[-1] = flag, Span(last.start, last.place, last.numel + span.numel)
+                continue
+        found.append((flag, span))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +176,12 @@ class UnitCuts:
 
     @property
     def numel(self) -> int:
-        """The elements that are cut: those of the slab, without the padding at the end of a table that is cut."""
-        is_cut_table = self.row is not None and not self.shard.is_whole
-        return sum(self.tensors) if is_cut_table else slab_elements(self.tensors) - slab_elements(self.quantized)
+        """The elements that are cut: those of the slab of weights, which has no quantized ones. If a table is cut, the padding at
+        its end is left out, because each rank owns whole rows.
+        """
+        if self.row is not None and not self.shard.is_whole:
+            return sum(self.tensors)
+        return slab_elements(self.tensors) - slab_elements(self.quantized)
 
     @property
     def weights(self) -> list[int]:
@@ -207,7 +212,7 @@ class UnitCuts:
         return max(slab_elements(self.tensors), self.slot[-1])
 
     def restricted(self, held: Sequence[int]) -> list[int]:
-        """Return the places at which a slab of some of the tensors is cut: those of the weights that they belong to.
+        """Return the places at which the ranks cut a slab of some of the tensors: each owns there what it owns of the weights.
 
         Args:
             held: elements of each of ``tensors`` if the slab holds it, else 0.
@@ -218,7 +223,7 @@ class UnitCuts:
 @lru_cache(2**12)
 def _held_before(tensors: tuple[int, ...], held: tuple[int, ...], offset: int) -> int:
     """Return the number of elements of a slab of the held tensors that lie before an offset in the slab of all tensors."""
-    start = place = 0
+    start = place = 0  # of a tensor in the slab of all tensors, and in that of the held ones
     for numel, kept in zip(tensors, held, strict=True):
         if kept and offset - start < numel:
             return place + max(0, offset - start)
@@ -241,10 +246,11 @@ def scale_at(tensors: Sequence[int], offset: int, row: int | None = None) -> int
         offset: an element of the slab at which a block begins.
         row: elements of a row if the tensor is a table.
     """
-    start = count = 0
+    start = count = 0  # of a tensor: its offset in the slab, and the scales of all tensors before it
     for numel in tensors:
         if offset - start < numel:
-            first, rest = divmod(max(0, offset - start), row or numel)
-            return count + first * num_scales(row or numel) + rest // MOMENT_BLOCK
+            width = row or numel
+            num_rows, rest = divmod(max(0, offset - start), width)
+            return count + num_rows * num_scales(width) + rest // MOMENT_BLOCK
         start, count = start + _padded(numel), count + num_scales(numel, row)
     return count

@@ -40,12 +40,12 @@ class Unit(str):
 
     @property
     def block_index(self) -> int:
-        """The index of the decoder block, of a tile that of its block."""
+        """The index of the decoder block; for a tile, that of its block."""
         return int(self.removeprefix("block").partition(".")[0])
 
     @property
     def owner(self) -> "Unit":
-        """The unit in whose slabs this one is: of a tile its block."""
+        """The unit whose slabs hold this one: its block for a tile, otherwise itself."""
         return block(self.block_index) if self.is_tile else self
 
     @property
