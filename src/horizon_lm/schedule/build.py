@@ -71,12 +71,14 @@ def _host(kind: Buf, unit: Unit, layout: Layout) -> Buffer:
 def _stream_in(unit: Unit, into: Buffer, layout: Layout) -> list[Op]:
     """Return the copy of a unit to the device and, with several ranks, its gathering there."""
     buffers = (into, *_packed_slot(unit, into, layout))
-    copy = Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), buffers)
-    return [copy, *([Op(Kind.GATHER, unit, Stream.COLLECTIVE, buffers, buffers)] if layout.sharded else [])]
+    ops = [Op(Kind.STREAM_IN, unit, Stream.COPY_IN, (_host(Buf.HOST_WEIGHTS, unit, layout),), buffers)]
+    if layout.sharded:
+        ops.append(Op(Kind.GATHER, unit, Stream.COLLECTIVE, buffers, buffers))
+    return ops
 
 
 def _packed_slot(unit: Unit, into: Buffer, layout: Layout) -> tuple[Buffer, ...]:
-    """Return the slot in which the codes and scales of a unit are gathered, before they are decoded into its own."""
+    """Return the slot in which the codes and scales of a unit are gathered before they are decoded; none if it has no such slot."""
     if not layout.packed:
         return ()
     if unit.is_tile:
@@ -92,17 +94,23 @@ def _landing_buffer(unit: Unit, layout: Layout) -> Buffer:
 
 
 def _land_and_update(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
-    """Return the landing of a gradient, after the gradients of several ranks are summed, and, with ``update_in_backward``, its
-    update. The table is updated in the next forward pass, and a block's tiles with its core, which is landed last.
-    """
+    """Return the sum of the gradients of several ranks, the landing of a unit's gradients, and the update that follows at once."""
     host = _landing_buffer(unit, layout)
     # A landing is added to the gradients in the slab, so it also reads the slab.
     reads = (source, host) if host.kind == Buf.HOST_GRADS else (source,)
     ops = [Op(Kind.REDUCE, unit, Stream.COLLECTIVE, (source,), (source,))] if layout.sharded else []
     ops.append(Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, reads, (host,)))
-    if layout.update_in_backward and unit != EMBED and not unit.is_tile and not (layout.tied and unit == HEAD):
+    if _is_updated_at_once(unit, layout):
         ops.append(_update(unit, layout))
     return ops
+
+
+def _is_updated_at_once(unit: Unit, layout: Layout) -> bool:
+    """Return whether a unit is updated as soon as its gradient has landed. The table is updated in the next forward pass, and a
+    block's tiles with its core, which is landed last.
+    """
+    is_table = unit == EMBED or (layout.tied and unit == HEAD)
+    return layout.update_in_backward and not is_table and not unit.is_tile
 
 
 def _update(unit: Unit, layout: Layout, kind: Kind = Kind.UPDATE, stream: Stream = Stream.HOST) -> Op:
@@ -150,7 +158,7 @@ def forward(
 @lru_cache(_CACHED)
 def _forward(
     layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, blocks_changed: bool, table_update: bool,
-    head_grads: bool, routed: frozenset[int],
+    head_grads: bool, routed: frozenset[int]
 ) -> Schedule:  # fmt: skip
     """Build a pass from the arguments of `forward`. A copy stands one computation before the one that needs it."""
     ops = _before_blocks(layout, embed, changed, table_update)
@@ -173,11 +181,11 @@ def _forward(
         ops.extend(copies.ahead(u))
         if tiles := slots.of(u):
             ops.append(_compute(Kind.ROUTE, block(u), (layout.weights(u),), writes))
-            copies.note_routed(u)
+            copies.note_routed(u)  # now it is known which of a tile's experts are copied
             ops.extend(copies.ahead(u))
         for unit in tiles:
             ops.append(_compute(Kind.FORWARD, unit, (slots.weights(unit),)))
-            copies.note_computed()
+            copies.note_computed()  # a slot is free again
             ops.extend(copies.ahead(u))
         if u < layout.num_blocks - 1:
             ops.extend(copies.core(u + 1))  # prefetch: issued before this block computes
@@ -214,13 +222,7 @@ def _before_blocks(layout: Layout, embed: bool, changed: bool, table_update: boo
     return ops
 
 
-def backward(
-    layout: Layout,
-    *,
-    blocks: Iterable[int],
-    trainable: Iterable[str],
-    head_grads: bool = False,
-) -> Schedule:
+def backward(layout: Layout, *, blocks: Iterable[int], trainable: Iterable[str], head_grads: bool = False) -> Schedule:
     """Return a backward pass over the blocks that the forward pass kept.
 
     Args:
@@ -258,34 +260,29 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
         weights = [] if layout.is_resident(u) else _stream_in(unit, layout.weights(u), layout)
         return [*([fetch] if layout.is_offloaded(u) else []), *weights]
 
-    # Adapters are outer parameters, whose gradients all blocks write into one buffer.
+    # All blocks write the gradients of their adapters, which are outer parameters, into one buffer.
     adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
     copies = TileCopies(slots, order, load, backwards=True)
     ops.extend(copies.core(0))
     for place, u in enumerate(order):
-        inputs = [layout.weights(u), *([Buffer(Buf.RING, u % 2)] if layout.is_offloaded(u) else [])]
+        is_trained = block(u) in trainable
+        boundary = (Buffer(Buf.RING, u % 2),) if layout.is_offloaded(u) else ()
+        inputs = (layout.weights(u), *boundary)
         ops.extend(copies.ahead(place))
         if tiles := slots.of(u):
-            ops.append(_compute(Kind.RECOMPUTE, block(u), tuple(inputs)))
+            ops.append(_compute(Kind.RECOMPUTE, block(u), inputs))
         for unit in reversed(tiles):
-            is_trained, grads = block(u) in trainable, slots.grads(unit)
-            writes = (*([grads] if is_trained else []), *adapters)
+            slot = slots.grads(unit)
+            writes = (slot, *adapters) if is_trained else adapters
             ops.append(_compute(Kind.BACKWARD, unit, (slots.weights(unit),), writes))
-            ops.extend(_land_and_update(unit, grads, layout) if is_trained else [])
-            copies.note_computed()
+            ops.extend(_land_and_update(unit, slot, layout) if is_trained else [])
+            copies.note_computed()  # a slot is free again
             ops.extend(copies.ahead(place))
         ops.extend(copies.core(place + 1))  # prefetch, as in the forward pass
-        if block(u) not in trainable:
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), adapters))
-        elif layout.accumulates:
-            accumulator, staging = Buffer(Buf.ACCUMULATOR), Buffer(Buf.STAGING)
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (accumulator, *adapters)))
-            ops.append(_compute(Kind.STAGE, block(u), (accumulator,), (staging,)))
-            ops.extend(_land_and_update(block(u), staging, layout))
+        if is_trained:
+            ops.extend(_trained_block_backward(u, inputs, adapters, layout))
         else:
-            slot = Buffer(Buf.GRADS, u % 2)
-            ops.append(_compute(Kind.BACKWARD, block(u), tuple(inputs), (slot, *adapters)))
-            ops.extend(_land_and_update(block(u), slot, layout))
+            ops.append(_compute(Kind.BACKWARD, block(u), inputs, adapters))
 
     # Last: the table's gradient follows from the first block's, and outer parameters are used throughout the model.
     for unit, grads in ((EMBED, Buffer(Buf.TABLE_ROW_GRADS)), (OUTER, Buffer(Buf.OUTER_GRADS))):
@@ -295,6 +292,22 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
 
     # A loss may depend on hidden states below the head alone, and embedding and outer parameters may get no gradient.
     return Schedule("backward", derive_waits(ops), begins_anywhere=True, optional=frozenset({EMBED, OUTER}))
+
+
+def _trained_block_backward(
+    u: int, inputs: tuple[Buffer, ...], adapters: tuple[Buffer, ...], layout: Layout
+) -> list[Op]:
+    """Return the backward computation of a block, and the landing of its gradients, which are rounded first if they are accumulated."""
+    if not layout.accumulates:
+        slot = Buffer(Buf.GRADS, u % 2)
+        computed = [_compute(Kind.BACKWARD, block(u), inputs, (slot, *adapters))]
+    else:
+        accumulator, slot = Buffer(Buf.ACCUMULATOR), Buffer(Buf.STAGING)
+        computed = [
+            _compute(Kind.BACKWARD, block(u), inputs, (accumulator, *adapters)),
+            _compute(Kind.STAGE, block(u), (accumulator,), (slot,)),
+        ]
+    return [*computed, *_land_and_update(block(u), slot, layout)]
 
 
 def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit] = ()) -> Schedule:
@@ -312,11 +325,11 @@ def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit]
 def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozenset[Unit]) -> Schedule:
     """Build a pass from the arguments of `update`. The matrices of a block are streamed while those of the one before are computed."""
     ops: list[Op] = []
-    streamed = iter([unit for unit in units if unit in orthogonalized])
+    not_streamed = [unit for unit in reversed(units) if unit in orthogonalized]  # the next one is the last
 
     def stream_next() -> None:
-        if (unit := next(streamed, None)) is not None:
-            ops.extend(_stream_matrices(unit, layout))
+        if not_streamed:
+            ops.extend(_stream_matrices(not_streamed.pop(), layout))
 
     if not layout.accumulates:  # two slots: the loop prefetches the next unit, so the first one is streamed here
         stream_next()
@@ -336,7 +349,7 @@ def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
 
 
 def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:
-    """Return the first part of a block's update, and the copy of what it leaves in the gradients' slab to the device."""
+    """Return the first part of a block's update, and the copy to the device of the matrices that it leaves in the gradients' slab."""
     slot, landed = _slot_of_matrices(unit, layout), _landing_buffer(unit, layout)
     weights = _host(Buf.HOST_WEIGHTS, unit, layout)
     ops = [

@@ -181,8 +181,11 @@ class Schedule:
 
     @cached_property
     def positions(self) -> dict[tuple[str, str], int]:
-        """The position of each operation, by kind and unit."""
-        return {(op.kind, op.unit): index for index, op in reversed(list(enumerate(self.ops)))}
+        """The position of each operation, by kind and unit; of several equal ones, that of the first."""
+        found: dict[tuple[str, str], int] = {}
+        for index, op in enumerate(self.ops):
+            found.setdefault((op.kind, op.unit), index)
+        return found
 
     @cached_property
     def digest(self) -> str:

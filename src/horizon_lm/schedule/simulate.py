@@ -63,7 +63,7 @@ class Timeline:
         return sorted((span for schedule in self.passes for span in schedule), key=lambda span: span.end)
 
     def last_step(self, num_passes: int) -> tuple[float, float]:
-        """Return the ends of computation in the last step but one and in the last one, of steps of this many passes."""
+        """Return when the computations of the last step but one and of the last step end. A step is this many passes."""
         before, last = self.passes[-2 * num_passes : -num_passes], self.passes[-num_passes:]
         begin, end = (
             max(span.end for spans in step for span in spans if span.op.stream == Stream.COMPUTE)
@@ -79,7 +79,20 @@ def simulate(sequence: Sequence[Schedule], cost: Cost, rates: Rates) -> Timeline
         ScheduleError: operations wait for each other.
     """
     ops = [op for schedule in sequence for op in schedule.ops]
-    waits = _resolve(sequence)
+    start, end = _run(ops, _resolve(sequence), cost, rates)
+    reached = dict.fromkeys(Stream, 0.0)
+    spans = []
+    for i, op in enumerate(ops):
+        spans.append(Span(op, start[i], end[i], reached[op.stream]))
+        reached[op.stream] = end[i]
+    ordered = iter(spans)
+    return Timeline(tuple(tuple(next(ordered) for _ in schedule.ops) for schedule in sequence))
+
+
+def _run(
+    ops: Sequence[Op], waits: Sequence[Sequence[int]], cost: Cost, rates: Rates
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the seconds at which each operation starts and ends, by position. ``waits`` has the positions that each waits for."""
     queues = {lane: deque(i for i, op in enumerate(ops) if rates.lane(op) == lane) for lane in Stream}
     left: dict[int, float] = {}  # remaining cost of the running operations
     start: dict[int, float] = {}
@@ -103,13 +116,7 @@ def simulate(sequence: Sequence[Schedule], cost: Cost, rates: Rates) -> Timeline
                 end[i] = now
                 del left[i]
                 queues[rates.lane(ops[i])].popleft()
-    reached = dict.fromkeys(Stream, 0.0)
-    spans = []
-    for i, op in enumerate(ops):
-        spans.append(Span(op, start[i], end[i], reached[op.stream]))
-        reached[op.stream] = end[i]
-    ordered = iter(spans)
-    return Timeline(tuple(tuple(next(ordered) for _ in schedule.ops) for schedule in sequence))
+    return start, end
 
 
 def _resolve(sequence: Sequence[Schedule]) -> list[list[int]]:
@@ -121,6 +128,7 @@ def _resolve(sequence: Sequence[Schedule]) -> list[list[int]]:
         for op in schedule.ops:
             found = [first + w.index if isinstance(w, After) else last_use.get(w) for w in op.waits]
             resolved.append([index for index in found if index is not None])
+        # After the pass: a wait for the last use means that of an earlier pass.
         last_use.update((use, first + i) for i, found in enumerate(schedule.uses) for use in found)
     return resolved
 
@@ -150,11 +158,11 @@ def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
     links = {Stream.COPY_IN: rates.link_in / max(1, num_in), Stream.COPY_OUT: rates.link_out / max(1, num_out)}
     if crossing:
         collectives = {kind: min(rate, *links.values()) for kind, rate in collectives.items()}
+    # What would cross the link if nothing else limited it. A collective through the host crosses it in both directions.
     wanted = sum(links[op.stream] for op in transfers) + 2 * sum(collectives[op.kind] for op in crossing)
-    # `wanted` is what crosses the link if nothing else limits it.
-    both = rates.link_both if num_in and num_out and rates.link_both is not None else wanted
     # Directions may share a link, and a link may be faster than the memory behind it.
-    share = min(1.0, both / wanted, rates.host / wanted) if wanted else 1.0
+    link = rates.link_both if num_in and num_out and rates.link_both is not None else wanted
+    share = min(1.0, link / wanted, rates.host / wanted) if wanted else 1.0
     num_updates = sum(op.kind in UPDATES for op in running)
     computes = any(op.stream == Stream.COMPUTE for op in running)
     for_updates = (rates.host - wanted * share) * (rates.update_share if computes else 1.0)

@@ -61,9 +61,10 @@ class TileCopies:
         self._waiting = set(routed)
         self._cores = list(blocks)
         self._place = {index: place for place, index in enumerate(self._cores)}
-        self._left = [
-            unit for index in self._cores for unit in (slots.of(index)[::-1] if backwards else slots.of(index))
-        ]
+        self._left: list[Unit] = []  # tiles whose copy is not listed, in the order of the pass
+        for index in self._cores:
+            tiles = slots.of(index)
+            self._left += reversed(tiles) if backwards else tiles
         self._tiles_computed = 0  # tiles whose computation is listed
         self._tiles_listed = 0  # tiles whose copy is listed
         self._cores_listed = 0  # cores whose copy is listed

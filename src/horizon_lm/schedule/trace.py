@@ -98,7 +98,7 @@ class Trace:
         return trace
 
     def _read_event(self, event: Mapping[str, Any], rows: dict[int, Stream]) -> None:
-        """Add an event of a file. ``rows`` maps rows to streams; a file names rows before their events."""
+        """Add an event of a file. ``rows`` has the streams of the rows that were named so far; a file names a row before its events."""
         if event["ph"] == "M" and event["name"] == "thread_name":
             rows[event["tid"]] = Stream(event["args"]["name"])
         elif event["ph"] == "X":
@@ -217,14 +217,11 @@ def _seconds_by_cause(gap: Interval, causes: Mapping[str, Sequence[Span]]) -> di
 
 def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Return the parts of the intervals that lie outside of all others."""
+    left = list(intervals)
     for begin, end in others:
-        intervals = [
-            part
-            for start, stop in intervals
-            for part in ((start, min(stop, begin)), (max(start, end), stop))
-            if part[0] < part[1]
-        ]
-    return list(intervals)
+        parts = [part for start, stop in left for part in ((start, min(stop, begin)), (max(start, end), stop))]
+        left = [(start, stop) for start, stop in parts if start < stop]
+    return left
 
 
 def _length(intervals: Iterable[Interval]) -> float:

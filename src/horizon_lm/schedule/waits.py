@@ -46,15 +46,14 @@ ACROSS_WRITES: dict[Buf, Stream] = {Buf.HOST_WEIGHTS: Stream.DISK}
 
 
 class _Clock:
-    """The operations known to be finished when an operation starts: a position for each stream, and waits across
-    passes.
-    """
+    """The operations known to be finished when an operation starts: a position for each stream, and waits across passes."""
 
     def __init__(self) -> None:
         self.position: dict[Stream, int] = {}
         self.across: set[LastUse] = set()
 
     def merge(self, other: "_Clock") -> None:
+        """Add what another clock knows to be finished."""
         for stream, index in other.position.items():
             self.position[stream] = max(index, self.position.get(stream, -1))
         self.across |= other.across
@@ -80,6 +79,7 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
         if op.stream in last_on_stream:
             clock.merge(clocks[last_on_stream[op.stream]])
 
+        # Conflicting operations that neither the order of the stream nor a wait of an earlier operation puts before this one.
         needed = [other for other in earlier_accesses.conflicting(op) if not clock.knows(ops[other].stream, other)]
         # A wait is dropped if another wait implies it.
         waits: list[Wait] = [
@@ -88,6 +88,7 @@ def derive_waits(ops: list[Op]) -> tuple[Op, ...]:
         for other in needed:
             clock.merge(clocks[other])
 
+        # Waits for earlier passes: of all accesses, and of writes alone.
         accesses = [(buffer, ACROSS.get((op.stream, buffer.kind))) for buffer in op.reads + op.writes]
         accesses += [(buffer, ACROSS_WRITES.get(buffer.kind)) for buffer in op.writes]
         for buffer, earlier in accesses:
