@@ -44,9 +44,9 @@ class _OpEvents:
     """Timing events of one operation: when its stream reached it, when it began after its waits, and when it ended."""
 
     op: Op
-    reached: Any
-    began: Any
-    ended: Any
+    reached: Event | None
+    began: Event | None
+    ended: Event
 
 
 class StreamDevice(Device):
@@ -73,11 +73,12 @@ class StreamDevice(Device):
         self._tasks = TaskStates()
         self.broken_streams: dict[Stream, BaseException] = {}  # streams that could not be made to wait for an event
         self._timed: list[_OpEvents] = []
-        self._compute_began: tuple[Any, Any] | None = None  # when the compute stream reached it, and when it began
+        # Of the running computation: when the compute stream reached it, and when it began.
+        self._compute_began: tuple[Event | None, Event] | None = None
 
     @property
     def trace(self) -> Trace | None:
-        """The trace that records every operation, or None. Setting a trace waits until the compute stream is idle."""
+        """The trace that records every operation, or None. Setting one waits until the compute stream is idle; copy streams must be."""
         return self._trace
 
     @trace.setter
@@ -90,8 +91,7 @@ class StreamDevice(Device):
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
         buffer = super().allocate(numel, dtype, kind)
-        # Computation that is still running may have used this memory before: no copy may write to it until that has
-        # finished.
+        # Computation that is still running may have used this memory before: no copy may write to it until that has finished.
         event = self._record(None)
         for issuer in self._open_issuers().values():
             issuer.put(event)
@@ -124,6 +124,7 @@ class StreamDevice(Device):
             self._compute_began = None
 
     def wait(self, tasks: Sequence[Task]) -> None:
+        # Host tasks have no event: they are done once their pool has run them.
         on_host = [task for task in tasks if task.op.stream in HOST_STREAMS and not task.done]
         if on_host:
             for pool in list(self._pools.values()):
@@ -143,8 +144,8 @@ class StreamDevice(Device):
         return self._tasks.is_finished(task)
 
     def cancel(self, tasks: Sequence[Task]) -> None:
-        # Other ranks have launched the collectives that were issued, or are about to: dropped here, they would be answered by
-        # those of the next pass.
+        # Issued tasks run to their end: other ranks have launched the same collectives, or are about to, and would otherwise join those
+        # of this rank's next pass.
         if Stream.COLLECTIVE in self._issuers:
             tasks = [task for task in tasks if not task.issued]
         self._tasks.drop(tasks)
@@ -165,8 +166,9 @@ class StreamDevice(Device):
             self._tasks.finish_reached(stream)
         if self.trace is not None:
             timed, self._timed = self._timed, []
-            for t in timed:
-                self.trace.add(t.op, self._seconds(t.began), self._seconds(t.ended), self._seconds(t.reached))
+            for each in timed:
+                start, end = self._seconds(each.began), self._seconds(each.ended)
+                self.trace.add(each.op, start, end, self._seconds(each.reached))
 
     # Enqueuing in order
 
@@ -205,7 +207,7 @@ class StreamDevice(Device):
         """Run the update of rows in host threads, and wait for it: the next copy of the stream reads these rows."""
         self.wait(task.waits)
         pool = self._pool(Stream.HOST)
-        pool.submit(task, trace=self.trace, urgent=True)
+        pool.submit(task, trace=self.trace, urgent=True)  # before updates that are not needed yet
         pool.wait([task])
         self._tasks.finish(task)
 
@@ -215,8 +217,10 @@ class StreamDevice(Device):
             raise error
 
     def _await_dependencies(self, stream: Any, task: Task) -> None:
-        """Make a stream (None: the caller's) wait for the dependencies of a task."""
-        waits = task.waits
+        """Make a stream (None: the caller's) wait for the dependencies of a task. Block until those on the host are done, and the others
+        are enqueued.
+        """
+        waits = task.waits  # read once: another thread may forget them when the task is dropped
         self.wait([other for other in waits if other.op.stream in HOST_STREAMS])
         for other in waits:
             end = self._tasks.end_of(other)
@@ -224,10 +228,10 @@ class StreamDevice(Device):
                 self._wait_event(stream, end)
 
     def _await_inputs(self, task: Task) -> None:
-        """Block until the dependencies of a host task are done. Raise the error of one that failed, also if it was cancelled
-        since: gradients or matrices of the task are missing.
+        """Block until the dependencies of a host task are done. Raise the error of one that failed, even if it was cancelled since:
+        the task has no valid gradients or matrices.
         """
-        waits = task.waits
+        waits = task.waits  # read once: another thread may forget them when the task is dropped
         self.wait(waits)
         for other in waits:
             if other.error is not None:
@@ -238,16 +242,18 @@ class StreamDevice(Device):
         with self._opening:
             if stream not in self._pools:
                 num_threads = self._host_threads if stream == Stream.HOST else DISK_THREADS
+                # As many while the device computes: the caller and the issuers have cores of their own (`_BUSY_THREADS`).
                 self._pools[stream] = HostPool(num_threads, num_threads, self.link, self._enter_thread)
             return self._pools[stream]
 
     def _open_issuers(self) -> "dict[Stream, _Issuer]":
+        """Return the issuers, with those of the two copy streams, which are opened together when one is first needed."""
         if not self._issuers:
             self._issuers = {s: _Issuer(self, s, *self._open_stream(s)) for s in (Stream.COPY_IN, Stream.COPY_OUT)}
         return self._issuers
 
     def _issuer(self, stream: Stream) -> "_Issuer":
-        """Return the issuer of a stream. Streams of collectives are opened when several ranks need them."""
+        """Return the issuer of a stream. That of collectives is opened here, because one rank alone never needs it."""
         issuers = self._open_issuers()
         if stream not in issuers:
             issuers[stream] = _Issuer(self, stream, *self._open_stream(stream))
@@ -286,7 +292,7 @@ class StreamDevice(Device):
 
     @abstractmethod
     def _seconds(self, event: Any) -> float:
-        """Return the time of a finished event of a traced step, on the clock of ``time.perf_counter``."""
+        """Return the time at which an event of a traced step was reached, on the clock of ``time.perf_counter``."""
 
 
 class _Issuer:
@@ -335,7 +341,7 @@ class _Issuer:
             except BaseException as error:
                 device.broken_streams[self._stream] = error
             finally:
-                del device, item  # drop references, so that a waiting thread keeps nothing alive
+                del device, item  # a waiting thread keeps nothing alive
                 with self._finished:
                     self._unfinished -= 1
                     self._finished.notify_all()

@@ -97,7 +97,7 @@ class Device(ABC):
         name: its name, for messages.
         link: its transfers.
         counters: the bytes of its buffers, and of what was moved.
-        trace: records every operation while it is set.
+        trace: records every operation while it is set; no copy may be running when it is set.
         scratch_bytes: the device memory that transfers and libraries take once streams are open, in addition to the engine's
             buffers.
     """
@@ -147,9 +147,7 @@ class Device(ABC):
 
     @abstractmethod
     def meter(self) -> AbstractContextManager[Meter] | None:
-        """Return a context manager that measures the device memory of computations, or None if the device cannot
-        measure it.
-        """
+        """Return a context manager that measures the device memory of computations, or None if the device cannot measure it."""
 
     @abstractmethod
     def open_streams(self) -> None:
@@ -185,11 +183,11 @@ class Device(ABC):
 
     @abstractmethod
     def wait(self, tasks: Sequence[Task]) -> None:
-        """Block the host until these tasks are finished."""
+        """Block the host until these tasks are done. Raise the error of one that has failed (`Task.error`)."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until all work is finished."""
+        """Block the host until all issued work is done. Raise the error of an update that has failed."""
 
     @abstractmethod
     def is_finished(self, task: Task) -> bool:

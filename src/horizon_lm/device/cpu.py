@@ -34,9 +34,7 @@ class HostLink:
         destination.copy_(source)
 
     def _in_threads(self, work: Callable[[Any], Any], pieces: Iterable[Any]) -> list[Any]:
-        """Return the results of work on pieces, in their order. No thread works on one when this returns, also after an
-        interrupt.
-        """
+        """Return the results of work on pieces, in their order. When this returns or raises, no thread works on a piece any more."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(usable_cores(), "horizon-host")
         begun: list[Future[Any]] = []
@@ -50,7 +48,8 @@ class HostLink:
         from horizon_lm.kernels.host_decoding import decode
 
         def run(part: tuple[dict[str, torch.Tensor], torch.Tensor]) -> None:
-            decode(codec, *part, dtype)
+            components, place = part
+            decode(codec, components, place, dtype)
 
         self._in_threads(run, codec.cut(packed, destination, _PACKED_BYTES))
 
@@ -76,11 +75,11 @@ class HostLink:
         kernel = rows_kernel(dtype_name(table), add)
         # target (V, H), values (R, H), indices (R,)
         target, values, indices = as_array(table), as_array(source.to(table.dtype).contiguous()), rows.numpy()
-        step = max(1, _LANDED_ELEMENTS // table.shape[1])
-        return self._land(lambda piece: kernel(target, values[piece], indices[piece]), len(indices), step)
+        num_rows = max(1, _LANDED_ELEMENTS // table.shape[1])  # of a piece
+        return self._land(lambda piece: kernel(target, values[piece], indices[piece]), len(indices), num_rows)
 
     def _land(self, land: Callable[[slice], float], count: int, step: int) -> SquaredNorm:
-        """Return the sum of the squares of pieces that several threads land."""
+        """Land elements or rows in several threads, ``step`` at a time. ``land`` lands a range of them, and returns its sum of squares."""
         pieces = [slice(start, start + step) for start in range(0, count, step)]
         if len(pieces) < 2:
             return land(slice(0, count))
@@ -111,7 +110,8 @@ class CpuDevice(Device):
         self.trace: Trace | None = None
         self._host_threads = host_threads
         self._pools: dict[Stream, HostPool] = {}
-        self._began = self._computed = 0.0  # start of the running computation, and end of the one before it
+        self._began = 0.0  # start of the running computation
+        self._computed: float | None = None  # end of the one before it
 
     def spare_bytes(self) -> int | None:
         return None  # its memory is host memory
@@ -139,7 +139,7 @@ class CpuDevice(Device):
         assert task.moves is not None, f"{task.op} was issued before its moves were known"
         task.issued = True
         if task.op.stream in HOST_STREAMS:
-            # Copies and computations are done, and a pool runs its tasks in order: only the other pool may be late.
+            # Copies and computations run inline, and a pool runs its tasks in order: only tasks of the other pool may be unfinished.
             late = [t for t in task.waits if not t.done and t.op.stream != task.op.stream]
             self._pool(task.op.stream).submit(task, (lambda: self.wait(late)) if late else None, self.trace)
             return
@@ -157,22 +157,22 @@ class CpuDevice(Device):
 
     def begin(self, task: Task) -> None:
         self.wait(task.waits)
-        self._share_cores(True)
+        self._share_cores(computing=True)
         self._began = time.perf_counter()
 
     def end(self, task: Task) -> None:
         task.finish()
-        self._share_cores(False)
-        self._record(task, self._began, self._computed or None)
+        self._share_cores(computing=False)
+        self._record(task, self._began, self._computed)
         self._computed = time.perf_counter()
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        pending = [task for task in tasks if not task.done]
-        for pool in list(self._pools.values()) if pending else ():
-            pool.wait(pending)
+        if pending := [task for task in tasks if not task.done]:
+            for pool in list(self._pools.values()):
+                pool.wait(pending)
 
     def synchronize(self) -> None:
-        self._share_cores(False)
+        self._share_cores(computing=False)
         for pool in self._pools.values():
             pool.wait()
 
@@ -189,12 +189,14 @@ class CpuDevice(Device):
     def _pool(self, stream: Stream) -> HostPool:
         """Return the threads of a host stream, started when first needed."""
         if stream not in self._pools:
-            cores = self._host_threads or usable_cores()
-            sizes = (cores, cores - torch.get_num_threads()) if stream == Stream.HOST else (DISK_THREADS, DISK_THREADS)
-            self._pools[stream] = HostPool(*sizes, self.link)
+            num_threads = num_while_computing = DISK_THREADS
+            if stream == Stream.HOST:
+                num_threads = self._host_threads or usable_cores()
+                num_while_computing = num_threads - torch.get_num_threads()
+            self._pools[stream] = HostPool(num_threads, num_while_computing, self.link)
         return self._pools[stream]
 
-    def _share_cores(self, computing: bool) -> None:
+    def _share_cores(self, *, computing: bool) -> None:
         if Stream.HOST in self._pools:
             self._pools[Stream.HOST].share_cores(computing)
 

@@ -94,7 +94,7 @@ class CudaDevice(StreamDevice):
             self._locks.lock(buffer)
         failed = self._locks.failed_bytes
         self.registration_error = self._locks.error
-        if failed >= 2 * self._warned_bytes and failed:  # warn each time the amount doubles, not for each buffer
+        if failed and failed >= 2 * self._warned_bytes:  # warn each time the amount doubles, not for each buffer
             self._warned_bytes = failed
             warn(
                 f"{format_bytes(failed)} of host memory ({failed:,} bytes) could not be page-locked "
@@ -166,8 +166,8 @@ class CudaDevice(StreamDevice):
 
     def _seconds(self, event: Any) -> float:
         assert self._clock is not None
-        zero, at = self._clock
-        return at + zero.elapsed_time(event.cuda) * 1e-3
+        zero, seconds_at_zero = self._clock
+        return seconds_at_zero + zero.elapsed_time(event.cuda) * 1e-3
 
 
 class _Event:
@@ -210,10 +210,13 @@ def _limit_allocator(capacity: int, device: torch.device) -> Callable[[], None]:
 
 def _let_segments_expand() -> None:
     """Configure the allocator to waste less memory on a nearly full device, unless the user has configured it."""
-    given = next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "")
+    given = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
     if "expandable_segments" in given or "backend" in given:
         return
-    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, "expandable_segments:True"])))
+    # Together with what was given, so that this stays in force.
+    torch._C._accelerator_setAllocatorSettings(
+        f"{given},expandable_segments:True" if given else "expandable_segments:True"
+    )
 
 
 def _make_workspaces(device: torch.device) -> int:

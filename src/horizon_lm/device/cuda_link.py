@@ -92,7 +92,8 @@ class CudaLink:
         self._beside = torch.cuda.Stream(device, priority=-1)  # for work beside this link's own stream
         # Two places of the scratch memory take turns, each with an event for when it is filled and one for when it is free again.
         # `decode` fills them on the link's stream and empties them beside it; `_add` fills them beside it.
-        self._filled, self._free = ([torch.cuda.Event(blocking=True) for _ in range(2)] for _ in range(2))
+        self._filled = [torch.cuda.Event(blocking=True) for _ in range(2)]
+        self._free = [torch.cuda.Event(blocking=True) for _ in range(2)]
         # The place that `decode` filled last, and whether one may still be in use.
         self._half, self._is_decoding = 0, False
         self._transport = HostTransport(device, locks or PageLocks(device))
@@ -112,34 +113,40 @@ class CudaLink:
                 d.copy_(arrived)
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        """Decode a quantized tensor part by part. The components of a part cross the link into one half of the scratch memory,
-        while those of the part before are decoded from the other half, on a stream of its own.
+        """Decode a quantized tensor part by part. While the components of a part cross the link into one half of the scratch memory,
+        those of the part before are decoded from the other half, on the stream beside the copies.
         """
         copying, self._is_decoding = torch.cuda.current_stream(self._device), True
         for components, place in codec.cut(packed, destination, _packed_bytes()):
             self._half ^= 1
-            half, filled, free = self._scratch.chunk(2)[self._half], self._filled[self._half], self._free[self._half]
+            filled, free = self._filled[self._half], self._free[self._half]
             copying.wait_event(free)
-            held, start = {}, 0
-            for name, source in components.items():
-                raw = source.reshape(-1).view(torch.uint8)
-                on_device = self._transport.copy(half[start : start + raw.numel()], raw)
-                held[name] = on_device.view(source.dtype).view(source.shape)
-                start += -(-raw.numel() // _ALIGNMENT) * _ALIGNMENT
+            arrived = self._copy_components(self._scratch.chunk(2)[self._half], components)
             filled.record()
             with torch.cuda.stream(self._beside):
                 self._beside.wait_event(filled)
-                decode(codec, held, place, dtype)
+                decode(codec, arrived, place, dtype)
                 free.record()
 
+    def _copy_components(self, half: torch.Tensor, components: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy tensors from host memory, one after the other, into one half of the scratch memory, and return them there by name."""
+        arrived, start = {}, 0
+        for name, source in components.items():
+            raw = source.reshape(-1).view(torch.uint8)
+            on_device = self._transport.copy(half[start : start + raw.numel()], raw)
+            arrived[name] = on_device.view(source.dtype).view(source.shape)
+            start += -(-raw.numel() // _ALIGNMENT) * _ALIGNMENT
+        return arrived
+
     def finish(self) -> None:
+        # What `decode` has enqueued beside this stream still reads the scratch memory, and writes the decoded tensors.
         if self._is_decoding:
             for free in self._free:
                 torch.cuda.current_stream(self._device).wait_event(free)
             self._is_decoding = False
 
     def gather(self, destination: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
-        # Gathered on the host into a staging buffer, which is page-locked, so `copy` takes no other one for it.
+        # The host gathers rows in a staging buffer. That is page-locked, so `copy` does not stage them again.
         for d, r in zip(*_split_rows(destination, rows), strict=True):
             staging, event = self._transport.stage(r.numel() * table.shape[1], table.dtype)
             torch.index_select(table, 0, r, out=staging.view(r.numel(), table.shape[1]))  # (V, H) -> (R, H)
@@ -150,7 +157,7 @@ class CudaLink:
         function()
 
     def land(self, destination: torch.Tensor, source: torch.Tensor, add: bool) -> SquaredNorm:
-        """Land gradients; the device rounds, adds and squares them, one piece of scratch memory at a time."""
+        """Land gradients, which the device rounds, adds and squares piece by piece, in its scratch memory."""
         if add:
             return _sum_of_squares(self._add(destination, source))
         if source.dtype == destination.dtype:
@@ -164,8 +171,8 @@ class CudaLink:
         return _sum_of_squares(norms)
 
     def _add(self, destination: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
-        """Add gradients to those in host memory, and return the norms of the pieces. A piece is read on a stream of its own, while
-        the one before is written, because the link has two directions.
+        """Add gradients to those in host memory, and return the norms of the sums, piece by piece. While the sum of a piece is
+        written, the next piece is read on the stream beside, because the link has two directions.
         """
         self.finish()
         for free in self._free:
@@ -176,7 +183,7 @@ class CudaLink:
         for index, (d, s) in enumerate(pieces):
             kept, turn = read[index], index % 2
             copying.wait_event(self._filled[turn])
-            # An fp32 store needs no second buffer: its values are summed in place.
+            # Values in fp32 are summed in place. Two places of two bytes an element leave the second half of the scratch memory.
             total = kept if kept.dtype == torch.float32 else self._scratch.chunk(2)[1].view(torch.float32)[: d.numel()]
             _accumulate(kept, s, total)
             self._transport.copy(d, kept)
@@ -187,7 +194,7 @@ class CudaLink:
         return norms
 
     def _read(self, source: torch.Tensor, turn: int) -> torch.Tensor:
-        """Copy a piece of host memory into one of two places of the scratch memory, on the stream beside the copies."""
+        """Copy a piece of host memory into place ``turn`` (0 or 1) of the scratch memory, on the stream beside the copies."""
         start = turn * (_PIECE_ELEMENTS // 2) * source.element_size()
         place = self._scratch[start : start + source.numel() * source.element_size()].view(source.dtype)
         with torch.cuda.stream(self._beside):

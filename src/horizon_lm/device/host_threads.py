@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from horizon_lm.device.base import Task
@@ -62,6 +63,8 @@ class _Job:
         taken: number of moves that threads have taken.
         preparing: True while a thread runs ``wait_until_ready``.
         running: number of threads at work on the job.
+        started: time at which the first of them began; 0 before.
+        error: the first error of one of them.
     """
 
     task: Task
@@ -110,36 +113,41 @@ class _State:
                 if self.closed:
                     return
                 job = self.queue[0]
-                # The first thread waits until the job may run, and takes no move; the others wait for it (`_has_work`).
-                prepare, job.wait_until_ready = job.wait_until_ready, None
-                job.preparing = prepare is not None
-                move = None if job.preparing else job.take()
-                if not job.has_more:
-                    self.queue.popleft()
-                self.active += move is not None
-                job.running += 1
-                job.started = job.started or time.perf_counter()
+                work = self._take_work(job)
             try:
-                if move is None:
-                    assert prepare is not None
-                    prepare()
-                else:
-                    move.run(self.link)
+                work()
             except BaseException as error:
                 job.error = job.error or error
             with self.changed:
-                self.active -= move is not None
                 self._finish_turn(job)
-            del job, move, prepare  # a waiting thread keeps nothing alive
+            del job, work  # a waiting thread keeps nothing alive
 
     def _has_work(self) -> bool:
         return bool(self.queue) and not self.queue[0].preparing and self.active < self.limit
 
+    def _take_work(self, job: _Job) -> Callable[[], None]:
+        """Return the next piece of work on the first job: to wait until it may run, and then one move after the other."""
+        job.running += 1
+        job.started = job.started or time.perf_counter()
+        if job.wait_until_ready is not None:
+            wait, job.wait_until_ready = job.wait_until_ready, None
+            job.preparing = True  # so that all other threads wait for this one (`_has_work`)
+            return wait
+        move = job.take()
+        if not job.has_more:
+            self.queue.popleft()
+        self.active += 1
+        return partial(move.run, self.link)
+
     def _finish_turn(self, job: _Job) -> None:
         """Record that a thread has run one move of a job, or has waited until the job was ready."""
         job.running -= 1
+        # No move runs while a thread is preparing, so the flag is about this thread.
         was_preparing, job.preparing = job.preparing, False
+        if not was_preparing:
+            self.active -= 1
         if job.error is not None:
+            # Its other moves are not run. `HostPool.wait` raises the error.
             job.taken = len(job.moves)
             if job in self.queue:
                 self.queue.remove(job)
@@ -189,7 +197,10 @@ class HostPool:
         state = self._state
         with state.changed:
             state.trace = trace
-            (state.queue.appendleft if urgent else state.queue.append)(job)
+            if urgent:
+                state.queue.appendleft(job)
+            else:
+                state.queue.append(job)
             state.unfinished[id(task)] = job
             state.changed.notify_all()
 
@@ -214,7 +225,7 @@ class HostPool:
             state.changed.wait_for(lambda: state.active == 0)
 
     def wait(self, tasks: Sequence[Task] | None = None) -> None:
-        """Block until these tasks (None: all tasks) are finished. Raise the error of a task that failed.
+        """Block until those of these tasks that were submitted (None: all) are finished. Raise the error of one that failed, once.
 
         Raises:
             StreamingError: a task is unfinished and will stay so, because the pool was stopped.
@@ -227,7 +238,8 @@ class HostPool:
                     jobs = [job for job in jobs if any(job.task is task for task in tasks)]
                 failed = next((job for job in jobs if job.error is not None and not job.running), None)
                 if failed is not None and failed.error is not None:
-                    # It keeps its waits: its moves may still be run, if those have finished (`PendingUpdates.need_device`).
+                    # Not by `drop`: the task keeps its waits, because its moves may still be run if these have finished
+                    # (`PendingUpdates.need_device`).
                     failed.task.error, failed.task.dropped = failed.error, True
                     del state.unfinished[id(failed.task)]
                     raise failed.error

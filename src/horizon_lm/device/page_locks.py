@@ -68,9 +68,10 @@ class PageLocks:
             self._unregister(start)
 
     def _unregister(self, start: int) -> None:
-        """Unlock the piece that begins at an address. `memory` keeps it alive until CUDA has let go of it."""
-        memory = self._memory.pop(start, None)  # at once: the garbage collector may call `unlock_all` in another thread
-        if memory is None:
+        """Unlock the piece that begins at an address, if it is locked."""
+        # Popped at once: the garbage collector may call `unlock_all` in another thread. The piece must live until CUDA has let go of it.
+        piece = self._memory.pop(start, None)
+        if piece is None:
             return
         self._locked = [range_ for range_ in self._locked if range_[0] != start]
         with torch.cuda.device(self.device):
@@ -89,28 +90,32 @@ class PageLocks:
         return error
 
     def parts(self, tensor: torch.Tensor) -> Iterator[tuple[int, int, bool]]:
-        """Split a 1-D host tensor where registrations end; yield the start, stop and locked flag of each part, in
-        elements.
+        """Split a 1-D host tensor where registrations begin and end. Yield for each part its first element, the one after its last,
+        and whether it is locked.
         """
         size = tensor.element_size()
         first = tensor.data_ptr()
         last = first + tensor.numel() * size
-        locked = self._locked
-        # Ranges are disjoint, so of those that begin earlier only the last may reach into the tensor.
-        before = max(0, bisect_left(locked, (first, first)) - 1)
-        found = []
-        for start, stop in locked[before:]:
-            if start >= last:
-                break
-            if stop > first:
-                found.append((max(start, first), min(stop, last)))
+        found = self._locked_within(first, last)
         if not found:  # not registered here, but torch may have page-locked it
             yield 0, tensor.numel(), tensor.is_pinned()
             return
         end = first  # of what was yielded
-        for start, stop in [*found, (last, last)]:
+        for start, stop in [*found, (last, last)]:  # the empty range ends the part behind the last registration
             if end < start:
                 yield (end - first) // size, (start - first) // size, False
             if start < stop:
                 yield (start - first) // size, (stop - first) // size, True
             end = stop
+
+    def _locked_within(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Return the parts of locked ranges that lie between two addresses, in order."""
+        locked, found = self._locked, []
+        # Ranges are disjoint, so of those that begin earlier only the last may reach behind `first`.
+        before = max(0, bisect_left(locked, (first, first)) - 1)
+        for start, stop in locked[before:]:
+            if start >= last:
+                break
+            if stop > first:
+                found.append((max(start, first), min(stop, last)))
+        return found

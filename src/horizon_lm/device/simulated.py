@@ -48,7 +48,7 @@ class SimulatedDevice(CpuDevice):
         self._queues: dict[Stream, deque[_QueuedTask]] = {s: deque() for s in Stream if s != Stream.COMPUTE}
         self._pieces = pieces
         self._fixed_eagerness = eagerness
-        self._eagerness = eagerness or 0.0
+        self._eagerness = eagerness or 0.0  # of the running pass
 
     def poison(self, buffer: torch.Tensor) -> None:
         buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating-point format
@@ -123,7 +123,7 @@ class SimulatedDevice(CpuDevice):
             queue.popleft()
 
     def _force(self, task: Task, for_task: Task) -> None:
-        """Run a task to its end, preceded only by its declared waits."""
+        """Run a task to its end, after its declared waits and the tasks before it in its stream alone. ``for_task`` needs it."""
         if task.done:
             return
         queue = self._queues.get(task.op.stream)

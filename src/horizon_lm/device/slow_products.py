@@ -24,7 +24,7 @@ def warn_of_slow_products(dtype: torch.dtype) -> None:
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
-    """Return whether torch hands products of a dtype to oneDNN on this CPU; True where it has none, and this is not known."""
+    """Return whether torch hands products of a dtype to oneDNN on this CPU. Without oneDNN this is not known, and True is returned."""
     if not torch.backends.mkldnn.is_available():
         return True
     if dtype == torch.bfloat16:

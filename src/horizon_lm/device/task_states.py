@@ -31,7 +31,7 @@ class TaskStates:
         self._failed: list[Task] = []
 
     def enqueued(self, task: Task, end: Event) -> None:
-        """Set the event that marks the end of a task, which was enqueued."""
+        """Set the event that marks the end of a task that was enqueued. Tasks before it that have ended are marked as finished."""
         self.finish_reached(task.op.stream)
         with self._changed:
             self._ends[task.op.stream][task] = end
@@ -45,11 +45,11 @@ class TaskStates:
             self._changed.notify_all()
 
     def finish_reached(self, stream: Stream) -> None:
-        """Mark the tasks of a stream as finished whose ends it has reached; they are reached in order."""
+        """Mark the tasks that a stream has run as finished. It runs them in order, so the first that is not over ends the search."""
         while True:
             with self._changed:
                 task, end = next(iter(self._ends[stream].items()), (None, None))
-            if task is None or end is None or not end.query():  # no task is left, or the first has not ended
+            if task is None or end is None or not end.query():
                 return
             self.finish(task)
 
@@ -68,7 +68,7 @@ class TaskStates:
             self._changed.notify_all()
 
     def drop_failed(self) -> None:
-        """Drop all tasks that have failed, also those of other passes: later waits only need the task to be done."""
+        """Drop all tasks that have failed, also those of other passes, so that later passes do not raise their errors."""
         self.drop(self._failed)
         self._failed.clear()
 

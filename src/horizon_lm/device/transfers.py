@@ -78,7 +78,7 @@ class Move(Protocol):
 
 
 class _Joined(Sequence[Move]):
-    """The moves of several sequences, which make them when they are asked for."""
+    """The moves of several sequences. These make a move when it is asked for, so they are not put into one list."""
 
     def __init__(self, parts: Sequence[Sequence[Move]]) -> None:
         self._parts = parts
@@ -86,7 +86,7 @@ class _Joined(Sequence[Move]):
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
-    def __getitem__(self, number: Any) -> Any:
+    def __getitem__(self, number: Any) -> Any:  # a number of a move; nobody takes slices
         for part in self._parts:
             if number < len(part):
                 return part[number]
@@ -100,7 +100,7 @@ def joined(parts: Sequence[Sequence[Move]]) -> Sequence[Move]:
 
 
 def _split(parts: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield parts of tensors of one length that belong together."""
+    """Yield the parts of tensors of one length: the first part of each tensor, then the second of each, and so on."""
     return zip(*(tensor.tensor_split(parts) for tensor in tensors), strict=True)
 
 
@@ -116,7 +116,8 @@ class Copy:
         link.copy(self.destination, self.source)
 
     def split(self, parts: int) -> list[Move]:
-        return [Copy(d, s, 0) for d, s in _split(parts, self.destination, self.source)]
+        # Their bytes do not count, because those of the whole move do.
+        return [Copy(d, s, host_bytes=0) for d, s in _split(parts, self.destination, self.source)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +190,7 @@ class GatherRows:
 
 @dataclass(frozen=True, slots=True)
 class LandRows:
-    """A landing of gradients (R, H) of distinct rows in a host table (V, H). Other rows, in ``clear``, are zeroed first."""
+    """A landing of gradients (R, H) of distinct rows in a host table (V, H). The rows in ``clear`` are zeroed first."""
 
     table: torch.Tensor
     source: torch.Tensor
