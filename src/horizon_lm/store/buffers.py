@@ -21,16 +21,16 @@ def persistent_buffers(parts: ModelParts, store: Any) -> dict[str, torch.Tensor]
 
 
 def fill_buffer(store: Any, name: str, buffer: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the value that a file has for a buffer. The store remembers it if it may be rounded: in another dtype than float32."""
+    """Copy the value that a file has for a buffer. If this may round it, the store keeps the file's value, too."""
     buffer.copy_(source)
-    store.source_buffers.pop(name, None)
+    store.source_buffers.pop(name, None)  # of a file that was read before
     if buffer.dtype not in (source.dtype, torch.float32):
         store.source_buffers[name] = source.clone()
 
 
 def unrounded_buffers(parts: ModelParts, store: Any) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers as they are written: one that `fill_buffer` converted, and that has not changed since, as it
-    was in the file.
+    """Return the persistent buffers as they are written: as they were in the file if the store has that value (`fill_buffer`) and
+    the buffer has not changed since.
     """
 
     def unrounded(name: str, buffer: torch.Tensor) -> torch.Tensor:

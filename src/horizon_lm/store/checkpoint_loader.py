@@ -53,10 +53,7 @@ def check_folder(model: Any, folder: Path, quantization: Mapping[str, Any] | Non
 
 
 def check_headers(
-    model: Any,
-    checkpoint: Checkpoint,
-    conversion: Conversion,
-    optional: Collection[str] = (),
+    model: Any, checkpoint: Checkpoint, conversion: Conversion, optional: Collection[str] = ()
 ) -> list[str]:
     """Check names, dtypes and shapes of a checkpoint, and return warnings.
 
@@ -104,7 +101,10 @@ def check_headers(
 def parameter_names(model: Any) -> dict[str, str]:
     """Map every name of every parameter to its first name, because a tied parameter has several names."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    names = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(param), name)
+    return names
 
 
 def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: Checkpoint) -> None:
@@ -125,7 +125,7 @@ def _require_weights(target: Target, headers: Mapping[str, Header], checkpoint: 
 def _described(
     model: Any, checkpoint: Checkpoint, target: Target, headers: Mapping[str, Header]
 ) -> dict[str, torch.Tensor]:
-    """Return meta tensors with the names and shapes that the checkpoint's tensors have in the model."""
+    """Return meta tensors with the names and shapes that the sources of a target have in the model."""
     described = {
         name: torch.empty(headers[name].shape, dtype=_FLOATING.get(headers[name].dtype), device="meta")
         for name in target.sources
@@ -140,6 +140,7 @@ def _described(
 
 
 def _require_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
+    """Reject a tensor that has another shape than in the model."""
     if found != expected:
         raise ConfigError(
             f"{name} has shape {tuple(found)} in the checkpoint and {tuple(expected)} in the model; "
@@ -166,6 +167,7 @@ def _unused(model: Any, folder: Path, unused: Mapping[str, str]) -> Iterator[str
 
 
 def _tensors_are(names: list[str]) -> str:
+    """Return the subject and verb of a sentence about these tensors."""
     return f"{len(names)} tensor{'s' * (len(names) > 1)} (for example {min(names)}) {'are' if len(names) > 1 else 'is'}"
 
 
@@ -176,9 +178,9 @@ def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None
         parts = target.split(".")
         for place, part in enumerate(parts):
             path = ".".join(parts[:place])
-            # A name without the prefix of the decoder, as a checkpoint of the decoder alone has it.
-            path = path if path in lists else f"{model.base_model_prefix}.{path}"
-            if part.isdigit() and int(part) >= lists.get(path, int(part) + 1):
+            if path not in lists:  # the names of a checkpoint of the decoder alone lack the decoder's prefix
+                path = f"{model.base_model_prefix}.{path}"
+            if part.isdigit() and path in lists and int(part) >= lists[path]:
                 raise ConfigError(
                     f"{folder} has {path}.{part} (for example {name}), but the model of its config.json has only "
                     f"{lists[path]} of {path}; set num_hidden_layers, or the setting for their number, to that of the "
@@ -212,16 +214,9 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
             _load_packed(model, store, checkpoint, target, own)
             written[own] = target.name
             continue
-        # Of several ranks, each reads the rows in which its part lies, or all of a tensor that cannot be read in rows.
         rows = _own_rows(store, target, parameters)
-        if rows is not None and target.is_stack:
-            target = target.of_rows(rows)
-        tensors = checkpoint.read(list(target.sources), None if target.is_stack else rows)
         first_row = 0 if rows is None else rows.start
-        if target.name in parameters:
-            for name, tensor in tensors.items():
-                require_finite(name, tensor, checkpoint.file_of(name))
-        for name, tensor in target.convert(model, tensors).items():
+        for name, tensor in _read_target(model, checkpoint, target, rows, target.name in parameters).items():
             if name in buffers:
                 fill_buffer(store, name, buffers[name], tensor)
             elif name in parameters:
@@ -233,6 +228,19 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
                     raise _not_tied(checkpoint.folder, written[own], name)
                 written[own] = name
     return [ref for ref in optional if ref.name not in written]
+
+
+def _read_target(
+    model: Any, checkpoint: Checkpoint, target: Target, rows: slice | None, is_parameter: bool
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a target by their names in the model, or these rows of them; reject a parameter with NaN or infinity."""
+    if rows is not None and target.is_stack:  # whose rows are tensors of the checkpoint
+        target, rows = target.of_rows(rows), None
+    tensors = checkpoint.read(list(target.sources), rows)
+    if is_parameter:
+        for name, tensor in tensors.items():
+            require_finite(name, tensor, checkpoint.file_of(name))
+    return target.convert(model, tensors)
 
 
 def _not_tied(folder: Path, first: str, second: str) -> ConfigError:
@@ -253,10 +261,11 @@ def _load_packed(model: Any, store: Store, checkpoint: QuantizedCheckpoint, targ
 
 
 def _own_rows(store: Store, target: Target, parameters: Mapping[str, str]) -> slice | None:
-    """Return the rows of a parameter that this rank reads, because its part lies in them; None if it reads all."""
+    """Return the rows of a parameter that this rank reads, because its part lies in them; None if it reads all of the tensor."""
     own = parameters.get(target.name)
-    if store.shard.is_whole or own is None or not store.shape(own):
+    if store.shard.is_whole or own is None or not store.shape(own):  # one rank, a buffer, or a scalar
         return None
     if own in store.codecs and store.owns(own):  # its scales may depend on all of its values
         return None
-    return store.own_rows(own) if target.converter is None or target.is_stack else None
+    can_be_read_in_rows = target.converter is None or target.is_stack
+    return store.own_rows(own) if can_be_read_in_rows else None

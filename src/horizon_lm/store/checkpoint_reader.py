@@ -103,9 +103,7 @@ class Checkpoint:
         return found
 
     def read(self, names: list[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
-        """Return these tensors, or some of their rows. Close the files, so that their mapped pages do not count toward this
-        process's memory.
-        """
+        """Return these tensors, or some of their rows. Files are closed, or their mapped pages would count as this process's memory."""
         tensors = {}
         for file_name, wanted in self._by_file(names).items():
             with _opened(self._path(file_name)) as file:
@@ -135,7 +133,7 @@ class Checkpoint:
             require_inside(path, self.folder)
             require_regular(path)
             is_file = path.is_file()
-        except ConfigError:
+        except ConfigError:  # which is a ValueError, too
             raise
         except (OSError, ValueError):  # no name that a file can have
             is_file = False
@@ -194,11 +192,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _require_layout(offsets: Mapping[str, Any], headers: Mapping[str, Header]) -> int:
-    """Return the end of the last tensor; raise ValueError if tensors overlap, leave gaps or differ from their shape."""
+    """Return the end of the last tensor, in bytes behind the header; raise ValueError for overlaps, gaps and wrong numbers of bytes."""
     end, before = 0, "the header"
     for name, (start, stop) in sorted(offsets.items(), key=lambda each: tuple(each[1])):
         header = headers[name]
-        if header.dtype not in _BITS or min(header.shape, default=0) < 0:
+        if header.dtype not in _BITS or any(size < 0 for size in header.shape):
             raise ValueError(f"{name} has the unknown dtype {header.dtype!r} or the shape {tuple(header.shape)}")
         num_bytes = -(-math.prod(header.shape) * _BITS[header.dtype] // 8)
         if start != end:

@@ -7,7 +7,7 @@ is written from its slab directly to the file.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,11 +90,17 @@ def write_folder(
     for name, group in files.items():
         _write_file(disk, folder / name, group, tensors)
     _write_index(disk, folder, files, tensors.num_params, variant)
-    for stale in folder.glob("model*.safetensors") if variant is None else ():
-        if stale.name not in files and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", stale.name):
-            disk.remove(stale)
+    if variant is None:
+        _remove_stale(disk, folder, files)
     write_configs(disk, model, folder, tensors.main_dtype)
     disk.sync(folder)
+
+
+def _remove_stale(disk: Disk, folder: Path, files: Collection[str]) -> None:
+    """Remove the weights that an earlier save has left in a folder, in files with other names."""
+    for path in folder.glob("model*.safetensors"):
+        if path.name not in files and re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", path.name):
+            disk.remove(path)
 
 
 def checkpoint_tensors(parts: ModelParts, store: Store, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,14 +132,15 @@ class _Exporter:
             if name in store.unit_of and name not in store.codecs and value.data_ptr() != store.weight(name).data_ptr()
         }
         self._buffers = unrounded_buffers(parts, store)
-        self._slabs: dict[Unit, list[Unit]] = {}  # by the unit to which they belong
-        for unit in store.units:
-            self._slabs.setdefault(unit.home, []).append(unit)
-        # The names of the tensors of each unit, and at last those of the buffers.
-        self._units = [[name for slab in slabs for name in store.units[slab].layout] for slabs in self._slabs.values()]
+        slabs_of: dict[Unit, list[Unit]] = {}  # by the unit to which they belong
+        for slabs in store.units:
+            slabs_of.setdefault(slabs.home, []).append(slabs)
+        # The slabs and the names of the tensors of each unit. The buffers are the last unit, which has no slabs.
+        self._slabs = [*slabs_of.values(), []]
+        self._units = [[name for each in slabs for name in store.units[each].layout] for slabs in slabs_of.values()]
         self._units.append(list(self._buffers))
         self.main_dtype = dtype or main_dtype(store)
-        self.num_params = sum(slabs.layout.num_params for slabs in store.units.values())
+        self.num_params = sum(each.layout.num_params for each in store.units.values())
 
     @property
     def num_units(self) -> int:
@@ -147,10 +154,13 @@ class _Exporter:
     def unit(self, index: int) -> dict[str, torch.Tensor]:
         """Return a unit's tensors in the form in which the checkpoint stores them."""
         with ExitStack() as whole:
-            for unit in list(self._slabs.values())[index] if index < len(self._slabs) else ():
-                whole.enter_context(self._store.whole(unit))
+            for slabs in self._slabs[index]:
+                whole.enter_context(self._store.whole(slabs))
             tensors = self._convert({name: self._value(name) for name in self._units[index]})
-            return tensors if self._store.shard.is_whole else {name: each.clone() for name, each in tensors.items()}
+            if self._store.shard.is_whole:
+                return tensors
+            # Copies, because `whole` gives back the memory of what other ranks own.
+            return {name: each.clone() for name, each in tensors.items()}
 
     def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return as_stored(self._model, tensors)
@@ -253,11 +263,13 @@ def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> N
     are moved into the real one once they are durable.
     """
     config = true_config(model)
-    for each in (config, *(each for key in config.sub_configs if (each := getattr(config, key, None)) is not None)):
-        each.dtype = str(dtype).removeprefix("torch.")
+    nested = [getattr(config, key, None) for key in config.sub_configs]
+    for each in (config, *nested):
+        if each is not None:
+            each.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     part = part_of(folder / "config")
-    for left in folder.glob(f"{part.name}*"):  # by a save that failed
+    for left in folder.glob(f"{part.name}*"):  # left by a save that failed
         disk.remove(left)
     disk.make_folder(part)
     try:

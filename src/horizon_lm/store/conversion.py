@@ -101,7 +101,7 @@ def find_conversion(model: Any, names: Iterable[str]) -> Conversion:
             unused[name] = target
     targets = []
     for target, found in sources.items():
-        pattern = next(iter(found.values()))
+        pattern = next(iter(found.values()))  # all sources of a target have the same converter, unless it is ambiguous
         targets.append(Target(target, found, None if pattern is None else converter_of[pattern]))
     return Conversion(targets, unused)
 

@@ -38,7 +38,8 @@ class DecodedCheckpoint(QuantizedCheckpoint):
         found = super().read([name for name in names if name not in self.quantized], rows)
         for name in names:
             if name in self.quantized:
-                found[name] = self._decode(name)[rows or slice(None)]
+                decoded = self._decode(name)
+                found[name] = decoded if rows is None else decoded[rows]
         return found
 
     def _decode(self, name: str) -> torch.Tensor:

@@ -35,9 +35,7 @@ PRECISIONS = {
 
 
 def get_precision(name: str, grad_dtype: torch.dtype | None = None) -> Precision:
-    """Return the mode of that name, with another gradient dtype if given; raise ConfigError if either is not
-    supported.
-    """
+    """Return the mode of that name, with another gradient dtype if one is given; raise ConfigError if either is not supported."""
     if name not in PRECISIONS:
         raise ConfigError(f"precision {name!r} is not known; choose one of {', '.join(PRECISIONS)}")
     if grad_dtype not in (None, torch.bfloat16, torch.float32):

@@ -32,7 +32,7 @@ class QuantizedCheckpoint(Checkpoint):
     def __init__(self, folder: Path, quantization: Mapping[str, Any]) -> None:
         super().__init__(folder)
         codec, headers = matrix_codec(quantization, str(folder)), super().headers()
-        self.quantized: dict[str, QuantizedWeight] = {}  # until they are found, tensors have their own names
+        self.quantized: dict[str, QuantizedWeight] = {}  # empty while `find_weights` reads tensors by their own names
         self.quantized = find_weights(self, codec, headers)
         parts = {source for each in self.quantized.values() for source in each.sources.values()}
         parts |= {name for name in headers if STATE in name}
@@ -80,7 +80,7 @@ class QuantizedCheckpoint(Checkpoint):
         return found
 
     def _are_joined(self, target: Target, weights: Mapping[str, QuantizedWeight]) -> bool:
-        """Return whether the components of a stack are those of its matrices, which transformers joins by rows."""
+        """Return whether the components of a target's weights can be joined to those of a stack of matrices."""
         formats = {each.codec for each in weights.values()}
         if not target.is_stack or len(formats) > 1 or len(weights) < len(target.sources):
             return False
@@ -88,7 +88,9 @@ class QuantizedCheckpoint(Checkpoint):
         return formats.pop().joins([*heights.values()])
 
     def pack(self, model: Any, target: Target, codec: Codec, packed: torch.Tensor, shape: torch.Size) -> None:
-        """Read the components of a parameter into ``packed``.
+        """Read the components of a parameter, and write them into ``packed`` as its codec arranges them.
+
+        All sources of ``target`` are quantized weights, which transformers' conversion of the model joins to a parameter of this shape.
 
         Raises:
             ConfigError: a component cannot be read, or has values that no quantized weight has.
@@ -101,9 +103,8 @@ class QuantizedCheckpoint(Checkpoint):
             read = super().read(list(sources.values()))
             for source in read:
                 self._require_valid(source, component, read[source], self.quantized[first].codec)
-            (components[component],) = target.convert(
-                model, {name: read[each] for name, each in sources.items()}
-            ).values()
+            by_weight = {name: read[source] for name, source in sources.items()}
+            (components[component],) = target.convert(model, by_weight).values()
         if (offset := self.quantized[first].offset) is not None:
             components["nested_offset"] = torch.tensor([offset])
         try:
@@ -121,7 +122,7 @@ class QuantizedCheckpoint(Checkpoint):
             raise ConfigError(f"{self.file_of(name)}: {name}: {error}; download it again") from error
         for component, expected in components.items():
             source = weight.sources.get(component)
-            if source is None:
+            if source is None:  # no tensor of the folder, but the offset of double quantization
                 continue
             if source not in headers:
                 raise ConfigError(
@@ -135,7 +136,7 @@ class QuantizedCheckpoint(Checkpoint):
                 )
 
     def _require_shapes(self, target: Target) -> None:
-        """Raise ConfigError if a tensor with the shape of a weight has another one than its components."""
+        """Raise ConfigError if a folder states another shape for a weight than its components imply."""
         given = {name: source for name in target.sources if (source := self.quantized[name].shape_source) is not None}
         read = super().read([*given.values()])
         for name, source in given.items():
@@ -156,10 +157,12 @@ class QuantizedCheckpoint(Checkpoint):
                 raise ConfigError(f"{place}: {source} is not the table of its format; download it again")
         if tensor.element_size() > 1:
             return
-        # Numbers of 8 bits: E4M3 has a NaN of either sign, and E8M0, of the scales, one.
+        if component != "scales" and not tensor.is_floating_point():  # codes, of which all are valid
+            return
+        # Numbers of 8 bits: E4M3 has a NaN of either sign; E8M0, the format of scales, has one.
         raw = tensor.view(torch.uint8)
         is_nan = (raw & 127) == 127 if tensor.dtype == torch.float8_e4m3fn else raw == 255
-        if (component == "scales" or tensor.is_floating_point()) and is_nan.any():
+        if is_nan.any():
             raise ConfigError(f"{place}: {source} has {int(is_nan.sum()):,} NaN values; download it again")
 
 
@@ -182,7 +185,7 @@ def codecs_of(checkpoint: QuantizedCheckpoint, parts: ModelParts) -> dict[str, C
 
 
 def require_untransposed(checkpoint: QuantizedCheckpoint, conversion: Conversion, parts: ModelParts) -> None:
-    """Raise ConfigError if bitsandbytes has quantized the transpose of a weight, which the shape of a square one does not show."""
+    """Raise ConfigError if bitsandbytes has quantized the transpose of a weight: of Conv1D, whose square weights have the same shape."""
     kinds = {ref.name: type(ref.places[0][0]).__name__ for ref in parts.refs()}
     for target in conversion.targets:
         found = (checkpoint.quantized[name] for name in target.sources if name in checkpoint.quantized)

@@ -83,7 +83,7 @@ def _find_4bit(checkpoint: Checkpoint, codec: Bnb4Bit, headers: Mapping[str, Hea
 def _read_state(
     checkpoint: Checkpoint, weight: str, name: str, kind: str, headers: Mapping[str, Header]
 ) -> QuantizedWeight:
-    """Return a weight as its quantization state describes it."""
+    """Return ``weight`` as its state describes it: the bytes of a JSON object in tensor ``name``, which ends with the format ``kind``."""
     try:
         if headers[name].shape.numel() > _LONGEST_STATE:
             raise ValueError(f"{headers[name].shape.numel():,} bytes")
@@ -123,8 +123,9 @@ def _find_fp8(checkpoint: Checkpoint, codec: Fp8, headers: Mapping[str, Header])
         if header.dtype != "F8_E4M3":
             continue
         stem = name.removesuffix("weight")
-        # If there is neither, the first is reported as a missing component.
+        # If neither name is there, the first is reported as a missing component.
         scale = next((stem + each for each in _SCALES if stem + each in headers), stem + _SCALES[0])
+        # A missing tensor of scales, or one of another dtype, is rejected with the components.
         dtype = _SCALE_DTYPES.get(headers[scale].dtype, torch.float32) if scale in headers else torch.float32
         sources = {"weight": name, "weight_scale_inv": scale}
         found[name] = QuantizedWeight(header.shape, Fp8(codec.tile, dtype), sources)

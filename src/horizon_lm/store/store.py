@@ -19,7 +19,7 @@ from horizon_lm.units import EMBED, OUTER, Unit
 def _slabs_of(
     shapes: Mapping[Unit, Mapping[str, torch.Size]], in_float32: Collection[str]
 ) -> dict[Unit, Mapping[str, torch.Size]]:
-    """Return the shapes of the tensors in each slab, of which those in float32 have slabs of their own."""
+    """Return the shapes of the tensors in each slab. Those that are kept in float32 have slabs of their own (`Unit.float32`)."""
     found: dict[Unit, Mapping[str, torch.Size]] = {}
     for unit, tensors in shapes.items():
         found[unit] = {name: shape for name, shape in tensors.items() if name not in in_float32}
@@ -104,12 +104,12 @@ class Store:
         return self._parts[unit]
 
     def _find_parts(self, unit: Unit) -> list[Unit]:
-        """Return what `parts_of` returns; a unit without tensors has its empty slabs."""
+        """Return what `parts_of` returns."""
         found = [each for each in (unit, unit.float32) if each in self.units and self.units[each].layout.numel]
-        return found or [unit]
+        return found or [unit]  # of a unit without tensors, its empty slabs
 
     def _by_precision(self, units: Iterable[Unit]) -> Iterator[list[Unit]]:
-        """Yield the units of the store's precision, and those in float32."""
+        """Yield two lists: the units of the store's precision, and those in float32."""
         found = list(units)
         yield [unit for unit in found if not unit.is_float32]
         yield [unit for unit in found if unit.is_float32]
@@ -120,10 +120,10 @@ class Store:
             return
         precision = self.precision_of(units[0])
         dtype = precision.weight_dtype
-        split = [unit for unit in units if precision.low_half and unit not in self.frozen]
+        with_low = [unit for unit in units if precision.low_half and unit not in self.frozen]
         weights = self.new_arena([self.units[unit].plain.numel for unit in units], dtype)
         packed = self.new_arena([self.units[unit].packed.num_bytes for unit in units], torch.uint8)
-        low = self.new_arena([self.units[unit].plain.numel for unit in split], torch.int16)
+        low = self.new_arena([self.units[unit].plain.numel for unit in with_low], torch.int16)
         for unit in units:
             slabs = self.units[unit]
             slabs.arena, slabs.start = weights, weights.position
@@ -131,7 +131,7 @@ class Store:
             slabs.packed_arena, slabs.packed_start = packed, packed.position
             slabs.packed.data = packed.take(slabs.packed.num_bytes, torch.uint8, slabs.packed.own)
             slabs.low_arena, slabs.low_start = low, low.position
-            slabs.low = low.take(slabs.plain.numel, torch.int16, slabs.own) if unit in split else None
+            slabs.low = low.take(slabs.plain.numel, torch.int16, slabs.own) if unit in with_low else None
 
     def extended(
         self,
@@ -157,12 +157,8 @@ class Store:
             and [old_names.get(name) for name in UnitSlabs(tensors, codecs).layout] == list(self.units[unit].layout)
         }
         store = Store(shapes, precision, frozen, kept, codecs, self.shard, in_float32)
-        store.source_dtypes = {
-            name: self.source_dtypes[old] for name, old in old_names.items() if old in self.source_dtypes
-        }
-        store.decoded_dtypes = {
-            name: self.decoded_dtypes[old] for name, old in old_names.items() if old in self.decoded_dtypes
-        }
+        for own, new in ((self.source_dtypes, store.source_dtypes), (self.decoded_dtypes, store.decoded_dtypes)):
+            new.update({name: own[old] for name, old in old_names.items() if old in own})
         store.source_buffers = self.source_buffers
         return store
 
@@ -173,7 +169,7 @@ class Store:
     def allocate_grads(self, trainable: Iterable[str], units: Collection[Unit]) -> None:
         """Allocate gradient slabs of these units for these parameters, given by full name.
 
-        Gradients can be allocated only once, because the slots and moments of all units have the same layout.
+        All units get a layout and a dtype of gradients, by which slots and moments are made, so this can be called only once.
 
         Raises:
             StreamingError: a parameter belongs to a frozen unit.
@@ -185,10 +181,8 @@ class Store:
                     f"{unit}: the base of a model with adapters was frozen when it was streamed, and has no fp32 master; "
                     "unfreeze its weights before stream(), or stream with precision='bf16'"
                 )
-        # All units get a layout and a dtype, which slots and moments are made by; only those that keep gradients get memory.
-        for slabs in self.units.values():
-            slabs.lay_out_grads(trainable)
         for unit, slabs in self.units.items():
+            slabs.lay_out_grads(trainable)
             slabs.grads = torch.empty(0, dtype=self.precision_of(unit).grad_dtype)
         for kept in self._by_precision(unit for unit in self.units if unit in units):
             self._allocate_grads([self.units[unit] for unit in kept])
@@ -266,7 +260,7 @@ class Store:
 
     @contextmanager
     def packing(self, name: str) -> Iterator[torch.Tensor]:
-        """Context manager: yield memory for the bytes of a quantized parameter. Of several ranks, each keeps its part."""
+        """Context manager: yield memory for all bytes of a quantized parameter. On leaving, each of several ranks keeps its part."""
         kept = self.packed(name)
         if self.shard.is_whole:
             yield kept
@@ -277,7 +271,7 @@ class Store:
         kept[own] = packed[own]
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return the streamed half of a parameter: its part of the slab, as a tensor with a separate storage.
+        """Return a parameter as it is streamed, without its low half: its part of the slab, as a tensor with a separate storage.
 
         safetensors, accelerate and torch.save would save parameters with a shared storage as one tensor. Of a quantized
         parameter, a placeholder without memory is returned.
@@ -335,10 +329,10 @@ class Store:
         return torch.equal(join_master(weights, slabs.low[part]), source.float())
 
     def own_rows(self, name: str) -> slice:
-        """Return the rows of a parameter, at least one, in which this rank's part lies; one of a quantized parameter."""
+        """Return the rows of a parameter in which this rank's part lies; one row if it owns nothing."""
         slabs = self.units[self.unit_of[name]]
         shape = slabs.layout.entries[name].shape
-        if name in self.codecs:
+        if name in self.codecs:  # asked only about one of which the rank owns nothing: of others, all rows are read
             return slice(0, 1)
         num_rows, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         _, own = self._own_part(slabs, name)
@@ -346,7 +340,7 @@ class Store:
         return slice(first, max(first + 1, -(-own.stop // width)))
 
     def _own_part(self, slabs: UnitSlabs, name: str, first_row: int = 0) -> tuple[slice, slice]:
-        """Return the elements of a parameter that this rank owns: their range in the slab, and in the parameter from a row on."""
+        """Return the elements of a parameter that this rank owns: as a range of the slab, and of the rows from ``first_row`` on."""
         entry, part = slabs.layout.entries[name], slabs.layout.part_of(name, slabs.own)
         start_of_row = entry.offset + first_row * math.prod(entry.shape[1:])
         return part, slice(part.start - start_of_row, part.stop - start_of_row)

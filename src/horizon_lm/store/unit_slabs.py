@@ -68,10 +68,11 @@ class SlabLayout:
         return slab.as_strided(entry.shape, entry.strides, slab.storage_offset() + entry.offset)
 
     def gaps(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """Return the padding between tensors, which must be zero if a whole slab is reduced."""
+        """Return the padding behind each tensor, which must be zero if a whole slab is reduced."""
         ends = [entry.offset + entry.numel for entry in self.entries.values()]
-        starts = [*[entry.offset for entry in self.entries.values()][1:], self.numel]
-        return [slab[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
+        starts = [entry.offset for entry in self.entries.values()]
+        next_starts = [*starts[1:], self.numel]
+        return [slab[end:start] for end, start in zip(ends, next_starts, strict=True) if end < start]
 
 
 class UnitSlabs:
@@ -148,7 +149,7 @@ class UnitSlabs:
         return self.shard.own(self.grad_cuts)
 
     def slabs(self) -> list[tuple[torch.Tensor, list[int]]]:
-        """Return the slabs of the weights, and the places at which the ranks cut them."""
+        """Return the slabs of the weights, their low halves and the quantized tensors, each with the places at which the ranks cut it."""
         low = [] if self.low is None else [(self.low, self.cuts)]
         return [(self.weights, self.cuts), *low, (self.packed.data, self.packed.cuts)]
 
