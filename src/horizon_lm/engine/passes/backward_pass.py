@@ -3,11 +3,12 @@
 An error outside of the engine's nodes, as in a hook, is noticed by the next forward pass (`Engine._abandon_unfinished`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from horizon_lm.device.transfers import joined
+from horizon_lm.device.transfers import Move, joined
+from horizon_lm.engine.host.updates import UnitOptimizer
 from horizon_lm.engine.passes.forward_pass import config_of
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
@@ -65,24 +66,30 @@ class BackwardPass:
         lease.release()
 
     def gradients_ready(self, unit: Unit, names: list[str]) -> None:
-        """Record that these parameters' gradients are complete on the device, before they are landed."""
+        """Record that these parameters' gradients are complete on the device, before they are landed. With ``update_in_backward``,
+        all ranks call this together, and the unit's update is bound.
+        """
         engine, optimizer = self._engine, self._engine.updates.optimizer_in_backward
         # A batch may leave a parameter unused, such as an expert; if another rank uses it, all of them update it alike.
-        if engine.mesh is not None and optimizer is not None:
+        if optimizer is not None:
             names = self._agreed({unit: names})[unit]
         self.ready[unit] = names
         # The table's update comes with the next forward pass, and a tied head's gradient is added to the table's.
         if optimizer is not None and unit != EMBED and engine.slab_unit(unit) == unit:
-            slots, units = engine.grads.slots, engine.store.unit_of
-            assert slots is not None
-            moves = [
-                optimizer.moves(part, [name for name in names if units[name] == part], slots.slot_of(part))
-                for part in engine.store.parts_of(unit)
-            ]
-            engine.cursor.bind(Kind.UPDATE, unit, joined(moves))
+            engine.cursor.bind(Kind.UPDATE, unit, self._update_moves(optimizer, unit, names))
+
+    def _update_moves(self, optimizer: UnitOptimizer, unit: Unit, names: list[str]) -> Sequence[Move]:
+        """Return the update of these parameters of a unit, whose gradients land in slots."""
+        slots, unit_of = self._engine.grads.slots, self._engine.store.unit_of
+        assert slots is not None
+        moves = [
+            optimizer.moves(part, [name for name in names if unit_of[name] == part], slots.slot_of(part))
+            for part in self._engine.store.parts_of(unit)
+        ]
+        return joined(moves)
 
     def _agreed(self, ready: dict[Unit, list[str]]) -> dict[Unit, list[str]]:
-        """Return the parameters that have a gradient on any rank, by unit."""
+        """Return the parameters that have a gradient on any rank, by unit. All ranks call this together, for the same units."""
         if self._engine.mesh is None:
             return ready
         everywhere = self._engine.mesh.exchange("gradients of " + ", ".join(ready), ready)
@@ -91,9 +98,7 @@ class BackwardPass:
     def end(self) -> None:
         """End the pass. Its gradients are still landing, or are being applied."""
         engine = self._engine
-        engine.grads.track_landings(
-            engine.cursor.tasks_of(Kind.STREAM_OUT)
-        )  # they continue to land while the host goes on
+        engine.grads.track_landings(engine.cursor.tasks_of(Kind.STREAM_OUT))
         engine.updates.add(engine.cursor.tasks_of(Kind.UPDATE))
         self.has_updated = engine.cursor.update_begun()
         engine.cursor.finish()

@@ -29,7 +29,7 @@ class Cursor:
         self._last_use: dict[LastUse, Task] = {}  # the last task that reads or writes a buffer, across passes
         self._tasks: list[Task] = []  # tasks of the running pass, in order
         self._position = 0  # position of the first task that is neither issued nor computed
-        self._reached_any = False  # True once the running pass has computed something
+        self._has_computed = False  # True once the running pass has reached a computation
         self.schedule: Schedule | None = None
 
     @property
@@ -55,7 +55,7 @@ class Cursor:
         # Recorded after all waits are found: a wait for the last use means that of an earlier pass.
         for task, uses in zip(tasks, schedule.uses, strict=True):
             self._last_use.update(dict.fromkeys(uses, task))
-        self.schedule, self._tasks, self._position, self._reached_any = schedule, tasks, 0, False
+        self.schedule, self._tasks, self._position, self._has_computed = schedule, tasks, 0, False
         self._device.announce(tasks)
 
     def bind(self, kind: Kind, unit: Unit, moves: Sequence[Move]) -> Task:
@@ -118,9 +118,7 @@ class Cursor:
         self._end()
 
     def abandon(self) -> None:
-        """Cancel the remaining work of the running pass, except updates that have been issued, which must be
-        completed.
-        """
+        """Cancel the remaining work of the running pass, except updates that have been issued, which must be completed."""
         if self.active:
             try:
                 self._device.cancel(
@@ -130,7 +128,7 @@ class Cursor:
                 self._end()
 
     def drop(self) -> None:
-        """End the running pass, and forget all earlier ones, without the device, which has failed."""
+        """End the running pass, and forget all earlier ones. The device has failed, and is not asked."""
         self._end()
         self.forget()
 
@@ -142,8 +140,9 @@ class Cursor:
         self.schedule, self._tasks = None, []
 
     def _advance_to(self, kind: Kind, unit: Unit) -> int:
-        """Issue everything before a computation of the schedule, and return its position."""
+        """Issue everything before a computation, and return its position; raise ScheduleMismatchError if it may not come next."""
         wanted = f"{kind} {unit}"
+        # -1, which is before every position, if no pass is running or the schedule does not have it.
         index = self.schedule.positions.get((kind, unit), -1) if self.schedule is not None else -1
         if index < self._position:
             expected = next((str(t.op) for t in self._tasks[self._position :]), "the end of the pass")
@@ -151,7 +150,7 @@ class Cursor:
         skipped = [t.op for t in self._tasks[self._position : index] if t.op.stream == Stream.COMPUTE]
         if skipped:
             self._skip(skipped, index, wanted)
-        self._reached_any = True
+        self._has_computed = True
         self._issue_copies(up_to=index)
         if self._position < index:
             raise ScheduleError(f"{self._tasks[self._position].op} is before {wanted}, but what it moves is not known")
@@ -161,20 +160,19 @@ class Cursor:
         """Cancel the operations of skipped units; raise ScheduleMismatchError if the schedule does not let them be left out."""
         units, schedule = {op.unit for op in skipped}, self.schedule
         assert schedule is not None
-        if not (units <= schedule.optional or (schedule.begins_anywhere and not self._reached_any)):
+        if not (units <= schedule.optional or (schedule.begins_anywhere and not self._has_computed)):
             raise ScheduleMismatchError(str(skipped[0]), wanted)
-        # Of these units alone: copies of the unit that is wanted stand among the skipped operations.
+        # Those of these units alone: copies of the unit that is wanted may stand between them.
         self._device.cancel([t for t in self._tasks[self._position : index] if t.op.unit in units])
 
     def _issue_copies(self, up_to: int | None = None) -> None:
-        """Issue tasks from this position up to the next computation or the first task without known movements."""
+        """Issue tasks from this position up to the next computation, the first task without known movements, or position ``up_to``."""
         stop = len(self._tasks) if up_to is None else up_to
         while self._position < stop:
             task = self._tasks[self._position]
-            if task.op.stream == Stream.COMPUTE and not task.done:
-                return
-            if task.op.stream != Stream.COMPUTE and not task.done:
-                if task.moves is None:  # not bound yet: later copies must not overtake it
+            if not task.done:
+                # Later copies must not overtake one that is not bound yet.
+                if task.op.stream == Stream.COMPUTE or task.moves is None:
                     return
                 self._device.issue(task)
             self._position += 1

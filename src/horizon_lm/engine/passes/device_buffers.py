@@ -134,9 +134,9 @@ class UnitBuffers:
         head_grad_dtype: torch.dtype, accumulates: bool,
     ) -> None:  # fmt: skip
         largest, self._accumulates = max(blocks), accumulates
+        self._device, self._blocks, self._dtype = device, blocks, dtype
         self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
         self.resident_weights: dict[int, Slots] = {}
-        self._new_resident = lambda u: Slots(device, "resident_weights", 1, blocks[u], dtype)
         # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
         self.grad_slots = Slots(device, "grad_slots", 1 if accumulates else 2, largest, grad_dtype)
         self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
@@ -157,7 +157,9 @@ class UnitBuffers:
         """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
         for slots in (*self.resident_weights.values(), self.weight_slots):
             slots.release()
-        self.resident_weights = {index: self._new_resident(index) for index in blocks}
+        self.resident_weights = {
+            index: Slots(self._device, "resident_weights", 1, self._blocks[index], self._dtype) for index in blocks
+        }
 
     def weights_of(self, unit: Unit) -> torch.Tensor:
         """Return the buffer that a unit's weights are streamed into."""
@@ -184,7 +186,7 @@ class DeviceBuffers:
     Attributes:
         packed_slots: two slots in which several ranks gather the codes and scales of a quantized block.
         tile_packed_slots: two slots in which they gather those of a tile.
-        gathers_packed: they do, because each has a part of them.
+        gathers_packed: these slots are used, because there are several ranks and quantized weights.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
             gradients needs no accumulator: they are summed in the slot. Those of weights in float32 go the same way as the
             others of their block.
@@ -206,12 +208,12 @@ class DeviceBuffers:
 
         slot = tiles.slot_numel
         self._units = UnitBuffers(
-            device, [slot(unit) for unit in blocks], slot(head), slot(OUTER), dtype, grad_dtype, head_grad_dtype,
-            self.accumulates,
+            device, [slot(unit) for unit in blocks], slot(head), slot(OUTER),
+            dtype=dtype, grad_dtype=grad_dtype, head_grad_dtype=head_grad_dtype, accumulates=self.accumulates,
         )  # fmt: skip
         self._in_float32 = UnitBuffers(
             device, [slot(unit.float32) for unit in blocks], slot(head.float32), slot(OUTER.float32),
-            torch.float32, torch.float32, torch.float32, self.accumulates,
+            dtype=torch.float32, grad_dtype=torch.float32, head_grad_dtype=torch.float32, accumulates=self.accumulates,
         )  # fmt: skip
         # Gradients of a tile are summed over micro-batches in its slot, and rounded there.
         tile_dtype = torch.float32 if self.accumulates else grad_dtype
@@ -254,18 +256,15 @@ class DeviceBuffers:
         resident = list(blocks)
         self._units.set_resident(resident)
         self._in_float32.set_resident(resident)
-        self.ring.release()  # no ring is needed if all boundaries stay on the device, and no slots if all weights do
+        # A later pass allocates it again, unless all boundaries stay on the device now.
+        self.ring.release()
 
     def grads_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer from which the gradients of these slabs, or of a tile, are landed, after those of several ranks are
-        summed in it.
-        """
+        """Return the buffer from which the gradients of these slabs, or of a tile, are landed (`UnitBuffers.grads_of`)."""
         if unit.is_tile:
             return self.tile_grad_slots[self._tiles.slots.slot(unit)]
         return self._of(unit).grads_of(unit.home)
 
     def sums_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer in which a block's gradients are summed over micro-batches: that from which they are landed, or the
-        accumulator.
-        """
+        """Return the buffer in which a block's gradients are summed over micro-batches: the accumulator, or that of `grads_of`."""
         return self._of(unit).accumulator[0] if self.accumulates else self.grads_of(unit)

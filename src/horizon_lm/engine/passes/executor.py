@@ -158,7 +158,7 @@ class Engine(Machinery):
         self.running.backward = None
 
     def _end_of_graph(self) -> None:
-        """End the pass and call hooks. Autograd calls this when its graph is finished."""
+        """End the pass, and call hooks of parameters whose gradients are published. Autograd calls this when its graph is finished."""
         self._end_backward()
         # Cleared before it is called, since it may raise an error and must not be called again.
         callback, self.after_next_backward = self.after_next_backward, None
@@ -204,9 +204,7 @@ class Engine(Machinery):
     # Between passes
 
     def expect_batch(self, batch: ExpectedBatch) -> None:
-        """Announce the largest expected batch, so that buffers that grow with the batch are allocated once, with that
-        size.
-        """
+        """Announce the largest expected batch, so that buffers that grow with the batch are allocated once, with that size."""
         self.expected = batch
 
     def change_residency(self, residency: Residency) -> None:
@@ -254,10 +252,10 @@ class Engine(Machinery):
         self.boundaries.close()
         # The new store has taken over the slabs of units that have the same parameters as before: all but the outer parameters,
         # so all codes. Gradients are allocated anew, and low halves are not page-locked.
-        kept = {slabs.weights.data_ptr() for slabs in store.units.values()}
+        taken_over = {slabs.weights.data_ptr() for slabs in store.units.values()}
         for slabs in self.store.units.values():
             # The own ranges, as they were registered: on most ranks they begin in the middle of a slab.
             self.device.free_host(slabs.grads[slabs.own_grads])
-            if slabs.weights.data_ptr() not in kept:
+            if slabs.weights.data_ptr() not in taken_over:
                 self.device.free_host(slabs.weights[slabs.own])
         self.device.trim()

@@ -33,7 +33,7 @@ class ExpertTiles:
 
     def __init__(self, parts: ModelParts, store: Store, size: int | None) -> None:
         self.experts: dict[int, RoutedExperts] = {} if size is None else find_divisible_experts(parts)
-        self._store, self._size = store, size or 1
+        self._store, self._size = store, size or 1  # without a size no block is cut, so it is not used
         self.parts = {unit: SlabPart(slabs) for unit, slabs in store.units.items()}
         for index, experts in self.experts.items():
             slabs = store.units[block(index)]
@@ -87,5 +87,7 @@ class ExpertTiles:
         """
         if unit.is_tile:
             return unit.tile_number == self.counts[unit.block_index] - 1
-        is_cut = unit.is_block and not unit.is_float32 and unit.block_index in self.experts
-        return not (is_cut and self.parts[tile(unit.block_index, 0)].grad_layout.numel)
+        is_core = unit.is_block and not unit.is_float32 and unit.block_index in self.experts
+        if is_core:  # the first, if the tiles are not trained and so land nothing
+            return self.parts[tile(unit.block_index, 0)].grad_layout.numel == 0
+        return True

@@ -75,15 +75,18 @@ def _has_begun_updates(engine: Machinery, running: Running) -> bool:
     optimizer = engine.updates.optimizer_in_backward
     if optimizer is None or not optimizer.pending:
         return False
-    # After a fault in the backward, `abandon` has recorded a partial update if there is one.
-    return engine.cursor.update_begun() if running.backward is not None else not engine.grads.invalid
+    if running.backward is not None:
+        return engine.cursor.update_begun()
+    # A backward pass has issued all updates when it ends. After a fault in it, gradients are invalid, and `abandon` has recorded a
+    # partial update if one had begun.
+    return not engine.grads.invalid
 
 
 def _quiesce(engine: Machinery) -> None:
     """Wait until the device is idle. An update that could not begin raises its error here, and stays pending."""
     for _ in range(len(engine.store.units)):  # at most one failed update for each
-        # Raising the error of a failed update clears it. An update that failed inside a kernel already is a partial
-        # update.
+        # Each call raises the error of one failed update, and clears it. One that failed inside a kernel is already recorded as a
+        # partial update.
         with suppress(Exception):
             engine.device.synchronize()
             return

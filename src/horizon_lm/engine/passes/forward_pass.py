@@ -73,7 +73,7 @@ class ForwardPass:
         Raises:
             DisagreementError: the ranks are about to run different passes.
         """
-        engine, between, request = self._engine, self._engine.between, self._request
+        engine, request = self._engine, self._request
         keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
         # Asked once: nodes and backward pass follow the parameters that were trained now, even if one is frozen in
         # between.
@@ -86,7 +86,20 @@ class ForwardPass:
         cut = engine.tiles.experts
         self.routed = frozenset(u for u in request.routed if u in cut or not engine.layout.is_resident(u))
         # After the drain, which may have issued the table's update.
-        schedule = build.forward(
+        schedule = self._build_schedule(keeps)
+        self.micro_batches = split_batches(request.rows, None if request.whole_batch else engine.options)
+        # Before the first copy: a rank that is elsewhere must get an error here, and not join another pass's
+        # collectives.
+        num_before, num_everywhere = _agree(engine, schedule, len(self.micro_batches))
+        self.randomness = MicroBatchRandomness(
+            engine.device, len(self.micro_batches), request.draws, num_before, num_everywhere
+        )
+        engine.cursor.start(schedule, UnitMoves(engine, routed=self.routed))
+
+    def _build_schedule(self, keeps: frozenset[int]) -> Schedule:
+        """Return the operations of the pass, of which these blocks keep their boundaries."""
+        engine, between, request = self._engine, self._engine.between, self._request
+        return build.forward(
             engine.layout,
             keeps=keeps,
             embed=request.embed,
@@ -96,14 +109,6 @@ class ForwardPass:
             head_grads=request.may_have_head_grads and bool(self.trained[engine.slab_unit(HEAD)]),
             routed=self.routed,
         )
-        self.micro_batches = split_batches(request.rows, None if request.whole_batch else engine.options)
-        # Before the first copy: a rank that is elsewhere must get an error here, and not join another pass's
-        # collectives.
-        before, everywhere = _agree(engine, schedule, len(self.micro_batches))
-        self.randomness = MicroBatchRandomness(
-            engine.device, len(self.micro_batches), request.draws, before, everywhere
-        )
-        engine.cursor.start(schedule, UnitMoves(engine, routed=self.routed))
 
     def end(self) -> None:
         """End the pass, whose units are computed."""
@@ -112,7 +117,7 @@ class ForwardPass:
         engine.updates.add(engine.cursor.tasks_of(Kind.UPDATE))
         engine.cursor.finish()
         self.randomness.finish()
-        # Only now, because a pass that fails may not have loaded them.
+        # Only now, because a pass that fails may not have streamed them in.
         between.outer_version, between.resident_version = engine.store.version, engine.store.block_version
         # All of the embedding's update was issued in this pass, so its part of a checkpoint can follow.
         engine.updates.table = None
@@ -125,7 +130,7 @@ class ForwardPass:
         allocate_grads(engine)
         anchor = between.anchor_of([engine.refs[name].param for names in self.trained.values() for name in names])
         state = ForwardState(engine.store.version, keeps, self.trained, config_of(engine), anchor)
-        # Weakly: a loss that is dropped without a backward pass takes its state, and the buffers of it, along.
+        # Held weakly, so that the state and its buffers are freed with a loss that is dropped without a backward pass.
         between.recorded.add(state)
         state.has_head_grads = has_head_grads
         # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all
@@ -140,7 +145,7 @@ class ForwardPass:
         return state
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
-        """Drain if the training passes that follow have a different layout, which rarely happens.
+        """Drain if this pass is recorded and has another layout than the last recorded one, which rarely happens.
 
         The waits between passes are proven sufficient only for passes of the same layout.
         """

@@ -31,9 +31,7 @@ class Anchor:
         self.tensor: torch.Tensor = _Anchor.apply(sentinel, *params)
 
     def sees_whole_backward(self) -> bool:
-        """Return False in a backward pass restricted to some tensors: ``backward(inputs=...)`` or
-        ``torch.autograd.grad``.
-        """
+        """Return False in a backward pass restricted to some tensors: ``backward(inputs=...)`` or ``torch.autograd.grad``."""
         return torch._C._will_engine_execute_node(self._sentinel)
 
 
@@ -133,9 +131,7 @@ class BufferLease:
         return None if forward_state is None or forward_state.consumed else forward_state
 
     def take(self, forward_state: ForwardState) -> None:
-        """Give the resource to a forward pass. The reference is weak, so a dropped forward pass returns
-        the resource.
-        """
+        """Give the resource to a forward pass. The reference is weak, so a dropped forward pass returns the resource."""
         self._holder = weakref.ref(forward_state)
 
     def release(self) -> None:
@@ -207,13 +203,11 @@ class BoundaryPool:
             self._free_host(self._free.pop()[0])
 
     def release(self, forward_state: ForwardState) -> None:
-        """Take back a failed forward pass's buffers now, because a traceback may keep its state alive for a
-        long time.
-        """
+        """Take back a failed forward pass's buffers now, because a traceback may keep its state alive for a long time."""
         self._give_back(forward_state.boundaries, forward_state.offloads)
 
     def _give_back(self, boundaries: dict[int, torch.Tensor], offloads: dict[int, Task]) -> None:
-        """Take back buffers, each with its last copy (`ForwardState.offloads`), and empty ``boundaries``."""
+        """Take back the buffers of a forward pass, each with its last copy (`ForwardState.offloads`), and empty ``boundaries``."""
         while boundaries:
             block, buffer = boundaries.popitem()
             if self._is_closed:

@@ -21,13 +21,13 @@ class HostAccess:
     holds_losses = False
 
     def __init__(self, engine: Machinery, running: Running) -> None:
-        self._of = weakref.ref(engine)  # which owns this object
+        self._engine = weakref.ref(engine)  # weak, because the engine owns this object
         self._running = running
 
     @property
     def engine(self) -> Machinery:
         """The engine."""
-        engine = self._of()
+        engine = self._engine()
         assert engine is not None
         return engine
 
@@ -45,9 +45,7 @@ class HostAccess:
         return not self.engine.store.shard.is_whole
 
     def before_foreign_step(self, optimizer: str) -> None:
-        """Wait for updates before another optimizer's step; raise StreamingError if it would lose the weights' low
-        halves.
-        """
+        """Wait for updates before another optimizer's step; raise StreamingError if it would lose the weights' low halves."""
         if self.engine.store.precision.low_half:
             raise StreamingError(
                 f"{optimizer} would round every update to bfloat16: in precision 'fp32_master' only optimizers of horizon_lm, such as "

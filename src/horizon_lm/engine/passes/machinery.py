@@ -71,11 +71,11 @@ class Machinery:
         return self.store.units[self.slab_unit(unit)]
 
     def part_of(self, unit: Unit) -> SlabPart:
-        """Return the slabs that hold a unit, or the part of them that a tile or a block without its tiles is."""
+        """Return the slabs that hold a unit, or the part of them that belongs to a tile, or to a block without its tiles."""
         return self.tiles.parts[self.slab_unit(unit)]
 
     def parts_of(self, unit: Unit) -> list[Unit]:
-        """Return the slabs that are moved with a unit; a tile is part of one."""
+        """Return the slabs that are moved with a unit; a tile is a part of one, and is moved alone."""
         return [unit] if unit.is_tile else self.store.parts_of(unit)
 
     def weights_on_device(self, unit: Unit) -> dict[str, torch.Tensor]:
@@ -100,9 +100,7 @@ class Machinery:
         return self._name_of.get(id(param))
 
     def trainable(self) -> dict[Unit, list[str]]:
-        """Return the full names of the parameters that currently require a gradient, by the unit that owns
-        their slabs.
-        """
+        """Return the full names of the parameters that currently require a gradient, by the unit that owns their slabs."""
         # Asked in every pass for every parameter: through the class, each would be a call in Python.
         with torch._C.DisableTorchFunctionSubclass():
             return {

@@ -72,7 +72,7 @@ class BlockCall(Tree):
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__((args, kwargs))
         # The hidden states are the first positional argument, or a keyword argument of that name.
-        self.hidden = 0 if args else next(i for i, p in enumerate(self.paths) if "hidden_states" in p[0])
+        self.hidden = 0 if args else next(i for i, (path, _) in enumerate(self.paths) if "hidden_states" in path)
 
     def containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the contents of mutable arguments as comparable values, to detect changes by the block."""
@@ -104,7 +104,7 @@ class BlockCalls:
             call.drop_tensors()
 
     def inputs(self, tensors: Sequence[Any], dims: Sequence[int | None], part: MicroBatch) -> list[torch.Tensor]:
-        """Return the tensors of a micro-batch from those of all calls, given the row dimension of each."""
+        """Return the tensors of a micro-batch, cut from ``tensors`` of all calls. ``dims`` has the row dimension of each."""
         span = self.spans[part.batch]
         return slice_all(tensors[span], dims[span], part.rows)
 
@@ -154,13 +154,14 @@ def compare_rows(
         ModelNotSupportedError: a shape changed other than by one in one dimension.
     """
     dims: dict[Path, int | None] = {}
-    for path, a, b in zip(paths, shapes, more, strict=True):
-        changed = [d for d in range(len(a)) if a[d] != b[d]]
+    for path, shape, larger in zip(paths, shapes, more, strict=True):
+        changed = [dim for dim in range(len(shape)) if shape[dim] != larger[dim]]
         # Exactly one dimension may follow the rows, and by one entry for each row: otherwise a slice would cut a row
         # in two.
-        if changed and (len(changed) > 1 or (a[changed[0]], b[changed[0]]) != (num_rows, num_rows + 1)):
+        if changed and (len(changed) > 1 or (shape[changed[0]], larger[changed[0]]) != (num_rows, num_rows + 1)):
+            name, _ = path
             raise ModelNotSupportedError(
-                f"the block input {path[0]} has shape {tuple(a)} for {num_rows} rows and {tuple(b)} for {num_rows + 1}, so it "
+                f"the block input {name} has shape {tuple(shape)} for {num_rows} rows and {tuple(larger)} for {num_rows + 1}, so it "
                 f"cannot be cut into micro-batches; {WHOLE_BATCHES}"
             )
         dims[path] = changed[0] if changed else None
@@ -171,8 +172,7 @@ _IMMUTABLE = (torch.Tensor, bool, int, float, str, tuple, type(None))
 
 
 def _contents(value: Any) -> Any:
-    """Return the names and identities of what a container holds."""
-    # Items are compared by identity: comparing tensors by value would cost time, and wait for an accelerator.
+    """Return the names and identities of what a container holds. Comparing tensors by value would wait for an accelerator."""
     if isinstance(value, Mapping):
         return [(key, id(item)) for key, item in value.items()]
     if isinstance(value, list):
@@ -231,13 +231,13 @@ class RowOutputs:
     def add(self, rows: Rows, output: Tree) -> None:
         """Add the output of a micro-batch. Its tensors are dropped from the tree."""
         start, stop = rows
-        whole = stop - start == self._num_rows  # the only micro-batch: nothing is copied
+        is_whole = stop - start == self._num_rows  # the only micro-batch: nothing is copied
         if self._tree is None:
             self._tree = output
-            self.tensors = output.tensors if whole else [self._empty_whole(t, stop - start) for t in output.tensors]
+            self.tensors = output.tensors if is_whole else [self._empty_whole(t, stop - start) for t in output.tensors]
             # Now, because `release` leaves no tensors to imitate.
             self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
-        if not whole:
+        if not is_whole:
             self._put(start, stop, output.tensors)
         # The tree is kept for its structure; its tensors are in `tensors` now.
         output.drop_tensors()
@@ -269,12 +269,11 @@ class RowOutputs:
 
     def imitate(self, num_rows: int) -> list[torch.Tensor]:
         """Return zeros in the shapes of the output for another number of rows."""
-        return [
-            torch.zeros(
-                (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else (), dtype=dtype, device=device
-            )
-            for shape, dtype, device in self._like
-        ]  # fmt: skip
+        zeros = []
+        for shape, dtype, device in self._like:
+            size = (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else ()
+            zeros.append(torch.zeros(size, dtype=dtype, device=device))
+        return zeros
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> Any:
         """Return the output structure filled with these tensors."""

@@ -50,15 +50,14 @@ def _attention_kernels() -> tuple[list[SDPBackend], list[int]]:
 
 
 def _set_attention_kernels(enabled: list[SDPBackend], order: list[int]) -> None:
+    """Set what `_attention_kernels` has returned."""
     _sdpa_kernel(enabled)
     torch._C._set_sdp_priority_order(order)
 
 
 @contextmanager
 def no_autocast_cache() -> Iterator[None]:
-    """Context manager: turn off autocast's cache. It identifies casts by tensor, but slots hold different weights each
-    time.
-    """
+    """Context manager: turn off autocast's cache. It keeps the cast of a tensor, but the tensor of a slot has other weights later."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -91,40 +90,44 @@ class MicroBatchRandomness:
     Args:
         device: the model's device.
         num_micro_batches: the number of micro-batches.
-        before, everywhere: with several ranks, the number of micro-batches of the ranks before this one, and of all ranks. All
-            ranks draw the seeds of all micro-batches, so that a micro-batch has the same ones on any rank. None for one rank.
+        num_before: number of micro-batches of the ranks before this one.
+        num_everywhere: number of micro-batches of all ranks; None for one rank. All ranks draw the seeds of all micro-batches, so
+            that a micro-batch has the same one on any rank.
         draws: let the draw advance the global generator, if a micro-batch uses its random numbers. In evaluation plain
             Hugging Face draws nothing, so the generator is reset afterwards, and training continues as if there had been
             no evaluation.
     """
 
     def __init__(
-        self, device: Device, num_micro_batches: int, draws: bool = True, before: int = 0, everywhere: int | None = None
-    ) -> None:
+        self, device: Device, num_micro_batches: int, draws: bool = True, num_before: int = 0,
+        num_everywhere: int | None = None,
+    ) -> None:  # fmt: skip
         self._device = device
-        self._own: list[Any] | None = None  # the state of each micro-batch's stream; None to use the global generators
+        # The state of each micro-batch's random stream; None if there is one micro-batch, which uses the global generators.
+        self._streams: list[Any] | None = None
         self._draws = draws
         self._outside: Any = None  # the state of the global generators, while they are replaced
-        self._num_drawn = num_micro_batches if everywhere is None else everywhere
-        if self._num_drawn > 1:
-            self._before = torch.get_rng_state()  # with `_after`, the state around the draw of the seeds
-            seeds = micro_batch_seeds(self._num_drawn)[before : before + num_micro_batches]
-            self._own = [device.seeded_rng_state(seed) for seed in seeds]
-            self._seeded, self._after = list(self._own), torch.get_rng_state()  # `_own` as it was, to see what is used
+        self._num_seeds = num_micro_batches if num_everywhere is None else num_everywhere
+        if self._num_seeds > 1:
+            self._before_draw = torch.get_rng_state()
+            seeds = micro_batch_seeds(self._num_seeds)[num_before : num_before + num_micro_batches]
+            self._after_draw = torch.get_rng_state()
             # The draw is taken back: `finish` repeats it if a micro-batch has used its numbers.
-            torch.set_rng_state(self._before)
+            torch.set_rng_state(self._before_draw)
+            self._seeded = [device.seeded_rng_state(seed) for seed in seeds]
+            self._streams = list(self._seeded)
             # Seeded by this rank's first micro-batch, so that each rank draws other numbers outside of blocks.
-            if everywhere is not None and draws:
+            if num_everywhere is not None and draws:
                 self._outside, self._replaced = device.rng_state(), device.seeded_rng_state(seeds[0] ^ _OUTSIDE)
                 device.set_rng_state(self._replaced)
 
     @property
     def has_streams(self) -> bool:
         """True if micro-batches have random streams of their own."""
-        return self._own is not None
+        return self._streams is not None
 
     def restore(self) -> bool:
-        """Put the global generators back, if they were replaced. Return whether numbers were drawn from the states that replaced them."""
+        """Put the global generators back, if they were replaced. Return whether numbers were drawn while they were."""
         if self._outside is None:
             return False
         was_drawn_from = not _same_state(self._device.rng_state(), self._replaced)
@@ -139,29 +142,29 @@ class MicroBatchRandomness:
         embeddings, must not move on either.
         """
         drawn_outside = self.restore()
-        if self._own is None or not self._draws:
+        if self._streams is None or not self._draws:
             return
-        drawn_in_blocks = not all(map(_same_state, self._own, self._seeded))
+        drawn_in_blocks = not all(map(_same_state, self._streams, self._seeded))
         if not (drawn_in_blocks or drawn_outside):
             return
         # If other code has drawn from the global generator since, the seeds are drawn once more, after its numbers.
-        if torch.equal(self._before, torch.get_rng_state()):
-            torch.set_rng_state(self._after)
+        if torch.equal(self._before_draw, torch.get_rng_state()):
+            torch.set_rng_state(self._after_draw)
         else:
-            micro_batch_seeds(self._num_drawn)
+            micro_batch_seeds(self._num_seeds)
 
     @contextmanager
     def drawing(self, index: int) -> Iterator[Any]:
         """Context manager: draw from a micro-batch's random stream. Yield its initial state, for `replaying`."""
-        if self._own is None:
+        if self._streams is None:
             # Nothing is put back: the global generators go on, as in a plain model.
             yield self._device.rng_state()
             return
         outside = self._device.rng_state()
-        self._device.set_rng_state(self._own[index])
+        self._device.set_rng_state(self._streams[index])
         try:
-            yield self._own[index]
-            self._own[index] = self._device.rng_state()
+            yield self._streams[index]
+            self._streams[index] = self._device.rng_state()
         finally:
             self._device.set_rng_state(outside)
 

@@ -3,7 +3,7 @@
 Shapes: B batch rows, T tokens of a row, H hidden size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
@@ -25,7 +25,14 @@ from horizon_lm.model.routed_experts import expert_sizes
 from horizon_lm.planning.device_buffers import BufferSettings, block_bytes, device_buffers
 from horizon_lm.planning.device_memory import working
 from horizon_lm.planning.outline import Footprint
-from horizon_lm.planning.residency import BatchSize, DevicePlan, Residency, choose_residency, lower_residency
+from horizon_lm.planning.residency import (
+    BatchSize,
+    DevicePlan,
+    Residency,
+    Working,
+    choose_residency,
+    lower_residency,
+)
 
 
 def plan_device(
@@ -56,31 +63,43 @@ def plan_device(
         first=first,
     )
 
-    spare = engine.device.spare_bytes()
+    taken = _bytes_to_allocate(engine, device_buffers(sizes, settings, trained))
+    residency = _find_residency(engine, taken, block_bytes(sizes, settings), needed)
+    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
+    buffers = sum(device_buffers(sizes, final, trained).values())
+    step_peak = needed.step_peak(residency.boundaries, residency.graphs)
+    return DevicePlan(residency, buffers + step_peak + engine.device.scratch_bytes)
+
+
+def _bytes_to_allocate(engine: Engine, buffers: Mapping[str, int]) -> int:
+    """Return the bytes of these buffers, by kind, that are not allocated yet; the scratch memory of the links already is."""
+    missing = max(0, sum(buffers.values()) - engine.device.counters.allocated_total)
+    if engine.mesh is None:
+        return missing
+    largest_grads = max(num for kind, num in buffers.items() if kind.endswith(("_grads", "grad_slots")))
+    return missing + engine.mesh.reduce.growth_bytes(largest_grads)
+
+
+def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: Working) -> Residency:
+    """Return what the options choose to keep on the device, as far as it fits; without a choice, what fits.
+
+    Args:
+        engine: the model's engine, on a device with limited memory.
+        taken: bytes of buffers that are still to be allocated.
+        weights: bytes of the weights of each block on the device.
+        needed: the memory that a step needs besides weights and buffers.
+    """
+    spare, chosen = engine.device.spare_bytes(), engine.options.residency
     assert spare is not None
-    # Buffers that are not yet allocated; the scratch memory of the links already is.
-    buffers = device_buffers(sizes, settings, trained)
-    taken = max(0, sum(buffers.values()) - engine.device.counters.allocated_total)
-    if engine.mesh is not None:
-        taken += engine.mesh.reduce.growth_bytes(
-            max(n for kind, n in buffers.items() if kind.endswith(("_grads", "grad_slots")))
-        )
     # The margin is for fragmentation of the allocator, of which the plan knows nothing.
     left = int(spare * (1 - DEVICE_MARGIN)) - taken
-    weights = block_bytes(sizes, settings)
-    residency = options.residency
-    if residency is None:
-        residency = choose_residency(left, weights, needed)
-    else:
-        resident = sum(weights[num_blocks - residency.weights :])
-        # The user's choice is kept if it fits exactly, without the margin.
-        if needed.step_peak(residency.boundaries, residency.graphs) + resident > spare - taken:
-            residency = lower_residency(residency, left, weights, needed)
-    final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
-    peak = sum(device_buffers(sizes, final, trained).values()) + needed.step_peak(
-        residency.boundaries, residency.graphs
-    )
-    return DevicePlan(residency, peak + engine.device.scratch_bytes)
+    if chosen is None:
+        return choose_residency(left, weights, needed)
+    resident = sum(weights[len(weights) - chosen.weights :])
+    # The user's choice is kept if it fits exactly, without the margin.
+    if needed.step_peak(chosen.boundaries, chosen.graphs) + resident <= spare - taken:
+        return chosen
+    return lower_residency(chosen, left, weights, needed)
 
 
 def buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
@@ -113,7 +132,8 @@ def find_footprint(
     in_float32 = engine.parts.in_float32_inside(block.name)
     if experts := engine.tiles.experts.get(index):
         assert engine.options.expert_tile is not None
-        core = run_core_on_meta(block.module, experts, args, kwargs, dtype, device.type != "cpu", in_float32)
+        accelerated = device.type != "cpu"
+        core = run_core_on_meta(block.module, experts, args, kwargs, dtype, accelerated, in_float32)
         footprint = core.footprint.with_tile(min(engine.options.expert_tile, experts.count) * core.grad)
         return footprint, tree_map(lambda t: torch.zeros_like(t, device=device), core.output)
     if meter is None:
@@ -152,7 +172,8 @@ class ResidencyPlanner:
 
     @contextmanager
     def planning(self, size: BatchSize) -> Iterator[list[DevicePlan]]:
-        """Context manager: keep nothing resident while planning. A plan that is appended to the list takes effect.
+        """Context manager: keep nothing resident while planning, unless the options choose it. A plan that is appended to the list
+        takes effect when the context ends.
 
         The plan covers batches of this size and of all sizes planned before.
         """

@@ -8,7 +8,6 @@ Shapes: E experts.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 
 import torch
 
@@ -57,8 +56,8 @@ class RoutedBlocks:
         return found
 
     def expert_moves(self, unit: Unit, memory: DeviceBuffers, chosen: Iterable[int]) -> list[Move]:
-        """Return the moves that stream some experts of a block, which are sorted."""
-        spans = [slice(*span) for span in spans_of_indices(chosen)]
+        """Return the moves that stream some experts of a block, given their indices in ascending order."""
+        spans = [slice(start, stop) for start, stop in spans_of_indices(chosen)]
         return [
             move
             for part in self._store.parts_of(unit)
@@ -76,10 +75,12 @@ class RoutedBlocks:
                     yield move_rows(slabs, name, span, slabs.layout.view(slot, name)[span.start :], decoded)
 
 
-def spans_of_indices(sorted_indices: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first of consecutive indices, and the one after the last of them."""
-    indices = list(sorted_indices)
-    ends = [place for place, (a, b) in enumerate(pairwise(indices), 1) if b != a + 1]
-    for first, last in pairwise([0, *ends, len(indices)]):
-        if last > first:
-            yield indices[first], indices[last - 1] + 1
+def spans_of_indices(sorted_indices: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the ranges [start, stop) of consecutive indices."""
+    spans: list[tuple[int, int]] = []
+    for index in sorted_indices:
+        if spans and spans[-1][1] == index:
+            spans[-1] = spans[-1][0], index + 1
+        else:
+            spans.append((index, index + 1))
+    return spans

@@ -36,7 +36,8 @@ class Saves:
         Returns:
             The tasks; that of the embedding is added later.
         """
-        self._tasks, self._table, units = [], None, set(moves)
+        self._tasks, self._table = [], None
+        units = set(moves)
         if self._updates.table is not None:
             self._table = build.save_table(layout), moves[EMBED]
             units.remove(EMBED)
@@ -60,9 +61,7 @@ class Saves:
             self._issue(schedule, lambda op: moves)
 
     def finish_issuing(self) -> None:
-        """Issue the writing of the embedding, if a checkpoint lacks it, once all updates are done. While a pass is running, leave it
-        to that pass.
-        """
+        """Wait for all updates, and issue the writing of the embedding, if a checkpoint lacks it. A running pass does this at its end."""
         if self._table is not None and not self._cursor.active:
             self._updates.finish()
             self.issue_table()
@@ -75,5 +74,5 @@ class Saves:
             self._tasks = []
 
     def drop(self) -> None:
-        """Forget the checkpoint, which the device's failure has ended."""
+        """Forget the checkpoint that was being written when the device failed."""
         self._tasks, self._table, self.running = [], None, None

@@ -31,8 +31,8 @@ def allocate_grads(engine: Machinery) -> None:
 
 
 def trains_other_adapters(engine: Machinery) -> bool:
-    """Return whether an adapter requires a gradient for which no memory was allocated when training began, or a table
-    of the embedding that was not to be trained.
+    """Return whether a parameter requires a gradient that has no memory: an adapter that was frozen when training began, or an idle
+    table of the embedding (`IDLE`).
     """
     with torch._C.DisableTorchFunctionSubclass():
         if any(ref.param.requires_grad for ref in engine.parts.units.get(IDLE, ())):

@@ -47,12 +47,10 @@ class Tree:
         """Return a value with a marker instead of each tensor, and append the tensors and their paths."""
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
-            # With the rank: row dimensions are cached by path, and the same argument may come in another rank in the
-            # next call.
+            # Row dimensions are cached by path, and in another call the same argument may have another number of dimensions.
             self.paths.append((path, value.ndim))
             return _TENSOR
-        # Exact types: a subclass, such as a named tuple or an output of transformers, is rebuilt as what it is, by
-        # pytree.
+        # Exact types: pytree rebuilds a subclass, such as a named tuple or an output of transformers, as what it is.
         kind = type(value)
         if kind is tuple:
             return tuple([self._take(item, f"{path}[{index}]") for index, item in enumerate(value)])

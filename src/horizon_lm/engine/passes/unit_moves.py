@@ -44,7 +44,7 @@ class UnitMoves:
         return find(self, op)
 
     def _stream_in(self, op: Op) -> list[Move] | None:
-        """Return the moves that stream a unit into its slots; of a block that is routed, without its experts."""
+        """Return the moves that stream a unit into its slots, without the experts if the block is routed."""
         is_routed = (op.unit.is_block or op.unit.is_tile) and op.unit.block_index in self._routed
         if is_routed and op.unit.is_tile:  # bound when it is known which experts its tokens are routed to
             return None
@@ -52,15 +52,15 @@ class UnitMoves:
         return [move for part in self._engine.parts_of(op.unit) for move in self._stream_in_part(part, left_out)]
 
     def _stream_in_part(self, unit: Unit, left_out: Collection[str]) -> list[Move]:
-        """Return the moves that stream slabs into a slot, without some weights: copies, and the decoding of what is quantized. Low
-        halves of fp32 masters stay on the host.
+        """Return the moves that stream slabs into a slot, except the weights ``left_out``: copies, and the decoding of what is
+        quantized. Low halves of fp32 masters stay on the host.
 
-        Of several ranks, each copies its own ranges; codes and scales are decoded once they are gathered.
+        Each of several ranks copies its own ranges, also of codes and scales, which are decoded once they are gathered.
         """
         part, memory = self._engine.part_of(unit), self._engine.memory
         slot = memory.weights_of(unit)
         copies = part.copies(slot, left_out)
-        if part.packed_cuts[-1]:
+        if part.packed_cuts[-1]:  # several ranks, and quantized weights
             return [*copies, *part.copies_of_codes(memory.packed_of(unit))]
         return [*copies, *part.decoding(slot, self._engine.tiles.decoded(unit), left_out)]
 
@@ -99,7 +99,7 @@ class UnitMoves:
         ]
 
     def _stream_out(self, op: Op) -> list[Move]:
-        """Return the landing of a unit's gradients in host memory."""
+        """Return the landing of a unit's gradients in host memory, and begin the sum of their squares if none lands before."""
         engine, moves = self._engine, list[Move]()
         for unit in engine.trained_parts(op.unit):
             owner = engine.slab_unit(unit.owner)
