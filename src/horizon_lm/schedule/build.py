@@ -238,27 +238,20 @@ def backward(layout: Layout, *, blocks: Iterable[int], trainable: Iterable[str],
 def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head_grads: bool) -> Schedule:
     """Build a pass from the arguments of `backward`: head, blocks from the last to the first, embedding, outer parameters."""
     order = sorted(blocks, reverse=True)
-    grads = Buffer(Buf.HEAD_GRADS)
-    # Gradients of the forward pass are only scaled, which needs no weights.
-    ops = [] if head_grads else _stream_in(HEAD, Buffer(Buf.HEAD), layout)
-    reads = (grads,) if head_grads else (Buffer(Buf.HEAD),)
-    ops.append(_compute(Kind.BACKWARD, HEAD, reads, (grads,) if HEAD in trainable else ()))
-    if HEAD in trainable:
-        ops.extend(_land_and_update(HEAD, grads, layout))
-
+    ops = _head_backward(layout, HEAD in trainable, head_grads)
     slots = TileSlots(layout.tiles)
 
     def load(unit: Unit) -> list[Op]:
         """Return the copies that a block or tile needs: its weights, and the block's input if that was offloaded."""
         if unit.is_tile:
             return _stream_in(unit, slots.weights(unit), layout)
-        u = unit.block_index
-        fetch = Op(
-            Kind.FETCH, unit, Stream.COPY_IN, (Buffer(Buf.HOST_BOUNDARY, u),), (Buffer(Buf.RING, u % 2),)
-        )  # fmt: skip
-        # The boundary comes first, so that waiting for the weights implies both.
-        weights = [] if layout.is_resident(u) else _stream_in(unit, layout.weights(u), layout)
-        return [*([fetch] if layout.is_offloaded(u) else []), *weights]
+        u, found = unit.block_index, list[Op]()
+        if layout.is_offloaded(u):  # first, so that waiting for the weights implies both
+            boundary, ring = Buffer(Buf.HOST_BOUNDARY, u), Buffer(Buf.RING, u % 2)
+            found.append(Op(Kind.FETCH, unit, Stream.COPY_IN, (boundary,), (ring,)))
+        if not layout.is_resident(u):
+            found.extend(_stream_in(unit, layout.weights(u), layout))
+        return found
 
     # All blocks write the gradients of their adapters, which are outer parameters, into one buffer.
     adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
@@ -280,7 +273,7 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
             ops.extend(copies.ahead(place))
         ops.extend(copies.core(place + 1))  # prefetch, as in the forward pass
         if is_trained:
-            ops.extend(_trained_block_backward(u, inputs, adapters, layout))
+            ops.extend(_trained_backward(u, inputs, adapters, layout))
         else:
             ops.append(_compute(Kind.BACKWARD, block(u), inputs, adapters))
 
@@ -294,9 +287,18 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str],
     return Schedule("backward", derive_waits(ops), begins_anywhere=True, optional=frozenset({EMBED, OUTER}))
 
 
-def _trained_block_backward(
-    u: int, inputs: tuple[Buffer, ...], adapters: tuple[Buffer, ...], layout: Layout
-) -> list[Op]:
+def _head_backward(layout: Layout, is_trained: bool, head_grads: bool) -> list[Op]:
+    """Return the head's part of a backward pass. ``head_grads``: its gradients are there, and are only scaled, without its weights."""
+    grads, weights = Buffer(Buf.HEAD_GRADS), Buffer(Buf.HEAD)
+    ops = [] if head_grads else _stream_in(HEAD, weights, layout)
+    reads = grads if head_grads else weights
+    ops.append(_compute(Kind.BACKWARD, HEAD, (reads,), (grads,) if is_trained else ()))
+    if is_trained:
+        ops.extend(_land_and_update(HEAD, grads, layout))
+    return ops
+
+
+def _trained_backward(u: int, inputs: tuple[Buffer, ...], adapters: tuple[Buffer, ...], layout: Layout) -> list[Op]:
     """Return the backward computation of a block, and the landing of its gradients, which are rounded first if they are accumulated."""
     if not layout.accumulates:
         slot = Buffer(Buf.GRADS, u % 2)

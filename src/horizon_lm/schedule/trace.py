@@ -10,6 +10,7 @@ from typing import Any
 
 from horizon_lm.disk import Disk, write_file
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
+from horizon_lm.units import Unit
 
 Interval = tuple[float, float]
 
@@ -84,12 +85,7 @@ class Trace:
                 place = f"traceEvents[{number}]"
                 trace._read_event(event, rows)
             place = "otherData.steps"
-            trace.steps = [
-                (int(each["step"]), float(each["start"]) * _MICRO, float(each["end"]) * _MICRO)
-                for each in other.get("steps", [])
-            ]
-            if any(end <= start for _, start, end in trace.steps):
-                raise ValueError("a step ends before it begins")
+            trace.steps = _read_steps(other.get("steps", []))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{place} is invalid ({error!r})") from error
         if not trace.steps and trace.spans:
@@ -103,12 +99,20 @@ class Trace:
             rows[event["tid"]] = Stream(event["args"]["name"])
         elif event["ph"] == "X":
             kind = Kind(event["cat"])
-            op = Op(kind, event["name"].removeprefix(kind).strip(), rows[event["tid"]])
+            op = Op(kind, Unit(event["name"].removeprefix(kind).strip()), rows[event["tid"]])
             start = float(event["ts"]) * _MICRO
             reached = float(event.get("args", {}).get("reached", event["ts"])) * _MICRO
             self.spans.append(Span(op, start, start + float(event["dur"]) * _MICRO, reached))
         elif event["ph"] == "C":
             self.samples.append((float(event["ts"]) * _MICRO, {event["name"]: float(event["args"]["bytes"])}))
+
+
+def _read_steps(marks: Sequence[Mapping[str, Any]]) -> list[tuple[int, float, float]]:
+    """Return number, start and end of the steps of a file, in seconds; raise ValueError if one ends before it begins."""
+    steps = [(int(each["step"]), float(each["start"]) * _MICRO, float(each["end"]) * _MICRO) for each in marks]
+    if any(end <= start for _, start, end in steps):
+        raise ValueError("a step ends before it begins")
+    return steps
 
 
 def write_chrome(
