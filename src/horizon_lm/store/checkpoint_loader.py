@@ -1,7 +1,7 @@
 """Check a checkpoint against a model using only its headers, then load it into the store one tensor at a time."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,24 +78,27 @@ def check_headers(
                 _require_shape(name, tensor.shape, expected[name].shape)
             missing.discard(parameters.get(name, name))
             unset.discard(name)
-    new, missing = missing & set(optional), missing - set(optional)  # what may be initialised, and what may not
-    if missing:
+    if required := missing - set(optional):
         raise ConfigError(
-            f"{checkpoint.folder} lacks {len(missing)} of {len(set(parameters.values()))} parameters, for example "
-            f"{min(missing)}; the folder does not hold a {type(model).__name__}"
+            f"{checkpoint.folder} lacks {len(required)} of {len(set(parameters.values()))} parameters, for example "
+            f"{min(required)}; the folder does not hold a {type(model).__name__}"
         )
-    sentences = list(_unused(model, checkpoint.folder, conversion.unused))
-    if new:
-        sentences.append(
-            f"{checkpoint.folder} has no {' and '.join(sorted(new))}, which will be newly initialised; train it before its "
+    unused = _unused(model, checkpoint.folder, conversion.unused)
+    return [*unused, *_missing(model, checkpoint.folder, missing, unset)]
+
+
+def _missing(model: Any, folder: Path, parameters: Collection[str], buffers: Iterable[str]) -> Iterator[str]:
+    """Yield warnings about optional parameters and about buffers that a checkpoint lacks."""
+    if parameters:
+        yield (
+            f"{folder} has no {' and '.join(sorted(parameters))}, which will be newly initialised; train it before its "
             "scores are used"
         )
-    if unset := {name for name in unset if not may_be_missing(model, name)}:
-        sentences.append(
-            f"{checkpoint.folder}: {_tensors_are(list(unset))} missing and will have the values of a new model; check that "
+    if unset := [name for name in buffers if not may_be_missing(model, name)]:
+        yield (
+            f"{folder}: {_tensors_are(unset)} missing and will have the values of a new model; check that "
             "config.json belongs to these weights"
         )
-    return sentences
 
 
 def parameter_names(model: Any) -> dict[str, str]:

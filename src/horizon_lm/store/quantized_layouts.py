@@ -123,9 +123,8 @@ def _find_fp8(checkpoint: Checkpoint, codec: Fp8, headers: Mapping[str, Header])
         if header.dtype != "F8_E4M3":
             continue
         stem = name.removesuffix("weight")
-        # If neither name is there, the first is reported as a missing component.
+        # If neither name is there, the first is reported as a missing component, as are scales of another dtype.
         scale = next((stem + each for each in _SCALES if stem + each in headers), stem + _SCALES[0])
-        # A missing tensor of scales, or one of another dtype, is rejected with the components.
         dtype = _SCALE_DTYPES.get(headers[scale].dtype, torch.float32) if scale in headers else torch.float32
         sources = {"weight": name, "weight_scale_inv": scale}
         found[name] = QuantizedWeight(header.shape, Fp8(codec.tile, dtype), sources)
