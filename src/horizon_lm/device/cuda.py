@@ -213,7 +213,6 @@ def _let_segments_expand() -> None:
     given = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
     if "expandable_segments" in given or "backend" in given:
         return
-    # Together with what was given, so that this stays in force.
     torch._C._accelerator_setAllocatorSettings(
         f"{given},expandable_segments:True" if given else "expandable_segments:True"
     )

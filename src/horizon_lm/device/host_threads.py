@@ -182,12 +182,9 @@ class HostPool:
             start_thread(f"horizon-host-{number}", state.run_jobs, (enter,), state.close)
 
     def submit(
-        self,
-        task: Task,
-        wait_until_ready: Callable[[], None] | None = None,
-        trace: Trace | None = None,
+        self, task: Task, wait_until_ready: Callable[[], None] | None = None, trace: Trace | None = None,
         urgent: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run a task's moves after those of earlier tasks, once ``wait_until_ready`` has returned. An urgent task goes first."""
         assert task.moves is not None
         if not task.moves:

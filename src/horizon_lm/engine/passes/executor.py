@@ -118,8 +118,7 @@ class Engine(Machinery):
             # Outside of the try block: nothing has begun that an error raised here could leave half done.
             require_possible(self, state)
         try:
-            # Nodes of several forward passes may be in one graph: a node of another forward pass ends the running
-            # backward pass.
+            # Nodes of several forward passes may be in one graph: a node of another forward pass ends the running backward pass.
             if running.backward is None or running.backward.state is not state:
                 if running.backward is not None:
                     require_possible(self, state)
@@ -174,8 +173,7 @@ class Engine(Machinery):
 
         The updates of the step before must be done (`PendingUpdates.finish`).
         """
-        # Before anything is issued: after an interrupt some updates may run, and no graph of the old weights may be
-        # used.
+        # Before anything is issued: after an interrupt some updates may run, and no graph of the old weights may be used.
         self.store.weights_changed(blocks=update.changes_blocks)
         self.updates.table = update.table
         with self._partial_if_cut_off() if update.on_device else nullcontext():

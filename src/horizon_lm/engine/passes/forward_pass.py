@@ -75,8 +75,7 @@ class ForwardPass:
         """
         engine, request = self._engine, self._request
         keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
-        # Asked once: nodes and backward pass follow the parameters that were trained now, even if one is frozen in
-        # between.
+        # Asked once: nodes and backward pass follow the parameters that were trained now, even if one is frozen in between.
         self.trained = engine.trainable()
         if request.recording:
             self.state = self._record(keeps, request.may_have_head_grads)
@@ -88,8 +87,7 @@ class ForwardPass:
         # After the drain, which may have issued the table's update.
         schedule = self._build_schedule(keeps)
         self.micro_batches = split_batches(request.rows, None if request.whole_batch else engine.options)
-        # Before the first copy: a rank that is elsewhere must get an error here, and not join another pass's
-        # collectives.
+        # Before the first copy: a rank that is elsewhere must get an error here, and not join another pass's collectives.
         num_before, num_everywhere = _agree(engine, schedule, len(self.micro_batches))
         self.randomness = MicroBatchRandomness(
             engine.device, len(self.micro_batches), request.draws, num_before, num_everywhere
@@ -133,8 +131,7 @@ class ForwardPass:
         # Held weakly, so that the state and its buffers are freed with a loss that is dropped without a backward pass.
         between.recorded.add(state)
         state.has_head_grads = has_head_grads
-        # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all
-        # blocks.
+        # There is room for the graphs of one forward pass; another forward pass before its backward pass recomputes all blocks.
         if between.graphs_lease.holder is None:
             state.graphs = frozenset(
                 index

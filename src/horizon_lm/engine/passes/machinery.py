@@ -145,8 +145,7 @@ class Machinery:
         """Issue the rest of an update or save that was interrupted; raise PartialUpdateError if an update was cut off."""
         self.require_attached()
         self.updates.partial_update.require_complete()
-        # Such a pass has no computation to wait for, so what an interrupt has left over is issued now. An update that has one is
-        # not found here: `Engine.issue_update` has abandoned it.
+        # What an interrupt has left over has no computation to wait for: `Engine.issue_update` abandons an update that has one.
         if self.cursor.schedule is not None and self.cursor.schedule.name in ("update", "save"):
             self.cursor.finish()
 

@@ -156,8 +156,7 @@ def compare_rows(
     dims: dict[Path, int | None] = {}
     for path, shape, larger in zip(paths, shapes, more, strict=True):
         changed = [dim for dim in range(len(shape)) if shape[dim] != larger[dim]]
-        # Exactly one dimension may follow the rows, and by one entry for each row: otherwise a slice would cut a row
-        # in two.
+        # Exactly one dimension may follow the rows, and by one entry for each row: otherwise a slice would cut a row in two.
         if changed and (len(changed) > 1 or (shape[changed[0]], larger[changed[0]]) != (num_rows, num_rows + 1)):
             name, _ = path
             raise ModelNotSupportedError(

@@ -74,7 +74,8 @@ class UpdateMoves:
             return [Gather(self._engine.mesh.gather, slot[: slabs.grad_cuts[-1]], slabs.grad_cuts)]
         here, there = slabs.grads[slabs.own_grads], slot[slabs.own_grads]
         num_bytes = here.numel() * here.element_size()
-        return [Copy(there, here, num_bytes) if op.kind == Kind.STREAM_MATRICES else Copy(here, there, num_bytes)]
+        returns = op.kind == Kind.RETURN_MATRICES
+        return [Copy(here, there, num_bytes) if returns else Copy(there, here, num_bytes)]
 
 
 @torch.no_grad()
