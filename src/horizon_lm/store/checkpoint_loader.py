@@ -69,6 +69,7 @@ def check_headers(
     """
     headers, expected = checkpoint.headers(), model.state_dict()
     parameters = parameter_names(model)
+    # Parameters and buffers without a source.
     missing, unset = set(parameters.values()), expected.keys() - parameters.keys()
     for target in conversion.targets:
         if target.name in parameters:

@@ -149,21 +149,18 @@ class _Exporter:
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
         """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""
-        return [self._convert({name: self._describe(name) for name in names}) for names in self._units]
+        return [as_stored(self._model, {name: self._describe(name) for name in names}) for names in self._units]
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
         """Return a unit's tensors in the form in which the checkpoint stores them."""
         with ExitStack() as whole:
             for slabs in self._slabs[index]:
                 whole.enter_context(self._store.whole(slabs))
-            tensors = self._convert({name: self._value(name) for name in self._units[index]})
+            tensors = as_stored(self._model, {name: self._value(name) for name in self._units[index]})
             if self._store.shard.is_whole:
                 return tensors
             # Copies, because `whole` gives back the memory of what other ranks own.
             return {name: each.clone() for name, each in tensors.items()}
-
-    def _convert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return as_stored(self._model, tensors)
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a weight is written in: the one asked for, else that of its value or of the file it came from."""

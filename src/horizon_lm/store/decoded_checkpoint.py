@@ -35,6 +35,7 @@ class DecodedCheckpoint(QuantizedCheckpoint):
         return {}
 
     def read(self, names: list[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
+        """Return tensors, or some of their rows. A quantized one is decoded as a whole first."""
         found = super().read([name for name in names if name not in self.quantized], rows)
         for name in names:
             if name in self.quantized:
