@@ -136,6 +136,7 @@ class CpuDevice(Device):
         pass
 
     def issue(self, task: Task) -> None:
+        """Run a task at once, except for work in host memory, which threads run in order; an update of rows is waited for."""
         assert task.moves is not None, f"{task.op} was issued before its moves were known"
         task.issued = True
         if task.op.stream in HOST_STREAMS:

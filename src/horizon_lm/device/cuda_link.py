@@ -71,7 +71,7 @@ class HostTransport:
             else:
                 staging.copy_(s, non_blocking=True)
                 event.record()
-                event.synchronize()
+                event.synchronize()  # the host copies on what has arrived
                 d.copy_(staging)
 
 
@@ -215,7 +215,7 @@ class CudaLink:
         return total
 
     def _take_scratch(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return scratch memory, whose previous use is earlier in this stream."""
+        """Return scratch memory. Its previous use is earlier in this stream, which waits for one beside it (`finish`)."""
         self.finish()
         return self._scratch[: numel * dtype.itemsize].view(dtype)
 

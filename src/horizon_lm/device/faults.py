@@ -36,6 +36,5 @@ def is_out_of_device_memory(error: BaseException) -> bool:
         return True
     if not is_device_fault(error):
         return False
-    return getattr(error, "error_code", None) == _CUDA_ERROR_MEMORY_ALLOCATION or bool(
-        _OUT_OF_MEMORY.search(str(error))
-    )
+    code = getattr(error, "error_code", None)
+    return code == _CUDA_ERROR_MEMORY_ALLOCATION or bool(_OUT_OF_MEMORY.search(str(error)))

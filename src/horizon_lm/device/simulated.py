@@ -54,6 +54,7 @@ class SimulatedDevice(CpuDevice):
         buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating-point format
 
     def announce(self, tasks: Sequence[Task]) -> None:
+        """Queue the tasks of a pass other than computation: from now on, the adversary may run them."""
         if self._fixed_eagerness is None:
             self._eagerness = self._random.choice((0.0, 0.5, 0.9, 1.0))
         for task in tasks:
