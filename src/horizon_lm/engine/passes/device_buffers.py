@@ -27,6 +27,7 @@ class Slots:
         self._buffers: list[torch.Tensor] = []
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        """Return a buffer. The first use allocates all of them."""
         if not self._buffers:
             self._buffers = [
                 self._device.allocate(self._numel, self._dtype, self._kind) for _ in range(self._count)

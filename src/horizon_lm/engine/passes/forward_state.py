@@ -200,7 +200,8 @@ class BoundaryPool:
         """Free all buffers: those that are in use once they are given back. The device must be idle, and stay so."""
         self._is_closed = True
         while self._free:
-            self._free_host(self._free.pop()[0])
+            buffer, _ = self._free.pop()
+            self._free_host(buffer)
 
     def release(self, forward_state: ForwardState) -> None:
         """Take back a failed forward pass's buffers now, because a traceback may keep its state alive for a long time."""

@@ -58,10 +58,8 @@ class ThreadState:
             torch.set_num_threads(self._num_threads)
             with ExitStack() as stack:
                 for device_type, enabled, dtype in self._autocast:
-                    if (enabled, dtype) != (
-                        torch.is_autocast_enabled(device_type),
-                        torch.get_autocast_dtype(device_type),
-                    ):
+                    current = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+                    if current != (enabled, dtype):
                         stack.enter_context(torch.autocast(device_type, dtype, enabled, self._autocast_cache))
                 if self._device != torch.get_default_device():
                     stack.enter_context(self._device)

@@ -64,6 +64,7 @@ class UpdateMoves:
         self._engine, self._update = engine, update
 
     def __call__(self, op: Op) -> Sequence[Move]:
+        """Return the moves of an operation: a part of an update, or the way of matrices to the device and back."""
         if op.kind == Kind.UPDATE:
             return self._update.moves[op.unit]
         if op.kind == Kind.ADVANCE:
