@@ -31,27 +31,28 @@ class LossRun(ChunkedRun):
     computed: Grads | None = None
 
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the loss as the only result, and compute the gradients if the head's gradient buffer is free."""
         forward_state = self.forward_state
         if forward_state is not None and forward_state.has_head_grads:
             # The gradient of the loss is not known yet: gradients are computed for 1, and `backward` scales them.
-            loss, self.computed = self._loss_and_grads(hidden, outer, None, first=True)
-            # From now on the buffer holds these gradients: another forward pass before this one's backward finds it
-            # taken, and computes none.
+            loss, self.computed = self._loss_and_grads(hidden, outer, None, overwrite=True)
+            # From now on the buffer holds these gradients. A forward pass that begins before this one's backward pass
+            # finds it taken, and computes none.
             self.engine.between.head_grads_lease.take(forward_state)
         else:
             loss = self._loss(hidden, outer)
-        self.statistics = None  # the backward may compute the chunks again
+        self.statistics = None  # collected once: the backward pass may compute the chunks again
         return (loss,)
 
     def backward(
-        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], overwrite: bool
     ) -> Grads:
         (grad,) = grads
-        assert grad is not None
+        assert grad is not None  # a run whose only result has no gradient is skipped
         assert self.forward_state is not None
-        # Not computed by the forward pass, or overwritten by the backward pass of another one.
+        # The forward pass has computed no gradients, or another backward pass has overwritten those of the head.
         if self.computed is None or not self.forward_state.has_head_grads:
-            _, recomputed = self.context.run(lambda: self._loss_and_grads(hidden, outer, grad, first))
+            _, recomputed = self.context.run(lambda: self._loss_and_grads(hidden, outer, grad, overwrite))
             return recomputed
         # The loss that the caller keeps holds this node: gradients (B, T, H) must not stay with it.
         (hidden_grad, outer_grads), self.computed = self.computed, None
@@ -68,7 +69,7 @@ class LossRun(ChunkedRun):
         total = _zero(hidden.device)
         with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
-                total = total + self._chunk_loss(flat[index], index, outer, None, first=False)
+                total = total + self._chunk_loss(flat[index], index, outer, None, overwrite=False)
         return self._mean(total)
 
     def _mean(self, total: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ class LossRun(ChunkedRun):
         return total if len(self.inputs.trained) else total / self.inputs.num_items
 
     def _loss_and_grads(
-        self, hidden: torch.Tensor, outer: list[torch.Tensor], grad: torch.Tensor | None, first: bool
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], grad: torch.Tensor | None, overwrite: bool
     ) -> tuple[torch.Tensor, Grads]:
         """Return the loss and the gradients. The head's gradients go into its buffer.
 
@@ -85,7 +86,7 @@ class LossRun(ChunkedRun):
             hidden: hidden states (B, T, H).
             outer: the outer parameters of `outer_names`.
             grad: gradient of the loss; None for one.
-            first: overwrite the head's gradient buffer.
+            overwrite: overwrite the head's gradient buffer.
         """
         total = _zero(hidden.device)
 
@@ -99,12 +100,12 @@ class LossRun(ChunkedRun):
             loss.backward(None if grad is None else grad.to(loss.dtype))
             total = total + loss.detach()
 
-        grads = self.differentiate(hidden, outer, differentiate_chunk, first)
+        grads = self.differentiate(hidden, outer, differentiate_chunk, overwrite)
         return self._mean(total), grads
 
     def _chunk_loss(
         self, hidden: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
-        grads: dict[str, torch.Tensor] | None, first: bool,
+        grads: dict[str, torch.Tensor] | None, overwrite: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Return what the tokens at these positions (N,) add to the batch's loss: the sum of their losses, divided by the
         number of items of the whole batch.
@@ -112,14 +113,13 @@ class LossRun(ChunkedRun):
         Args:
             hidden: the tokens' hidden states (N, H).
             index: their positions.
-            outer, grads, first: as in `call_model`.
+            outer, grads, overwrite: as in `call_model`.
         """
         # transformers computes a loss if there are `labels`, and shifts none if there are `shift_labels`: tokens of a
         # chunk need not follow each other.
         target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
-        output = self.call_model(
-            hidden, outer, grads, first, labels=target, shift_labels=target, num_items_in_batch=self.inputs.num_items
-        )
+        loss_inputs = {"labels": target, "shift_labels": target, "num_items_in_batch": self.inputs.num_items}
+        output = self.call_model(hidden, outer, grads, overwrite, **loss_inputs)
         if self.statistics is not None:
             # Here, while the logits exist: what this takes is freed before the chunk's backward pass, whose peak is higher.
             self.statistics.add(index, output.logits[0])
@@ -210,8 +210,7 @@ def token_logprobs(
     if unknown := set(statistics) - set(STATISTICS):
         raise ValueError(f"statistics are {', '.join(STATISTICS)}, not {', '.join(sorted(unknown))}")
     wanted = WantedLogprobs(temperature, ["logprobs", *(name for name in STATISTICS if name in statistics)])
-    # In its own dict, so this is the streamed model and not a wrapper that hands the attribute on.
-    if "_horizon" in vars(model):
+    if "_horizon" in vars(model):  # the streamed model itself, not a wrapper that hands the attribute on
         if getattr(vars(model).get("forward"), "__self__", model) is not model:
             raise StreamingError(
                 "the model's forward is that of another module, as in PEFT's disable_adapter() of a prompt that was streamed with "
@@ -219,7 +218,7 @@ def token_logprobs(
             )
         return model._horizon.token_logprobs((), inputs, wanted)  # type: ignore[no-any-return]
     require_adapters_that_stream(model)
-    # PEFT's model around the streamed one puts a prompt before the tokens, or prepares its layers for the call.
+    # By PEFT's model around the streamed one, which puts a prompt before the tokens, or prepares its layers for the call.
     return model(**inputs, **{WANTED: wanted})  # type: ignore[no-any-return]
 
 
@@ -254,7 +253,7 @@ class LogprobRun(ChunkedRun):
         return tuple(values)
 
     def backward(
-        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], overwrite: bool
     ) -> Grads:
         # Values that no loss uses are not recomputed: entropy alone takes two more tensors (N, V).
         grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
@@ -266,17 +265,17 @@ class LogprobRun(ChunkedRun):
             values = self._chunk_values(leaf, index, list(grad_of), outer, head_grads, overwrite)
             torch.autograd.backward(values, [grad[index] for grad in grad_of.values()])
 
-        return self.context.run(lambda: self.differentiate(hidden, outer, differentiate_chunk, first))
+        return self.context.run(lambda: self.differentiate(hidden, outer, differentiate_chunk, overwrite))
 
     def _chunk_values(
         self, hidden: torch.Tensor, index: torch.Tensor, names: Sequence[str], outer: list[torch.Tensor],
-        grads: dict[str, torch.Tensor] | None = None, first: bool = False,
+        grads: dict[str, torch.Tensor] | None = None, overwrite: bool = False,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Return the named values (N,) of the tokens at these positions (N,), from their hidden states (N, H).
 
-        ``outer``, ``grads`` and ``first`` are those of `call_model`.
+        ``outer``, ``grads`` and ``overwrite`` are those of `call_model`.
         """
-        logits = self.call_model(hidden, outer, grads, first).logits[0]  # (N, V)
+        logits = self.call_model(hidden, outer, grads, overwrite).logits[0]  # (N, V)
         if self.statistics is not None:
             self.statistics.add(index, logits)
         return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, names)

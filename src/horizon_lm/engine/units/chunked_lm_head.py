@@ -76,7 +76,7 @@ class ChunkedLmHead:
             self._norm_input, self._hidden = {}, {}
 
     def take_hidden(self) -> torch.Tensor:
-        """Return the hidden states (B, T, H) of the batch that this thread has run through the trunk."""
+        """Return the hidden states (B, T, H) of the batch that this thread has run through the trunk, and forget them."""
         self._norm_input.pop(member_id(), None)
         return self._hidden.pop(member_id())
 
@@ -92,14 +92,14 @@ class ChunkedLmHead:
     def trunk_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the trunk over the whole batch, or return the hidden states of the current chunk."""
         if self._chunk is not None:
-            # The model goes on as after its trunk, with scaling and capping of logits; the norm that the trunk
-            # skipped is made up for.
+            # The model goes on as after its trunk, for example to scale the logits. The norm that the trunk has skipped is
+            # computed here.
             return Decoded(self._chunk.normalise())
         output = forward(*args, **kwargs)
         if self._active:
             hidden, norm_input = hidden_of(output), self._norm_input.get(member_id())
             self._hidden[member_id()] = hidden
-            # A norm that was skipped must have been the last operation, or chunks would apply it in the wrong place.
+            # A skipped norm must be the trunk's last operation, or chunks would apply it in the wrong place.
             if self._skips_norm and (norm_input is None or not is_same(hidden, norm_input)):
                 raise StreamingError(
                     f"{type(self.path.trunk).__name__} does more after its final norm than when the model was streamed; stream "
@@ -127,7 +127,7 @@ class ChunkedLmHead:
         return hidden.new_zeros((1, 1, self._vocabulary))
 
     def by_attribute(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Rename tensors of the head from full names to the attributes of its Linear: ``weight`` and ``bias``."""
+        """Return tensors of the head by the attributes of its Linear, ``weight`` and ``bias``, instead of their full names."""
         return {self._head_attributes[name]: tensor for name, tensor in tensors.items()}
 
     @contextmanager
@@ -148,24 +148,25 @@ class Chunk:
         hidden: hidden states, shape (1, N, H): the model sees the chunk as a batch of one row.
         outer: the outer parameters of `ChunkedLmHead.outer_names`, by full name.
         grads: the buffers that the head's gradients are added to, by full name.
-        first: the buffers are overwritten, because this is the first chunk.
+        overwrite: the gradients overwrite the buffers instead of being added.
     """
 
     def __init__(
         self, owner: ChunkedLmHead, hidden: torch.Tensor, outer: dict[str, torch.Tensor], grads: dict[str, torch.Tensor],
-        first: bool,
+        overwrite: bool,
     ) -> None:  # fmt: skip
-        self.owner, self.hidden, self.outer, self.grads, self.first = owner, hidden, outer, grads, first
+        self.owner, self.hidden, self.outer, self.grads, self.overwrite = owner, hidden, outer, grads, overwrite
 
     def normalise(self) -> torch.Tensor:
         """Return the normed hidden states (1, N, H), or unchanged hidden states if the norm is not left to
         the chunks.
         """
         norm, attributes = self.owner.engine.parts.final_norm, self.owner.norm_attributes
+        # Every final norm has weights; they are among the outer parameters only if the norm is left to the chunks.
         weights = {attributes[name]: tensor for name, tensor in self.outer.items() if name in attributes}
         if norm is None or not weights:
             return self.hidden
-        # By the class, because the forward of the instance is `norm_forward`.
+        # The forward of the class, because that of the instance is `norm_forward`.
         with in_place((norm, attribute, weight) for attribute, weight in weights.items()):
             hidden: torch.Tensor = type(norm).forward(norm, self.hidden)  # type: ignore[attr-defined]
         return hidden
@@ -176,4 +177,4 @@ class Chunk:
         # The bias of a tied head is an outer parameter.
         weights = self.owner.by_attribute(head.weights() | {name: self.outer[name] for name in head.outer_places})
         grads = self.owner.by_attribute(self.grads)
-        return ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.first)
+        return ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.overwrite)

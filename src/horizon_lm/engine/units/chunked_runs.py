@@ -53,14 +53,14 @@ class ChunkedRun(ABC):
 
     @abstractmethod
     def backward(
-        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], first: bool
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], overwrite: bool
     ) -> Grads:
-        """Return the gradients of the arguments of `forward` from the gradients of its results.
+        """Return the gradients of the arguments of `forward` from the gradients of its results. Those of the head go to its buffers.
 
         Args:
             grads: the gradient of each result; None for a result that no loss depends on.
             hidden, outer: the arguments of `forward`.
-            first: no batch before this one has written the buffers of the head's gradients.
+            overwrite: overwrite the buffers of the head's gradients, because no other batch has written to them.
         """
 
     def chunks(self) -> tuple[torch.Tensor, ...]:
@@ -68,7 +68,7 @@ class ChunkedRun(ABC):
         return self.inputs.trained.split(self.owner.chunk_tokens) if len(self.inputs.trained) else ()
 
     def call_model(
-        self, hidden: torch.Tensor, outer: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, first: bool,
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, overwrite: bool,
         **arguments: Any,
     ) -> Any:  # fmt: skip
         """Run the model's forward method on the hidden states (N, H) of a chunk.
@@ -77,28 +77,29 @@ class ChunkedRun(ABC):
             hidden: the chunk's hidden states.
             outer: the outer parameters of `outer_names`.
             grads: the buffers to which a backward pass adds the head's gradients; None if there is no backward pass.
-            first: overwrite these buffers.
+            overwrite: overwrite these buffers instead.
             arguments: arguments of the forward method.
         """
         by_name = dict(zip(self.outer_names, outer, strict=True))
-        with self.owner.computing(Chunk(self.owner, hidden[None], by_name, grads or {}, first)):
+        with self.owner.computing(Chunk(self.owner, hidden[None], by_name, grads or {}, overwrite)):
             return self.owner.call_model(**arguments, **self._options)
 
     def differentiate(
-        self, hidden: torch.Tensor, outer: list[torch.Tensor], differentiate_chunk: Callable[..., None], first: bool
+        self, hidden: torch.Tensor, outer: list[torch.Tensor], differentiate_chunk: Callable[..., None], overwrite: bool
     ) -> Grads:
-        """Compute and differentiate chunk by chunk, so that only one chunk's logits and graph exist at a time.
+        """Compute and differentiate chunk by chunk, so that only one chunk's logits and graph exist at a time. Return the gradients
+        of the hidden states and of the outer parameters.
 
         Args:
             hidden: hidden states (B, T, H).
             outer: the outer parameters of `outer_names`.
             differentiate_chunk: called with hidden states (N, H), positions (N,), outer parameters, the head's gradient
                 buffers, and whether to overwrite them; computes the chunk and calls backward.
-            first: overwrite the head's gradient buffers.
+            overwrite: overwrite the head's gradient buffers with the first chunk.
         """
         flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()  # (B * T, H)
         chunks = self.chunks()
-        if first and not chunks:  # no first chunk will overwrite the buffers
+        if overwrite and not chunks:  # there is no first chunk that would
             for tensor in grads.values():
                 tensor.zero_()
         hidden_grad = torch.zeros_like(flat)  # zero for tokens in no chunk
@@ -108,7 +109,7 @@ class ChunkedRun(ABC):
             for number, index in enumerate(chunks):
                 # A copy of the chunk's rows, and the leaf of its graph, which ends here.
                 leaf = flat[index].requires_grad_()  # (N, H)
-                differentiate_chunk(leaf, index, leaves, grads, first and number == 0)
+                differentiate_chunk(leaf, index, leaves, grads, overwrite and number == 0)
                 hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
         outer_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
         return hidden_grad.view(hidden.shape), outer_grads
@@ -136,7 +137,7 @@ def compute(
     engine = runs[0].engine
     # Without a backward pass there is no anchor; the function takes any tensor that needs no gradient.
     anchor = engine.anchor if engine.recording is not None else hidden[0].new_empty(0)
-    # As inputs of the node, so that autograd hands their gradients to the node of the outer parameters.
+    # They are inputs of the node, so that autograd hands their gradients to the node of the outer parameters.
     used = [outer[name] for name in runs[0].outer_names]
     values = _ChunkedHeadFunction.apply(_ChunkedPass(runs), anchor, *used, *hidden)
     per_run = len(values) // len(runs)
@@ -174,18 +175,18 @@ class _ChunkedPass:
         outer_grads: list[torch.Tensor] = []
         hidden_grads: list[torch.Tensor | None] = []
         with self.engine.cursor.compute(Kind.BACKWARD, HEAD):
-            # All runs share the buffers of the head's gradients: the first that has chunks overwrites them.
+            # All runs share the buffers of the head's gradients. Each run overwrites them until one has had chunks.
             for number, (run, states) in enumerate(zip(self.runs, hidden, strict=True)):
                 part = grads[number * per_run : (number + 1) * per_run]
                 if all(grad is None for grad in part):
                     hidden_grads.append(None)
                     continue
-                hidden_grad, more = run.backward(part, states, outer, not written)
+                hidden_grad, more = run.backward(part, states, outer, overwrite=not written)
                 hidden_grads.append(hidden_grad)
                 outer_grads = [a + b for a, b in zip(outer_grads, more, strict=True)] if outer_grads else more
                 written = written or bool(run.chunks())
             assert self.forward_state is not None
-            if not self.forward_state.has_head_grads:  # otherwise the weights were not needed, and are not there
+            if not self.forward_state.has_head_grads:  # otherwise this pass has not streamed them in
                 self.engine.poison_weights(HEAD)
             self.head.gradients_ready()
         return [*outer_grads, *hidden_grads]
