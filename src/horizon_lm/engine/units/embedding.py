@@ -41,7 +41,7 @@ class StreamedEmbedding:
         self._unit = engine.store.unit_of[self._name]
         self.width = engine.store.weight(self._name).shape[1]
         self.probe_rows: int | None = None  # rows of a probe, for which zeros are returned; None outside of a probe
-        # Ids on the device, their version, ids on the host.
+        # The ids of the running pass's batches on the device, their versions, and the same ids on the host.
         self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -62,15 +62,8 @@ class StreamedEmbedding:
         """Return the hidden states (B, T, H) of each batch of ids (B, T) of the pass."""
         engine, table = self.engine, self._table()
         on_host = [self._on_host(ids) for ids in batches]
-        # A row that several tokens read is copied to the device once. rows: (R,); flat: the position in it of each token of all
-        # batches.
-        rows, flat = torch.unique(torch.cat([ids.reshape(-1) for ids in on_host]), return_inverse=True)
-        self._require_rows(rows)
+        rows, flat = self._distinct_rows(on_host)
         room = self._max_rows(flat.numel(), table.shape[0])
-        if engine.mesh is not None:  # each rank gathers the rows that it owns, of those that any rank reads
-            own, rows = rows, engine.mesh.union(rows)
-            # Positions of the own rows in the sorted union, and from there those of each token.
-            flat = torch.searchsorted(rows, own)[flat]
         buffer = engine.memory.table_rows.get(
             rows.numel() * table.shape[1], engine.options.compute_dtype, room=room * table.shape[1]
         )
@@ -84,6 +77,18 @@ class StreamedEmbedding:
             return hidden
         return lookup.forward(received)
 
+    def _distinct_rows(self, batches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the distinct rows (R,) that any rank reads, sorted, and the position among them of each id of this rank, for all
+        batches in one dimension. All ranks call this.
+        """
+        rows, positions = torch.unique(torch.cat([ids.reshape(-1) for ids in batches]), return_inverse=True)
+        self._require_rows(rows)
+        mesh = self.engine.mesh
+        if mesh is None:
+            return rows, positions
+        union = mesh.union(rows)  # sorted, too
+        return union, torch.searchsorted(union, rows)[positions]
+
     def _bind_copies(self, rows: torch.Tensor, received: torch.Tensor) -> None:
         """Bind the update of rows (R,) by the last step, their copy into a buffer (R, H), and its exchange with other ranks.
 
@@ -92,7 +97,7 @@ class StreamedEmbedding:
         engine, own = self.engine, self._own_part(rows)
         # The last step's update of these rows must finish before they are read; the rest of the table may follow later.
         if engine.updates.table is not None:
-            # A pass that reads another of the tables than the trained one needs none of its rows.
+            # A pass that reads another of the tables needs none of the trained table's rows.
             updated = rows[own] if self._unit == EMBED else rows[:0]
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(updated))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received[own], self._table(), rows[own])])
@@ -111,8 +116,7 @@ class StreamedEmbedding:
         return expected.table_rows(most * (1 if mesh is None else mesh.size), vocabulary)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
-        """Raise TokenError for ids outside of the table, before a kernel accesses memory out of bounds."""
-        # The rows are sorted, so the first and the last suffice.
+        """Raise TokenError if sorted rows (R,) are not all in the table, before a kernel accesses memory out of bounds."""
         count = self._table().shape[0]
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
             wrong = int(rows[0]) if rows[0] < 0 else int(rows[-1])
@@ -194,12 +198,14 @@ class StreamedEmbedding:
         return self._unit == EMBED and bool(self.engine.trained_names(EMBED))
 
     def landing_move(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
-        """Return the move that lands the gradients of distinct rows.
+        """Return the move that lands the gradients of distinct rows, in the table's gradient or in a buffer of landed rows.
+
+        Unless they are added to a gradient, begin the sum of squares anew.
 
         Args:
             rows: the rows, shape (R,).
             outgoing: their gradients on the device, shape (R, H).
-            room: maximum number of rows in the host buffer.
+            room: rows for which a new buffer has room.
         """
         engine, norms = self.engine, self.engine.grads.squared_norms
         if engine.grads.slots is not None and not engine.grads.slots.keeps_slab(EMBED):
@@ -207,12 +213,12 @@ class StreamedEmbedding:
             engine.updates.finish()  # the last update of the table reads the slot that is written now
             slot = engine.grads.slots.slot_of_rows(rows, room)
             return Land(slot.view(-1), outgoing.view(-1), norms.reporter_of(EMBED), add=False)
-        # The gradient of a tied head is landed in the same slab earlier in this pass, so the rows are added to it.
-        empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
-        if empty:
+        # The gradient of a tied head lands in the same slab earlier in this pass; not yet published, it counts as empty.
+        is_empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
+        if is_empty:
             norms.begin(EMBED)
-        clear, report = engine.grads.rows_to_clear(rows, empty), norms.reporter_of(EMBED)
-        return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not empty, report=report)
+        clear, report = engine.grads.rows_to_clear(rows, is_empty), norms.reporter_of(EMBED)
+        return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not is_empty, report=report)
 
 
 def _reject_gradient(grad: torch.Tensor) -> None:
@@ -253,11 +259,11 @@ class _Lookup:
         self.forward_state, self.room = forward_state, room
         padding: int | None = getattr(embedding.module, "padding_idx", None)
         found = (rows == padding).nonzero() if padding is not None else rows.new_empty(0)
-        self._padding_position = int(found[0]) if len(found) else None
+        self._padding_position = int(found[0]) if len(found) else None  # the place of the padding row among the rows
         self._weight: torch.Tensor | None = None  # a copy of the rows, if the gradient depends on their values
 
     def look_up(self, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run the model's embedding module on these rows (R, H)."""
+        """Run the model's embedding module on these rows (R, H) and the positions (B, T) of tokens among them."""
         return look_up(self.embedding.module, weight, positions, self._padding_position)
 
     def forward(self, received: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -283,20 +289,9 @@ class _Lookup:
             num_rows * width, engine.store.precision.grad_dtype, room=self.room * width
         )
         outgoing = buffer.view(num_rows, width)  # (R, H)
-        own = embedding._own_part(self.rows)
-        if engine.mesh is not None:
-            engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
-        # Bound before the computation, at whose end the cursor issues it. Of a sum over ranks, each lands the rows
-        # that it owns.
-        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing_move(self.rows[own], outgoing[own], self.room)])
+        self._bind_landing(outgoing)  # before the computation, at whose end the cursor issues it
         with engine.cursor.compute(Kind.BACKWARD, EMBED):
-            if embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
-                weight = torch.zeros((), dtype=engine.options.compute_dtype, device=outgoing.device)
-                weight = weight.expand(num_rows, width)
-            else:
-                assert self._weight is not None
-                weight, self._weight = self._weight, None
-            weight.requires_grad_()  # (R, H)
+            weight = self._take_leaf()
             outgoing.zero_()
             for positions, grad in zip(self.positions, grads, strict=True):
                 if grad is not None:
@@ -304,6 +299,24 @@ class _Lookup:
                         (row_grads,) = torch.autograd.grad(self.look_up(weight, positions), weight, grad)
                     outgoing.add_(row_grads)
             engine.backward.gradients_ready(EMBED, [embedding._name])
+
+    def _bind_landing(self, outgoing: torch.Tensor) -> None:
+        """Bind the landing of gradients (R, H), of which each rank lands the rows that it owns, and before it their sum over ranks."""
+        embedding, engine = self.embedding, self.embedding.engine
+        own = embedding._own_part(self.rows)
+        if engine.mesh is not None:
+            engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
+        engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing_move(self.rows[own], outgoing[own], self.room)])
+
+    def _take_leaf(self) -> torch.Tensor:
+        """Return the rows (R, H) as a leaf that requires a gradient, and forget them."""
+        if self.embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
+            options, device = self.embedding.engine.options, self.embedding.engine.device.torch_device
+            zero = torch.zeros((), dtype=options.compute_dtype, device=device)
+            return zero.expand(self.rows.numel(), self.embedding.width).requires_grad_()
+        assert self._weight is not None
+        leaf, self._weight = self._weight, None
+        return leaf.requires_grad_()
 
 
 class _LookupFunction(torch.autograd.Function):
