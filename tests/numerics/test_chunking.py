@@ -13,6 +13,7 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.skeletons import meta_copy
 from tests.support import tiny_models
+from tests.support.gradients import without_dropout
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt_neox"])
@@ -73,3 +74,30 @@ def test_the_loss_of_a_model_that_reads_the_dtype_of_its_head_is_chunked(precisi
         MambaConfig(vocab_size=90, hidden_size=16, state_size=4, num_hidden_layers=2), dtype=torch.float32
     )
     assert horizon_lm.stream(model, precision=precision)._horizon.engine.options.head == "chunked"
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The identity, with None as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # with a head of its own, and a tied one
+def test_other_code_may_return_no_gradient(family: str, head: str) -> None:
+    plain, batch = without_dropout(tiny_models.build(family)), tiny_models.batch()
+    model = horizon_lm.stream(plain, precision="float32", head=head)
+    model(**batch).loss.backward()
+    expected = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    for values in (model(**batch).loss, horizon_lm.token_logprobs(model, **batch).logprobs.sum()):
+        WithoutGradient.apply(values).backward()
+        assert all(param.grad is None for param in model.parameters())
+    model(**batch).loss.backward()
+    assert all(torch.equal(param.grad, expected[name]) for name, param in model.named_parameters())
