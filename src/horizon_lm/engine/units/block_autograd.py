@@ -65,8 +65,7 @@ class BlockFunction(torch.autograd.Function):
         ctx.node = node
         # None for an output without gradient: zeros of its size would be made, and differentiated.
         ctx.set_materialize_grads(False)
-        # Of the tensors alone, without node and anchor.
-        outputs = node.forward(ctx.needs_input_grad[2:])
+        outputs = node.forward(ctx.needs_input_grad[2:])  # of the tensors, which follow node and anchor
         node.hidden = [(tensors[i].shape, tensors[i].dtype) for i in node.calls.hidden]
         # From here on autograd keeps the inputs, and frees them after the backward pass. An offloaded boundary is not
         # kept on the device, so device memory does not depend on the number of blocks.
@@ -82,8 +81,8 @@ class BlockFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         node: BlockAutograd = ctx.node
         with node.blocks.engine.backward_of(node.forward_state):
-            # After `backward_of`, whose error for a second backward pass names the remedy; autograd's error here
-            # would not.
+            # Read after `backward_of` has begun, whose error for a second backward pass names the remedy; the error of
+            # `saved_tensors` does not.
             inputs = list(ctx.saved_tensors)
             input_grads = node.backward(inputs, grads)
         return None, None, *input_grads
@@ -184,7 +183,7 @@ class BlockAutograd:
         return input_grads
 
     def _round_sums(self, names: list[str]) -> None:
-        """Round the gradients that were summed over micro-batches, in a separate float32 buffer, into the outgoing slot."""
+        """Round the gradients, which a float32 buffer has as sums over micro-batches, into the slot from which they land."""
         engine, unit = self.blocks.engine, block(self.index)
         # A computation of its own, so that only this rounding, and not the backward pass before it, waits until the
         # gradients of the block before have left the single slot.
@@ -196,7 +195,10 @@ class BlockAutograd:
     def _differentiate_experts(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
     ) -> TiledBackward:
-        """Differentiate the experts of a block that is cut into tiles, before the rest of it."""
+        """Differentiate the experts of a block with tiles, before its core. Return what the core's backward pass needs of them.
+
+        The arguments are those of `backward`; ``inputs`` gets its offloaded hidden states back.
+        """
         engine = self.blocks.engine
         experts = TiledBackward(engine, self.index, self.saved.experts)
         self._require_same_attributes()
@@ -213,7 +215,9 @@ class BlockAutograd:
     def _differentiate_all(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...], experts: TiledBackward | None
     ) -> tuple[list[torch.Tensor | None], list[str]]:
-        """Return the gradients of the inputs of all micro-batches, and the names of the parameters that received a gradient."""
+        """Differentiate all micro-batches, except for experts that are cut into tiles. Return the gradients of the node's inputs,
+        and the names of the parameters that received a gradient, those of the experts included.
+        """
         saved = self.saved
         input_grads: list[torch.Tensor | None] = [None] * len(inputs)  # (B, T, H) for the hidden states
         if saved.graph_use is GraphUse.KEPT:
@@ -235,8 +239,8 @@ class BlockAutograd:
         return input_grads, names if experts is None else self._in_order({*names, *experts.written})
 
     def _graph_of(self, number: int, inputs: list[torch.Tensor | None], experts: TiledBackward | None) -> Graph:
-        """Return the graph of a micro-batch: that in which the gradient of the experts' output was found, if it was kept, as that of
-        a single micro-batch is; otherwise the micro-batch is computed again.
+        """Return a graph of a micro-batch: a new one, unless `TiledBackward` has kept that in which it found the gradient of the
+        experts' output, as it does for a single micro-batch.
         """
         if experts is None:
             return self._recompute(number, inputs)
@@ -256,7 +260,8 @@ class BlockAutograd:
         """Raise StreamingError if attributes of the block's modules differ from those in the forward pass."""
         before, now = self.attributes, self.module.attributes()
         if before != now:
-            changed = next(name for a, b in zip(before, now, strict=True) for name in a | b if _differ(a, b, name))
+            pairs = zip(before, now, strict=True)  # the attributes of each module, by name
+            changed = next(name for a, b in pairs for name in a | b if _differ(a, b, name))
             raise StreamingError(
                 f"{self.module.name}: {changed!r} of one of its modules changed between the forward pass and the backward "
                 "pass, which recomputes the block. Change dropout rates, adapters and the like before the forward pass, and "
@@ -288,11 +293,12 @@ class BlockAutograd:
         leaves = self.saved.leaves(self.calls.inputs(inputs, self.dims, micro_batch), span)
 
         def forward() -> list[torch.Tensor]:
-            # The model may have been switched to evaluation between the two passes.
             with (
-                torch.enable_grad(), no_autocast_cache(), self.module.in_mode(self.mode),
+                torch.enable_grad(),
+                no_autocast_cache(),
+                self.module.in_mode(self.mode),  # the model may have been switched to evaluation in between
                 self.saved.repeated_choices(number),
-            ):  # fmt: skip
+            ):
                 args, kwargs = call.rebuild(leaves)
                 output = run_block(self.module, args, kwargs, self.keys, segments, micro_batch.rows, self.uncompiled)
             return Tree(output).tensors
@@ -306,7 +312,7 @@ class BlockAutograd:
         return Graph(leaves, outputs)
 
     def outputs_of(self, tensors: Sequence[Any], micro_batch: MicroBatch) -> Sequence[Any]:
-        """Return the tensors of the batch of a micro-batch, out of tensors that belong to the outputs of all batches."""
+        """Return what belongs to the batch of a micro-batch, from a sequence with one entry for each output of all batches."""
         return tensors[spans_of(each.num_tensors for each in self.outputs)[micro_batch.batch]]
 
     def _pairs(
@@ -324,8 +330,8 @@ class BlockAutograd:
         self, number: int, graph: Graph, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...],
         input_grads: list[torch.Tensor | None],
     ) -> None:  # fmt: skip
-        """Differentiate one micro-batch. Write the gradients of its inputs into those of the inputs of all batches; the gradients of
-        the block's parameters go to the sink, by hooks of its leaves.
+        """Differentiate one micro-batch. Add the gradients of its inputs to ``input_grads``, which has those of the whole batches;
+        those of the block's parameters go to the sink, by hooks of their leaves.
         """
         micro_batch, pairs = self.micro_batches[number], self._pairs(number, graph, grads)
         with torch.enable_grad():
@@ -361,7 +367,7 @@ class BlockAutograd:
 
 
 def take_bytes(buffer: torch.Tensor, like: Iterable[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
-    """Return tensors of these shapes and dtypes that lie in a buffer of bytes, one after the other."""
+    """Return views of these shapes and dtypes into a buffer of bytes, in which they lie one after the other."""
     like = list(like)
     spans = spans_of(shape.numel() * dtype.itemsize for shape, dtype in like)
     return [buffer[span].view(dtype).view(shape) for span, (shape, dtype) in zip(spans, like, strict=True)]

@@ -63,7 +63,7 @@ class BlockComputation:
         buffers = BuffersOfModules(engine.device.torch_device)
         if options.mlp_chunk_tokens is not None:
             for module in parts.blocks:
-                _chunk_mlps(module, options.mlp_chunk_tokens)
+                _require_chunked_mlps(module, options.mlp_chunk_tokens)
         self.blocks = [
             StreamedBlock(
                 f"{parts.block_prefix}.{index}",
@@ -109,26 +109,18 @@ class BlockComputation:
 
         with (
             computing(engine, index, experts),
-            # A sink stands for a graph of this block's own, whatever becomes of it (`GraphUse`). The caller's mode
-            # does not matter: autograd runs a Function's forward without gradients.
+            # With a sink, the block makes a graph of its own (`GraphUse`). The caller's mode does not matter, because
+            # autograd runs a Function's forward without gradients.
             torch.set_grad_enabled(saved is not None and saved.sink is not None),
             no_autocast_cache(),
         ):
             if offload:
-                # Within the computation, before which the schedule waits until the ring's last boundary has left for
-                # host memory.
+                # Within the computation, which waits until the last boundary in this part of the ring is in host memory.
                 self._fill_ring(index, calls)
-            # Within the computation, too: what is converted to float32 is read here, so its copy must have arrived.
+            # Within the computation, because weights that are converted to float32 are read here.
             weights = self.weights(index)
             with module.bound(weights if saved is None else saved.params(weights)):
-                # All micro-batches run through a block before the next block, so its weights are streamed only once per
-                # pass.
-                micro_batches = list(enumerate(engine.forward.micro_batches))
-                if index in engine.tiles.experts:  # in lock-step, because a tile computes the rows of all of them
-                    run_together([partial(run.compute, *each) for each in micro_batches])
-                else:
-                    for each in micro_batches:
-                        run.compute(*each)
+                run.compute_all(in_lockstep=index in engine.tiles.experts)  # a tile computes the rows of all of them
             if offload:
                 self._offload_experts(index, calls, experts)
             # Resident weights are read again, in the backward pass and by later passes until an update.
@@ -143,7 +135,7 @@ class BlockComputation:
         engine, prefix = self.engine, f"{self.blocks[index].name}."
         layout, views = engine.store.units[OUTER].layout, engine.weights_on_device(block(index))
         for name in engine.parts.adapters.get(index, frozenset()):
-            # They lie with the outer parameters, which are on the device throughout a pass.
+            # Adapters lie with the outer parameters, which are on the device throughout a pass.
             views[name] = layout.view(engine.memory.weights_of(OUTER), name)
         return {name.removeprefix(prefix): view for name, view in views.items()}
 
@@ -173,16 +165,16 @@ class BlockComputation:
         put_bytes(ring, [tensors[i] for i in calls.hidden])
 
     def _offload_experts(self, index: int, calls: BlockCalls, experts: Sequence[ExpertCall]) -> None:
-        """Copy what experts have returned behind the boundary in the ring, and forget it."""
+        """Move the experts' outputs into the second half of the ring buffer, behind the hidden states."""
         if experts:
             num_bytes, largest = self._boundary_bytes(calls)
             ring = self.engine.memory.ring.get(num_bytes, torch.uint8, index % 2, room=largest)
             put_bytes(ring[num_bytes // 2 :], [call.take_output() for call in experts])
 
     def _boundary_bytes(self, calls: BlockCalls) -> tuple[int, int]:
-        """Return the size in bytes of the hidden states (B, T, H), for these batches and for the largest expected batch.
+        """Return the size in bytes of a boundary, for these batches and for the largest expected batch.
 
-        If experts are cut into tiles, as much again is what they return.
+        It has the hidden states (B, T, H), and of a model with tiles as many bytes again for the output of experts.
         """
         tensors, kinds = calls.tensors, 2 if self.engine.tiles.experts else 1
         hidden = [tensors[i] for i in calls.hidden]
@@ -192,8 +184,8 @@ class BlockComputation:
     # Rows
 
     def row_dims(self, index: int, calls: BlockCalls) -> list[int | None]:
-        """Return the row dimension of each tensor input, found by a probe for batches of several micro-batches."""
-        # A probe runs the model's outer code once more, which batches of one micro-batch do without.
+        """Return the row dimension of each tensor input; None if it has none, or if its batch has a single micro-batch."""
+        # Dimensions are found by a probe, which runs the model's outer code once more; such a batch does without.
         split = cut_batches(self.engine.forward.micro_batches)
         dims: list[int | None] = []
         for batch, call in enumerate(calls.calls):
@@ -203,8 +195,7 @@ class BlockComputation:
     def _dims_of(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
         """Return the row dimension of each input of one batch, probed once for all calls of its signature."""
         signature = self.signatures[batch]
-        # Without the block's number: one probe finds the dimensions for all blocks whose inputs have the same names
-        # and ranks.
+        # Without a block number: one probe serves all blocks whose inputs have the same names and ranks.
         keys = [(signature, path) for path in call.paths]
         if any(key not in self._row_dims for key in keys):
             assert self.probe_rows is not None
@@ -237,7 +228,17 @@ class _BlockRun:
     saved: SavedForBackward | None
     outputs: Sequence[RowOutputs]
 
-    def compute(self, number: int, part: MicroBatch) -> None:
+    def compute_all(self, in_lockstep: bool) -> None:
+        """Compute all micro-batches, in lock-step or one after the other."""
+        # All of them before the next block, so that its weights are streamed only once in a pass.
+        micro_batches = enumerate(self.engine.forward.micro_batches)
+        if in_lockstep:
+            run_together([partial(self._compute, *each) for each in micro_batches])
+            return
+        for number, part in micro_batches:
+            self._compute(number, part)
+
+    def _compute(self, number: int, part: MicroBatch) -> None:
         """Compute a micro-batch, save what its backward pass needs, and add its outputs to those of its batch."""
         call, saved = self.calls.calls[part.batch], self.saved
         inputs = self.calls.inputs(self.calls.tensors, self.dims, part)
@@ -260,14 +261,14 @@ class _BlockRun:
 
 
 def put_bytes(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """Copy tensors into a buffer of bytes, one after the other. As bytes, so that it serves any dtype."""
+    """Copy tensors of any dtypes into a buffer of bytes, one after the other."""
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     for part, span in zip(parts, spans_of(map(len, parts)), strict=True):
         buffer[span].copy_(part)
 
 
-def _chunk_mlps(module: nn.Module, tokens: int) -> None:
-    """Let the feed-forward layers of a block compute chunks of tokens; raise ModelNotSupportedError if it has none."""
+def _require_chunked_mlps(module: nn.Module, tokens: int) -> None:
+    """Let the feed-forward layers of a block compute this many tokens at a time; raise ModelNotSupportedError if it has none."""
     if not chunk_mlps(module, tokens):
         raise ModelNotSupportedError(
             f"{type(module).__name__} has no feed-forward layer that can be cut into chunks of tokens; leave "
@@ -275,8 +276,10 @@ def _chunk_mlps(module: nn.Module, tokens: int) -> None:
         )
 
 
-def _require_unchanged(name: str, before: Any, after: Any) -> None:
-    """Raise ModelNotSupportedError if a block has changed a container among its arguments: autograd would miss gradients through it."""
+def _require_unchanged(name: str, before: list[Any] | None, after: list[Any]) -> None:
+    """Raise ModelNotSupportedError if the containers among a block's arguments have other contents after it has run than before:
+    autograd would miss gradients that pass through them.
+    """
     if after != before:
         raise ModelNotSupportedError(
             f"{name} passes state to later blocks through a container among its arguments; "

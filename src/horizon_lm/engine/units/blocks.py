@@ -41,13 +41,13 @@ class Blocks(BlockComputation):
         """Compute a block for a whole batch. The model calls this instead of the forward method of the block module."""
         require_forward(self.engine, self.blocks[index].name)
         call = BlockCall(args, kwargs)
-        # First, because a rehearsal asks for row dimensions, and so probes (`Rehearsal._measure`).
+        # Before the rehearsal, which itself starts a probe to find the dimensions of rows (`Rehearsal._measure`).
         if self.probing is not None:
             return self._probe(index, call)
         if self.rehearsal is not None:
             return self.rehearsal.forward(index, call)
-        # Read, and published below, in the thread of this call: its context has that call's collector, in which transformers
-        # gathers `output_hidden_states` and the like.
+        # Read, and published below, in the thread of this call: its context has the collector in which transformers gathers
+        # `output_hidden_states` and the like.
         keys = capture.requested_keys()
         output, captured = compute_jointly(index, (call, keys), lambda calls: self._forward_all(index, calls))
         capture.publish(captured)
@@ -75,8 +75,8 @@ class Blocks(BlockComputation):
         state = engine.recording
         if state is not None and index in state.keeps:
             node = BlockAutograd(self, index, joined, keys, state, hooked, uncompiled, self.gradient_check)
-            # Without the anchor, autograd would skip the node where no input needs a gradient: the first block on a
-            # frozen table.
+            # Without the anchor, autograd would skip a node none of whose inputs needs a gradient, as the first block on
+            # a frozen table.
             tensors = BlockFunction.apply(node, engine.anchor, *joined.tensors)
             # From the tensors that `apply` returns, which have the node as their grad_fn.
             return rebuild_all(node.outputs, tensors)
@@ -92,21 +92,24 @@ class Blocks(BlockComputation):
         return any(each.is_structure_changed() for each in self.blocks)
 
     def rehearse(self) -> Rehearsal:
-        """Make the next forward pass a rehearsal, which only measures the memory that blocks take."""
+        """Make the next forward pass, of a single batch, a rehearsal, which only measures the memory that blocks take."""
         self.rehearsal = Rehearsal(self.engine, self.blocks, self.row_dims, self.outputs, self.segments[0])
         return self.rehearsal
 
     def _probe(self, index: int, call: BlockCall) -> Any:
-        """Answer a row probe: return zeros for blocks before the requested one, and record the shapes of its inputs."""
+        """Answer a row probe: return zeros for a block before the requested one. At the requested one, record the shapes of its
+        inputs, and raise ProbeDoneError.
+        """
         assert self.probing is not None
-        wanted, batch, shapes = self.probing
-        if index == wanted:
+        requested, batch, shapes = self.probing
+        if index == requested:
             shapes.extend(t.shape for t in call.tensors)
             raise ProbeDoneError
         # Earlier blocks have already been computed in this forward pass, so the structure of their outputs is known.
         outputs = self.outputs[index][batch]
-        # Of the pair of output and captured outputs (`run_block`): a probe captures nothing.
-        return outputs.rebuild(outputs.imitate(self.engine.forward.num_rows[batch] + 1))[0]
+        # The second part of a block's outputs is those captured inside of it (`run_block`); a probe captures none.
+        output, _ = outputs.rebuild(outputs.imitate(self.engine.forward.num_rows[batch] + 1))
+        return output
 
 
 def rebuild_all(outputs: Sequence[RowOutputs], tensors: Sequence[torch.Tensor]) -> list[Any]:
