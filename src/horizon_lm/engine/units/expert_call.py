@@ -1,6 +1,7 @@
 """The experts' part of a micro-batch, computed tile by tile with the bits of transformers' own functions.
 
-Every pair of a token and an expert is a row. Rows are sorted by expert, so those of a tile follow each other. A tile computes
+Every pair of a token and an expert is a row; its rank is the place of the expert among the K experts of the token. Rows are
+sorted by expert, so those of a tile follow each other. A tile computes
 its rows by the function that the model uses, as tokens with one expert of weight one. What the functions do with the rows of all
 experts is done here, in the order in which they do it: a sum of floating-point numbers depends on it.
 
@@ -59,13 +60,13 @@ class ExpertCall:
         self._order = order_of(module)
         self._ids, self._needs_grad = ids, _NeedsGrad(hidden.requires_grad, weights.requires_grad)
         self._hidden, self._weights = hidden.detach(), weights.detach()
-        tokens, ranks = ids.shape
+        num_tokens, num_ranks = ids.shape
         flat = (ids.t() if self._order.by_rank else ids).reshape(-1)
         self._experts, order = self._order.sort(flat)  # (S,)
-        self._tokens = order % tokens if self._order.by_rank else order // ranks
-        # Of each row, the place of its pair in (N, K).
-        self._places = self._tokens * ranks + order // tokens if self._order.by_rank else order
-        # Of the rows of each expert. The host waits for them only once, because the same experts are chosen again.
+        # By row (S,): its token, and the place of its pair in the flattened (N, K).
+        self._tokens = order % num_tokens if self._order.by_rank else order // num_ranks
+        self._places = self._tokens * num_ranks + order // num_tokens if self._order.by_rank else order
+        # Where the rows of each expert begin; the same in the backward pass, so the host waits for them only once.
         self._bounds: list[int] = _bounds(flat, count) if before is None else before._bounds
         self._grad: torch.Tensor | None = None  # of the output
         self._weight_grads: torch.Tensor | None = None  # (S,), by place
@@ -79,17 +80,17 @@ class ExpertCall:
         return [expert for expert, (start, stop) in enumerate(pairwise(self._bounds)) if start < stop]
 
     def compute(self, experts: slice, function: Experts) -> None:
-        """Compute the rows of some experts."""
+        """Compute the rows of a tile's experts by its function, and keep their outputs for `finish`."""
         tile = self._tile(experts)
         if tile is None:
             return
         ids, rows = tile
         weights = self._weights.flatten()[self._places[rows]]
         weighted = _weighted(function, self._hidden[self._tokens[rows]], ids, weights)
-        self._row_outputs = self._put(self._row_outputs, rows, weighted, by_place=self._order.unsorts)
+        self._row_outputs = self._put(self._row_outputs, rows, weighted, by_place=self._order.adds_by_token)
 
     def _put(self, total: torch.Tensor | None, rows: torch.Tensor, new: torch.Tensor, by_place: bool) -> torch.Tensor:
-        """Put new values (R, H) of rows (R,) into those of all rows (S, H), in the order of their places, or sorted by expert."""
+        """Put new values (R, H) of rows (R,) into those of all rows (S, H), by place or sorted by expert, and return these."""
         if total is None:  # zeros if there are rows without an expert
             allocate = new.new_empty if self._bounds[-1] == self._ids.numel() else new.new_zeros
             total = allocate((self._ids.numel(), new.shape[-1]))
@@ -110,7 +111,7 @@ class ExpertCall:
         """Add up the output (N, H) after all rows are computed, and forget what the backward pass computes again."""
         rows, self._row_outputs = self._row_outputs, None
         output = torch.zeros_like(self._hidden)
-        if rows is not None and self._order.unsorts:  # by place, so the K rows of a token follow each other
+        if rows is not None and self._order.adds_by_token:  # by place, so the K rows of a token follow each other
             output = rows.view(*self._ids.shape, -1).sum(dim=1).to(output.dtype)
         elif rows is not None:
             for expert in range(len(self._bounds) - 1):
@@ -139,7 +140,9 @@ class ExpertCall:
             self._weight_grads = torch.zeros_like(self._weights).flatten()
 
     def differentiate(self, experts: slice, function: Experts) -> None:
-        """Compute the rows of some experts again, and differentiate them. Gradients of weights go to the tile's leaves."""
+        """Compute the rows of a tile's experts again, and differentiate them. Keep the gradients of their hidden states and weights;
+        those of parameters go to the leaves that ``function`` computes with.
+        """
         tile = self._tile(experts)
         if tile is None:
             return
@@ -161,7 +164,8 @@ class ExpertCall:
             self._weight_grads[places] = weights.grad
 
     def take_grads(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of hidden states (N, H) and weights (N, K), and forget them.
+        """Return the gradients of hidden states (N, H), summed over the rows of a token, and of weights (N, K); None for those that
+        need none.
 
         Raises:
             StreamingError: this call belongs to a graph that must not be differentiated.
@@ -195,7 +199,7 @@ class ExpertCall:
     def attach(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the output as the result of a node of autograd, whose gradients are those of `take_grads`."""
         assert self.output is not None
-        # A leaf with a gradient of its own: what comes after the experts depends on it also where nothing before is trained.
+        # It requires a gradient even if neither input does, because `TiledBackward` asks autograd for it.
         output: torch.Tensor = _FromTiles.apply(self, self.output.detach().requires_grad_(), hidden, weights)
         return output
 
@@ -213,7 +217,7 @@ def _weighted(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, weight
 
 def _add_reproducibly(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
     """Add rows (R, H) to the tokens (R,) of a total (N, H), in the same order each time."""
-    # On a CPU `index_put_`, elsewhere `index_add_` adds by atomic operations of several threads, in any order.
+    # On an accelerator `index_add_` adds by atomic operations, in any order; on a CPU `index_put_` does.
     if total.device.type == "cpu":
         total.index_add_(0, tokens, rows)
     else:
@@ -251,35 +255,35 @@ class Order:
 
     Attributes:
         by_rank: the rows of an expert are ordered by rank and then by token, not the other way round.
-        unsorts: outputs are put back in the order of tokens and ranks, and added over the ranks; otherwise expert by expert.
+        adds_by_token: outputs are put back in the order of tokens and ranks, and added over the ranks; otherwise expert by expert.
         grads: the order in which gradients of the hidden states are added.
-        sorts: rows are sorted by torch's sort, which is not stable: the order of the rows of an expert depends on all keys.
+        is_unstable: rows are sorted by torch's unstable sort, so the order of the rows of an expert depends on all keys.
     """
 
     by_rank: bool = False
-    unsorts: bool = True
+    adds_by_token: bool = True
     grads: GradOrder = GradOrder.SORTED_ROWS
-    sorts: bool = False
+    is_unstable: bool = False
 
     def sort(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts of all rows (S,), sorted, and the place of each before."""
-        return torch.sort(experts) if self.sorts else torch.sort(experts, stable=True)
+        """Return the experts of all rows (S,), sorted, and the place of each before sorting."""
+        return torch.sort(experts) if self.is_unstable else torch.sort(experts, stable=True)
 
     def before_sorting(self, experts: torch.Tensor) -> torch.Tensor:
-        """Return the order (R,) in which rows with these sorted experts are given to a function, so that it computes them in the
-        order in which they are: sorting them again may change the order of the rows of an expert.
+        """Return the order (R,) in which to give rows with these sorted experts to a function that sorts them again, so that it
+        computes them in their present order.
         """
-        if not self.sorts:  # a stable sort leaves sorted rows as they are
+        if not self.is_unstable:  # a stable sort leaves sorted rows as they are
             return torch.arange(len(experts), device=experts.device)
-        return torch.argsort(torch.sort(experts).indices)
+        return torch.argsort(torch.sort(experts).indices)  # the inverse of what the sort will do
 
 
 ORDERS = {
-    "eager": Order(by_rank=True, unsorts=False, grads=GradOrder.EXPERTS_FROM_LAST),
-    "grouped_mm": Order(sorts=True),
+    "eager": Order(by_rank=True, adds_by_token=False, grads=GradOrder.EXPERTS_FROM_LAST),
+    "grouped_mm": Order(is_unstable=True),
     "batched_mm": Order(grads=GradOrder.TOKENS),
 }
-"""By the name of the function in transformers' ``ALL_EXPERTS_FUNCTIONS``."""
+"""The order of each function, by its name in transformers' ``ALL_EXPERTS_FUNCTIONS``."""
 
 
 def order_of(module: nn.Module) -> Order:

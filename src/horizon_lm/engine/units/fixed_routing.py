@@ -31,13 +31,13 @@ class Choices:
     def _record(self, choose: Callable[[], Any], scores: torch.Tensor, dim: int) -> Any:
         """Make a choice by the scores, and keep its indices."""
         found = choose()
-        # As small numbers, because they are kept on the device until the backward pass.
+        # In a small dtype, because they stay on the device until the backward pass.
         self._made.append(found.indices.to(torch.int16 if scores.shape[dim] < 2**15 else torch.int32))
         return found
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Context manager: choose the same again, whatever the scores are now."""
+        """Context manager: choose the recorded indices again, in the same order, whatever the scores are now."""
         recorded = iter(self._made)
 
         def repeat(_: Callable[[], Any], scores: torch.Tensor, dim: int) -> Any:

@@ -63,5 +63,5 @@ def _chosen(ids: torch.Tensor, count: int) -> list[int]:
 
     This waits for the computation on the device, but not for its copies.
     """
-    # Some models mark what has no expert by the number after the last.
+    # Some models give a token without an expert the number after that of the last expert.
     return [each for each in sorted(set(ids.flatten().tolist())) if each < count]

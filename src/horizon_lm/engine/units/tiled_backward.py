@@ -46,15 +46,16 @@ class TiledBackward:
         self.sink, self.written = GradSink(engine, index), set[str]()
 
     def find_output_grads(self, recompute: Callable[[int], Graph], pairs_of: Callable[[int, Graph], Pairs]) -> None:
-        """Find the gradients of the experts' outputs. The core of the block is bound to the leaves of `sink`.
+        """Find the gradients of the experts' outputs. The core of the block must be bound to the leaves of `sink`.
 
         Args:
             recompute: function that computes a micro-batch, given by its number, again.
-            pairs_of: function of a number and a graph that returns those outputs that a loss depends on.
+            pairs_of: function of the number of a micro-batch and its graph that returns the outputs that a loss depends on, with
+                their gradients.
         """
         for number, before in enumerate(self._before):
             graph = self._find_output_grad(number, before, recompute, pairs_of)
-            # A single graph is differentiated as it is. Of several, only one at a time has room, so they are computed again.
+            # A single graph is kept and differentiated later. Several have no room side by side, so they are computed again.
             if len(self._before) == 1:
                 self._graph = graph
             del graph  # before the next is made
@@ -73,7 +74,7 @@ class TiledBackward:
         pairs = pairs_of(number, graph)
         outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
         (grad,) = torch.autograd.grad(outputs, expert_outputs, grads, retain_graph=True, allow_unused=True)
-        # No gradient: no output that a loss depends on is computed from that of the experts.
+        # It is None if no loss depends on the experts' output. The call is the one that `replay` has appended.
         self._calls[number].begin_backward(torch.zeros_like(expert_outputs[0]) if grad is None else grad)
         return graph
 
@@ -108,8 +109,8 @@ class TiledBackward:
                 self._engine.poison_weights(unit)
 
     def _differentiate(self, unit: Unit, run: Callable[[Callable[[], None]], None]) -> None:
-        """Differentiate one tile for all micro-batches, and fill the slot from which its gradients are landed, and its part of the
-        gradients of adapters.
+        """Differentiate one tile for all micro-batches. Fill the slot from which its gradients land, and its part of the gradients of
+        adapters. ``run`` is that of `differentiate_tiles`.
         """
         engine = self._engine
         slot = GradSlot(engine.part_of(unit).grad_layout, set(engine.trained_names(block(self._index))))
@@ -130,7 +131,7 @@ class TiledBackward:
         if is_trained:
             slot.zero_the_rest()
             if engine.memory.accumulates:
-                # As the sums of a whole block are, so that a later backward pass adds to the same numbers.
+                # The sums of a whole block are rounded, too, so later backward passes add to the same numbers.
                 slot.round_to(engine.store.precision.grad_dtype)
         adapters.zero_the_rest()
         self.written |= slot.written
@@ -152,8 +153,8 @@ class TiledBackward:
 
     @contextmanager
     def differentiated(self, number: int) -> Iterator[None]:
-        """Context manager: compute a micro-batch again, with the gradients of its experts in place of them."""
-        if not self._calls:
+        """Context manager: compute a micro-batch again, with a node in place of its experts whose gradients are known already."""
+        if not self._calls:  # the block has left out its experts
             yield
             return
         with self._experts.replaced(lambda hidden, ids, weights: self._calls[number].attach(hidden, weights)):

@@ -58,37 +58,39 @@ class TiledExperts:
 
     @contextmanager
     def forward(self, calls: list[ExpertCall]) -> Iterator[None]:
-        """Context manager: compute a block in the running forward pass. Add the calls of all micro-batches to a list."""
+        """Context manager: compute a block in the running forward pass: its core up to the experts (ROUTE), the tiles, and the rest
+        of the core (FORWARD). Add the calls of the experts for all micro-batches to a list.
+        """
         engine, unit = self._engine, block(self._index)
-        cursor, is_computed = engine.cursor, False
-        with self._own_randomness(), ExitStack() as part:
-            part.enter_context(cursor.compute(Kind.ROUTE, unit))
+        cursor, is_routed = engine.cursor, False
+        with self._own_randomness(), ExitStack() as current:
+            current.enter_context(cursor.compute(Kind.ROUTE, unit))
 
             def compute(arrived: Sequence[ExpertCall]) -> Sequence[ExpertCall]:
-                nonlocal is_computed
-                is_computed = True
+                nonlocal is_routed
+                is_routed = True
                 if self._index in engine.forward.routed:
                     self._stream_chosen(arrived)
-                part.pop_all().close()
+                current.pop_all().close()  # ends ROUTE
                 self._compute_tiles(arrived)
-                part.enter_context(cursor.compute(Kind.FORWARD, unit))
+                current.enter_context(cursor.compute(Kind.FORWARD, unit))
                 calls.extend(arrived)
                 return arrived
 
             def meet(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-                with self._own_randomness():  # the other micro-batches draw random numbers meanwhile
+                with self._own_randomness():  # other micro-batches draw numbers while this one waits for their calls
                     call: ExpertCall = compute_jointly(("experts", unit), self.call(hidden, ids, weights), compute)
                 assert call.output is not None
                 return call.attach(hidden, weights) if torch.is_grad_enabled() else call.output
 
             with self.replaced(meet):
                 yield
-            if not is_computed:  # the block has left out its experts
+            if not is_routed:  # the block has left out its experts
                 compute([])
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Context manager: put back the random state, which micro-batches with random numbers of their own replace in turn."""
+        """Context manager: put back the present random state at the end, since micro-batches replace it in turn."""
         engine = self._engine
         if not engine.forward.randomness.has_streams:
             yield
@@ -98,7 +100,7 @@ class TiledExperts:
         engine.device.set_rng_state(state)
 
     def _stream_chosen(self, calls: Sequence[ExpertCall]) -> None:
-        """Stream of each tile only the experts that tokens are routed to."""
+        """Bind copies of only those experts of each tile that tokens are routed to."""
         engine, chosen = self._engine, sorted({expert for call in calls for expert in call.chosen()})
         for unit in self.tiles:
             experts = engine.tiles.experts_of(unit)
@@ -140,7 +142,7 @@ class TiledExperts:
     def weights(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return a tile's weights on the device, with its part of the experts' adapters, by full name."""
         engine = self._engine
-        # They lie with the outer parameters, which are on the device throughout a pass.
+        # Adapters lie with the outer parameters, which are on the device throughout a pass.
         layout, buffer = engine.store.units[OUTER].layout, engine.memory.weights_of(OUTER)
         adapters = {name: self.part_of_adapter(unit, name, layout.view(buffer, name)) for name in self.adapters}
         return engine.weights_on_device(unit) | adapters
