@@ -22,7 +22,7 @@ class GradSink:
         self._engine, self._index = engine, index
         self._trained = set(engine.trained_names(block(index)))
         self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained_names(OUTER))
-        self._slots = {
+        self._slots = {  # by slab: that of the block, and that of its weights in float32, if it has any
             part: GradSlot(
                 engine.part_of(part).grad_layout, self._trained & engine.store.units[part].layout.entries.keys()
             )
@@ -45,7 +45,7 @@ class GradSink:
         return leaves
 
     def open(self) -> None:
-        """Take the slot for the block's backward pass, which begins now."""
+        """Take the buffers that gradients are written to. The computation of the block's backward pass must have begun."""
         memory = self._engine.memory
         for part in self._landed():
             buffer = memory.sums_of(part)
@@ -57,9 +57,9 @@ class GradSink:
             self._adapter_slot.buffer = memory.grads_of(OUTER)
 
     def close(self) -> list[str]:
-        """Zero what no gradient was written to (unused parameters, padding), and return the parameters that have one.
+        """Zero what no gradient was written to (unused parameters, padding). Return the names of the parameters that have one.
 
-        Adapters are not among them: they are noted in the backward pass, which lands them with the outer parameters.
+        Adapters are not among them: their names go to the running backward pass, which lands them with the outer parameters.
         """
         for part in self._landed():
             self._slots[part].zero_the_rest()
@@ -116,7 +116,7 @@ def fresh_leaves(
         leaf = view.detach()
         for slot in slots:
             if prefix + name in slot.trained:
-                # After accumulation: a weight that the block uses several times arrives as one sum, not use by use.
+                # A hook after accumulation: a weight that the block uses several times arrives as one sum, not use by use.
                 leaf.requires_grad_().register_post_accumulate_grad_hook(slot.hook(prefix + name))
         leaves[name] = leaf
     return leaves
@@ -173,7 +173,7 @@ class GradSlot:
 
     def names_written(self) -> list[str]:
         """Return the full names of the parameters that have received a gradient, in the order of the layout."""
-        # By which an update merges neighbours into spans (`StepUpdate.spans`).
+        # The order lets an update merge neighbours into spans (`StepUpdate.spans`).
         return [name for name in self.layout if name in self.written]
 
     def round_to(self, dtype: torch.dtype) -> None:

@@ -67,7 +67,7 @@ class GradientCheck:
         bounds = _bounds(exact, plain, dtype)
         for number, grad in enumerate(input_grads):
             if grad is not None:
-                name = _input(number)
+                name = _input_name(number)
                 _require_close(f"{node.module.name}, {name}", grad, exact[name], bounds[name])
         for name in self._engine.trained_names(block(node.index)):
             inner = name.removeprefix(f"{node.module.name}.")
@@ -115,16 +115,8 @@ class GradientCheck:
         Raises:
             _DrawsNumbersError: the result depends on the way that batches are split.
         """
-        engine = self._engine
-        params = {
-            # From host memory, past copies and slots, whose mistakes would be in both results otherwise.
-            name: (engine.store.decode(full) if full in engine.store.codecs else engine.store.weight(full))
-            .to(engine.device.torch_device, engine.parts.computed_dtype(full, dtype), copy=True)
-            .requires_grad_()
-            for name in node.module.param_names()
-            for full in [f"{node.module.name}.{name}"]
-        }
-        # A mask that required a gradient would be another computation.
+        engine, params = self._engine, self._params(node, dtype)
+        # Only inputs that required a gradient do so here: a mask that required one would be another computation.
         leaves = node.saved.leaves([t.to(dtype) if t.is_floating_point() else t for t in inputs], slice(None))
         for number, part in enumerate(parts):
             with (
@@ -135,7 +127,7 @@ class GradientCheck:
                 before = engine.device.rng_state()
                 segments = node.segments[part.batch]
                 output = run_block(node.module, args, kwargs, node.keys, segments, part.rows, uncompiled=True)
-                # Whole batches would draw other numbers than the micro-batches did.
+                # A whole batch would draw other numbers than its micro-batches did.
                 if len(parts) < len(node.micro_batches) and not _same(before, engine.device.rng_state()):
                     raise _DrawsNumbersError
             pairs = [
@@ -145,7 +137,18 @@ class GradientCheck:
             ]
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         found = {name: p.grad.float() for name, p in params.items() if p.grad is not None}
-        return found | {_input(i): leaf.grad.float() for i, leaf in enumerate(leaves) if leaf.grad is not None}
+        return found | {_input_name(i): leaf.grad.float() for i, leaf in enumerate(leaves) if leaf.grad is not None}
+
+    def _params(self, node: BlockAutograd, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return leaves with a block's weights on the device, by their names inside the block."""
+        engine, params = self._engine, {}
+        for name in node.module.param_names():
+            full = f"{node.module.name}.{name}"
+            # From host memory, past copies and slots, whose mistakes would be in both results otherwise.
+            values = engine.store.decode(full) if full in engine.store.codecs else engine.store.weight(full)
+            on_device = values.to(engine.device.torch_device, engine.parts.computed_dtype(full, dtype), copy=True)
+            params[name] = on_device.requires_grad_()
+        return params
 
 
 class _DrawsNumbersError(Exception):
@@ -157,7 +160,7 @@ def _same(before: Any, after: Any) -> bool:
     return all(map(torch.equal, tree_leaves(before), tree_leaves(after)))
 
 
-def _input(index: int) -> str:
+def _input_name(index: int) -> str:
     """Return the name of an input's gradient among those of a block."""
     return f"gradient of input {index}"
 

@@ -55,12 +55,16 @@ class LmHead:
 
     def grad_slots(self) -> list[GradSlot]:
         """Return the slots of the gradients of the trained weights."""
-        engine, slots = self.engine, []
+        engine = self.engine
         trained = self._streamed_places.keys() & set(engine.trained_names(HEAD))
-        for part in engine.trained_parts(HEAD) if trained else ():
+        if not trained:
+            return []
+        slots = []
+        for part in engine.trained_parts(HEAD):
             layout = engine.slabs(part).grad_layout
-            slots.append(GradSlot(layout, trained & layout.entries.keys()))
-            slots[-1].buffer = engine.memory.grads_of(part)
+            slot = GradSlot(layout, trained & layout.entries.keys())
+            slot.buffer = engine.memory.grads_of(part)
+            slots.append(slot)
         return slots
 
     def grads(self) -> dict[str, torch.Tensor]:
@@ -98,8 +102,8 @@ class LmHead:
             )
             return differentiable
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
-            # Parameters, because matmul rounds a slice of hidden states, such as the last tokens of prompts, by another kernel if
-            # the weight is none.
+            # Parameters, as in the plain model: for another tensor, matmul computes a slice of hidden states, such as the last
+            # tokens of prompts, by another kernel, which rounds otherwise.
             weights = {
                 name: nn.Parameter(view, engine.refs[name].param.requires_grad) for name, view in self.weights().items()
             }
@@ -109,7 +113,7 @@ class LmHead:
 
     def run(self, weights: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """Run the model's head module with these weights, given by full name."""
-        # By the class, because the forward of the instance is the replaced one.
+        # The forward of the class, because that of the instance is replaced.
         places = self._streamed_places | self.outer_places
         with in_place((*place, weight) for name, weight in weights.items() for place in places[name]):
             logits: torch.Tensor = type(self.module).forward(self.module, hidden)
@@ -170,7 +174,7 @@ class _Projection:
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
             # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
             leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs_grad, strict=True)]
-            outer = dict(zip(self._outer, leaves, strict=False))  # after which the leaves of the hidden states follow
+            outer = dict(zip(self._outer, leaves[: len(self._outer)], strict=True))
             weights = fresh_leaves(head.weights(), self._slots)
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 logits = [head.run(weights | outer, hidden) for hidden in leaves[len(outer) :]]
@@ -181,8 +185,8 @@ class _Projection:
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs, given the gradient of each batch's logits (B, T, V)."""
         head, engine = self.head, self.head.engine
-        # The loss that the caller keeps holds this node; its graph and the logits (B, T, V) must end here, as what
-        # autograd saves.
+        # A loss that the caller keeps holds this node. Its graph and logits (B, T, V) are dropped here, as autograd drops what it
+        # has saved.
         (leaves, logits), slots = self.graph, self._slots
         del self.graph, self._slots
         with engine.cursor.compute(Kind.BACKWARD, HEAD):

@@ -26,10 +26,10 @@ class LossInputs:
 
     @classmethod
     def of(cls, call: dict[str, Any], device: torch.device) -> "LossInputs":
-        """Take ``labels`` or ``shift_labels`` (B, T) and ``num_items_in_batch`` from the arguments of a model call.
+        """Remove ``labels`` or ``shift_labels`` (B, T) and ``num_items_in_batch`` from the arguments of a model call.
 
         The trained positions are found before labels are copied to the device, where the host would have to wait for
-        their number.
+        their number. The results are on the device.
         """
         labels, shifted = call.pop("labels", None), call.pop("shift_labels", None)
         if shifted is None:

@@ -22,7 +22,7 @@ class OuterParameters:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         parts = engine.parts
-        # Adapters are bound in blocks.
+        # Without adapters, which blocks bind.
         layouts = [engine.store.units[part].layout for part in engine.store.parts_of(OUTER)]
         self._names = [name for layout in layouts for name in layout if name not in parts.adapter_names]
         self._move_buffers()
@@ -30,7 +30,7 @@ class OuterParameters:
     def _move_buffers(self) -> None:
         """Move buffers outside of blocks, mostly rope frequencies, to the device, where they stay."""
         parts, device = self.engine.parts, self.engine.device.torch_device
-        # Those inside of blocks are not moved: a block gets device copies when it is bound (`BuffersOfModules`).
+        # Buffers inside of blocks are not moved: a block gets device copies when it is bound (`BuffersOfModules`).
         in_blocks = {id(module) for block in parts.blocks for module in block.modules()}
         for module in parts.model.modules():
             if id(module) not in in_blocks:
@@ -38,7 +38,7 @@ class OuterParameters:
                     module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def load(self) -> dict[str, torch.Tensor]:
-        """Return the outer parameters on the device, by full name; trained parameters are differentiable."""
+        """Return the outer parameters on the device, by full name. Trained ones are differentiable, and renew the pass's anchor."""
         engine = self.engine
         if engine.recording is None or not engine.trained_names(OUTER):
             with engine.cursor.compute(Kind.FORWARD, OUTER):

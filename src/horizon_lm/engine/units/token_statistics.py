@@ -40,8 +40,8 @@ class TokenStatistics:
     def add_batch(self, trained: torch.Tensor, logits: torch.Tensor) -> None:
         """Add the trained tokens (N,) of a batch from all of its logits (B, T, V)."""
         flat = logits.detach().flatten(0, 1)  # (B * T, V), a view
-        # Selecting tokens copies their logits, which is why not all are selected at once. Two halves take no more memory
-        # than the backward pass of the loss (`token_statistics`).
+        # Not all at once, because selecting tokens copies their logits. Two halves take no more memory than the backward
+        # pass of the loss (`token_statistics`).
         size = _SELECTED_TOKENS if logits.device.type == "cpu" else -(-len(trained) // 2)
         for index in trained.split(size) if len(trained) else ():
             self.add(index, flat[index])

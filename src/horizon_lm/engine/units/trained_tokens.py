@@ -48,7 +48,7 @@ def trained_tokens_forward(layer: Any) -> Callable[..., torch.Tensor]:
 def _replace(
     layer: Any, hidden: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, tokens: list[int]
 ) -> torch.Tensor:
-    """Replace the hidden states (B, T, H) of these tokens by their own rows (n, H)."""
+    """Return hidden states (B, T, H) of ids (B, T), in which those of the trained tokens are computed from their rows (n, H)."""
     # PEFT keeps the tokens as they were given; `searchsorted` needs them in order.
     order = torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__))  # (n,)
     known, order = send(torch.tensor(tokens)[order], ids.device), send(order, ids.device)
@@ -57,7 +57,7 @@ def _replace(
     is_trained = known[found] == ids
     padding = layer.base_layer.padding_idx
     position = tokens.index(padding) if padding in tokens else None
-    # By the embedding of the base, which may scale its rows, as that of Gemma 3 does.
+    # Looked up by the embedding of the base, which may scale its rows, as that of Gemma 3 does.
     own = look_up(layer.base_layer, rows.to(hidden.dtype), order[found], position)
-    # Not by indices of the trained tokens, whose number a GPU would have to report to the host first.
+    # Without indices of the trained tokens, whose number a GPU would have to report to the host first.
     return torch.where(is_trained[..., None], own, hidden)
