@@ -36,13 +36,13 @@ class Batch:
 
     Attributes:
         call: the arguments.
-        host_ids: the caller's own ``input_ids``.
+        host_ids: the caller's own ``input_ids``, on the host or on the device; None if it gave embeddings.
         rows, length: shape of the batch, B and T.
         segments: the documents in its rows, if attention needs them.
     """
 
     call: Call
-    host_ids: Any
+    host_ids: torch.Tensor | None
     rows: int
     length: int
     segments: attention.Segments | None
@@ -66,18 +66,18 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: di
 
 
 def prepare(engine: Engine, call: Call) -> Batch:
-    """Return a call with its tensors on the device."""
+    """Return the batch of a call, with its tensors on the device and its documents, if attention needs them."""
     tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if tokens is None:
         raise ValueError("give input_ids or inputs_embeds")
     # Ids are (B, T) and embeddings (B, T, H).
     rows, length = tokens.shape[:2]
     config = engine.parts.model.config.get_text_config()
-    # Before anything is sent: whether rows are padded is read from the mask on the host.
+    # Before anything is sent, because padding is read from the mask on the host.
     attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
     device = engine.device.torch_device
-    # Segments are found, and the embedding looks up ids, on the host. If the caller already has them there, copying
-    # them back would only make the host wait.
+    # Segments are found on the host, from the caller's own tensors, which may be there already: copying back what was sent
+    # would make the host wait. The embedding looks up ids on the host, too.
     segments = attention.segments_of_call(call, device) if config._attn_implementation == attention.NAME else None
     sent = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     return Batch(sent, call.get("input_ids"), rows, length, segments)
@@ -107,7 +107,7 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
 
 
 def choose_cache(call: Call, recording: bool) -> None:
-    """Turn off the cache of keys and values unless the caller asks for it. Raise StreamingError if that is in training."""
+    """Turn off the cache of keys and values in a call that does not ask for it. Raise StreamingError for a cache in training."""
     # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
     if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
         call["use_cache"] = False

@@ -90,7 +90,7 @@ class ChunkedForward:
         """Run the model without its head for each call. Return the outputs, and the hidden states (B, T, H)."""
 
         def run(call: Call) -> tuple[Any, torch.Tensor]:
-            # Both in the same thread: of calls in lock-step, each finds its own hidden states by its place.
+            # Both in the same thread: calls in lock-step have a thread each, by which they find their own hidden states.
             return self._call_model(**call), self.head.take_hidden()
 
         with self._probe.of(calls), self.head.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):
@@ -111,9 +111,9 @@ class ChunkedForward:
     def _head_options(self, call: Call) -> dict[str, Any]:
         """Return the arguments of a call that are also passed to the model for each chunk."""
         known = {*self._parameters, *_DECODER_ONLY, *_OF_THE_LOSS}
-        # What remains reaches the loss function through the model's **kwargs. Named arguments describe whole rows,
-        # which chunks do not have.
+        # Others reach the loss function through the model's **kwargs. Named arguments describe whole rows, which chunks do not
+        # have.
         options = {k: v for k, v in call.items() if k not in known}
-        # Each chunk would add the auxiliary loss again; the pass over the whole batch has added it once.
+        # The pass over the whole batch has added the auxiliary loss already; each chunk would add it again.
         without_aux = {name: False for name in AUXILIARY if name in self._parameters}
         return options | without_aux | {"use_cache": False}

@@ -40,7 +40,8 @@ class GenerationMemory:
     def _probe(self) -> CacheProbe:
         config, options = self._engine.parts.model.config, self._engine.options
         on_host = self._engine.device.torch_device.type == "cpu"
-        return CacheProbe(ModelSource(config, type(config).__name__), options.compute_dtype, not on_host)
+        source = ModelSource(config, type(config).__name__)
+        return CacheProbe(source, options.compute_dtype, accelerated=not on_host)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -105,13 +106,13 @@ class GenerationMemory:
             engine.device.trim()
 
     def _buffer_bytes(self, generation: Generation, resident: int) -> int:
-        """Return the bytes of the engine's buffers in a call with this number of resident blocks."""
-        engine = self._engine
-        settings = replace(buffer_settings(engine, generation.rows * generation.prompt, 0), resident=resident)
+        """Return the bytes of the engine's buffers, some of which are larger already, in a call with so many resident blocks."""
+        engine, prompt_tokens = self._engine, generation.rows * generation.prompt
+        settings = replace(buffer_settings(engine, prompt_tokens, offloaded=0), resident=resident)
         sizes = replace(engine.parts.sizes(), experts=expert_sizes(engine.parts))
         needed = {kind: num_bytes for kind, num_bytes in device_buffers(sizes, settings).items() if "grad" not in kind}
         allocated = engine.device.counters.allocated
-        of_blocks = ("weight_slots", "resident_weights")  # which are allocated again for another number of blocks
+        of_blocks = ("weight_slots", "resident_weights")  # those whose size follows the number of resident blocks
         return sum(
             needed.get(kind, 0) if kind in of_blocks else max(needed.get(kind, 0), allocated[kind])
             for kind in {*needed, *allocated}

@@ -39,7 +39,7 @@ class JointCalls:
         """
         # Calls meet if one pass can compute them: with the same model, with or without gradients, and of one kind.
         point = (id(self), torch.is_grad_enabled(), kind)
-        # Outside of a lock-step a call is alone, and nobody else sees its switches; without adapters there are none.
+        # Outside of a lock-step (member 0) a call is alone, so nobody else sees its switches; without adapters there are none.
         if member_id() == 0 or not self._has_adapters:
             return compute_jointly(point, call, compute)
         if not self.switches_per_call and not torch.is_grad_enabled():

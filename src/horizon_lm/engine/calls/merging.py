@@ -47,7 +47,7 @@ def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None)
 
 def _replace_methods(layer: Any, engine: Engine) -> bool:
     """Let a layer merge with plain parameters. Return whether it can merge at all."""
-    # Of the class: on an instance that was streamed before, the attribute is already the replacement.
+    # The methods of the class, because an instance that was streamed before has the replacements.
     names = [name for name in _METHODS if callable(getattr(type(layer), name, None))]
     for name in names:
         # Weakly, both layer and engine: the layer owns this function, and PEFT may keep the layer longer than the
@@ -83,7 +83,7 @@ class MergingLayers:
 
 def _runs_unmerged(layer: Any) -> bool:
     """Return whether a layer computes without its adapters, although they may be merged into its base."""
-    # As PEFT's forward methods do: that of trainable tokens also without an active adapter.
+    # PEFT's forward methods do so if adapters are disabled; that of trainable tokens also without an active adapter.
     replaces_tokens = hasattr(layer, "trainable_tokens_delta")
     return bool(layer.disable_adapters or (replaces_tokens and not layer.active_adapters))
 
@@ -98,7 +98,7 @@ def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Call
         method = getattr(type(own), name)
         if current is None:  # the streamed model is gone
             return method(own, *args, **kwargs)
-        # New parameters of PEFT: `_horizon` attaches the model with them first, which makes another engine.
+        # If PEFT has made new parameters, reading `_horizon` attaches the model with them, which makes another engine.
         if not all(isinstance(param, StreamedParameter) for param in own.parameters()):
             current = current.parts.model._horizon.engine
         with _plain_parameters(own, current):
@@ -109,9 +109,8 @@ def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Call
 
 @contextmanager
 def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
-    """Context manager: give a layer plain parameters, and write those that change to the store."""
-    # The values that are merged must be those of the last step, and nothing may write the slabs meanwhile.
-    engine.synchronize()
+    """Context manager: give a layer plain parameters with all bits of its weights, and write those that change to the store."""
+    engine.synchronize()  # the values must be those of the last step, and no update may write the slabs meanwhile
     store = engine.store
     places = [
         (module, attribute, name)
@@ -123,8 +122,7 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
     for module, attribute, name in places:
         param = module._parameters[attribute]
         assert param is not None
-        # With low halves, the parameter is a rounded view. PEFT merges fp32 masters, as it does in a plain model of
-        # float32.
+        # With low halves, the parameter is a rounded view; PEFT merges the fp32 master, as in a plain model of float32.
         value = param.detach() if store.units[store.unit_of[name]].low is None else store.master(name)
         plain[name] = nn.Parameter(value.clone(), param.requires_grad)
     # A comparison, not a flag: PEFT writes .data or replaces it, which leaves no version counter to look at.
@@ -132,7 +130,7 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
     try:
         with in_place((module, attribute, plain[name]) for module, attribute, name in places):
             yield
-    finally:  # of two adapters, PEFT may have merged the first and rejected the second
+    finally:  # also after an error: of two adapters, PEFT may have merged the first and rejected the second
         with torch.no_grad():
             for name, merged in plain.items():
                 # A merge leaves a layer's adapters and biases as they are. Written needlessly, they would make

@@ -99,7 +99,7 @@ class ModelForward:
         Forward passes that await their backward pass are given up. Raise StreamingError for a change of any other option.
         """
         self.engine.reconfigure(options)
-        # What was planned holds for the old micro-batch; a new planner plans for the next batch again.
+        # The plan holds for the old micro-batch; a new planner plans again for the next batch.
         self._runner.planner = ResidencyPlanner(self.engine)
 
     def check_gradients(self, num_blocks: int) -> None:
@@ -111,12 +111,13 @@ class ModelForward:
         blocks, check = self.blocks, GradientCheck(self.engine, num_blocks)
 
         def compare() -> None:
-            # Before the comparison, which may raise: gradients of later backward passes are added to others, and
-            # cannot be compared.
+            # Removed before the comparison, which may raise: later backward passes add to these gradients, and sums cannot
+            # be compared.
             blocks.gradient_check = None
             check.compare_landed()
 
-        blocks.gradient_check, self.engine.after_next_backward = check, compare
+        blocks.gradient_check = check
+        self.engine.after_next_backward = compare
 
     def _forwards(self, parts: ModelParts) -> dict[nn.Module, Any]:
         """Return the new forward methods of streamed modules."""
@@ -138,7 +139,7 @@ class ModelForward:
         return forwards
 
     def _head_forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Return the logits of hidden states. In a chunked pass the chunks take the hidden states, and compute logits themselves."""
+        """Return the logits of hidden states; in a chunked pass those of the current chunk, or zeros (`ChunkedLmHead.head_forward`)."""
         if options:  # PEFT's names of the adapters of each row
             raise StreamingError(
                 f"{', '.join(options)}: adapters for each row are not supported by the head of a streamed model; compute the rows "
@@ -150,7 +151,7 @@ class ModelForward:
 
     def _call_model(self, **kwargs: Any) -> Any:
         """Call the model's original forward method."""
-        # By the class that the model had, because the forward of its present class leads here.
+        # The forward of the class that the model had; that of its present class leads here.
         return self._class.forward(self.model, **kwargs)
 
     @property
@@ -207,13 +208,13 @@ class ModelForward:
         outputs = self._run(calls, lambda calls, outer: self._runner.call_all(calls))
         if self.statistics is not None and has_labels:
             for call, output in zip(calls, outputs, strict=True):
-                self._add_statistics(output.logits, LossInputs.of(dict(call), self.engine.device.torch_device))
+                inputs = LossInputs.of(dict(call), self.engine.device.torch_device)  # of a copy, which loses its labels
+                self._add_statistics(output.logits, inputs)
         return outputs
 
     def _chunked_losses(self, chunked: ChunkedForward, calls: list[Call]) -> list[Any]:
         """Run one forward pass over all calls, whose losses are computed in chunks. Return the output of each."""
-        # It is not passed on to the chunks, which have exactly the trained tokens, so it would be ignored.
-        # 0 for all logits; otherwise the number of last ones, or a tensor of positions.
+        # Chunks have exactly the trained tokens, so a number of last logits, or a tensor of positions, would be ignored.
         kept = [call.get("logits_to_keep", 0) for call in calls]
         if any(not isinstance(each, int) or each for each in kept):
             raise StreamingError("logits_to_keep together with labels needs head='whole'")
@@ -222,10 +223,12 @@ class ModelForward:
         # The engine reads fields of the output by name, and makes the tuple at the end.
         as_tuple = [call.pop("return_dict", None) is False for call in calls]
         calls = [call | without_labels(each) for call, each in zip(calls, inputs, strict=True)]
-        # With several losses their gradients are known only in the backward pass, and so is the sum of the head's.
-        is_one_call = len(calls) == 1
         outputs = self._run(
-            calls, lambda calls, outer: chunked.losses(calls, outer, inputs, self.statistics), is_one_call
+            calls,
+            lambda calls, outer: chunked.losses(calls, outer, inputs, self.statistics),
+            # The sum of the head's gradients over several losses needs the gradient of each, which only the backward pass
+            # knows.
+            may_have_head_grads=len(calls) == 1,
         )
         return [output.to_tuple() if tuples else output for output, tuples in zip(outputs, as_tuple, strict=True)]
 
@@ -283,7 +286,7 @@ class ModelForward:
         return self._chunked
 
     def _run(self, calls: list[Call], compute: Compute, may_have_head_grads: bool = False) -> list[Any]:
-        """Run ``compute`` as one pass of the engine (`PassRunner.run`), after checks of what other code may have changed."""
+        """Run ``compute`` as one pass (`PassRunner.run`), after checks of what other code may have changed in the model."""
         self.engine.require_device()
         self.replaced.require_unchanged()
         self._merging.unmerge_disabled()

@@ -25,7 +25,7 @@ from horizon_lm.engine.units.outer import OuterParameters
 from horizon_lm.model.functional import in_place
 from horizon_lm.planning.residency import BatchSize
 
-Compute = Callable[[list[Call], dict[str, torch.Tensor]], list[Any]]
+Compute = Callable[[list[Call], dict[str, torch.Tensor]], list[Any]]  # calls and outer parameters -> outputs
 
 
 class PassRunner:
@@ -98,8 +98,7 @@ class PassRunner:
     def call_all(self, calls: list[Call]) -> list[Any]:
         """Run the model's original forward method for each call, unit by unit."""
         with self.probe.of(calls):
-            # In the order of the calls, which is that of the batches in the request: embedding and blocks find their
-            # batch by it.
+            # In the order of the batches in the request, by which embedding and blocks find the batch of a call.
             outputs = run_together([partial(self._call_model, **call) for call in calls])
         if len(calls) > 1:
             keep_graph_together(outputs)
@@ -131,12 +130,12 @@ class PassRunner:
         return self._engine.options.rows_at_once(batch.rows) * batch.length
 
     def _routed(self, batches: list[Batch], size: BatchSize) -> frozenset[int]:
-        """Return the blocks of whose experts a pass without gradients streams only those that its tokens are routed to."""
+        """Return the blocks of which a pass without gradients streams only the experts that its tokens are routed to."""
         engine = self._engine
-        whole = self._blocks.caching or size.tokens_at_once == size.tokens  # batches are not cut into micro-batches
+        is_whole = self._blocks.caching or size.tokens_at_once == size.tokens  # the batch is not cut into micro-batches
+        is_compiled = engine.options.compile and not self._blocks.caching
         # A compiled block has no place between its parts. Ranks would have to agree on the experts of all of them.
-        compiled = engine.options.compile and not self._blocks.caching
-        if len(batches) > 1 or not whole or compiled or engine.mesh is not None:
+        if len(batches) > 1 or not is_whole or is_compiled or engine.mesh is not None:
             return frozenset()
         return engine.routed.for_tokens(size.tokens)
 
@@ -157,7 +156,7 @@ class PassRunner:
         )
 
     def _plan(self, batches: list[Batch], size: BatchSize) -> None:
-        """Plan what stays on the device, using a rehearsal of the largest batch that measures one block per structure."""
+        """Plan what stays on the device. A rehearsal with the largest batch measures one block of each structure."""
         engine = self._engine
         state = engine.device.rng_state()
         largest = max(batches, key=self._tokens_at_once)

@@ -24,12 +24,11 @@ class ReplacedForwards:
     def __init__(self, parts: ModelParts, blocks: Blocks, forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
         self._model, self._blocks = weakref.ref(parts.model), blocks
         self._replaced = list(forwards.items())
-        # Before they are replaced below. A forward in the dict of an instance is that of other code, and is put back
-        # as it was.
-        self._own = [(module, module.__dict__.get("forward")) for module in forwards]  # None for those of the class
+        # By module: the forward that other code has put into its dict, which `restore` puts back; None for that of the class.
+        self._own = [(module, module.__dict__.get("forward")) for module in forwards]
         self.replace()
-        # Blocks compare their own structure when they are bound. The model itself is left to `_root_ids`: to keep it
-        # here would close a cycle.
+        # Without blocks, which compare their own structure when they are bound, and without the model itself, which would
+        # close a cycle here and is left to `_root_ids`.
         inside = {id(module) for block in parts.blocks for module in block.modules()}
         self._structure = Structure(
             module for module in parts.model.modules() if id(module) not in inside and module is not parts.model
@@ -44,8 +43,7 @@ class ReplacedForwards:
     def restore(self) -> None:
         """Give streamed modules their own forward methods back, and remove the replaced ones from copies of these modules."""
         replaced = {id(forward) for _, forward in self._replaced}
-        # Over the present modules: PEFT copies streamed modules for `modules_to_save`, dict and replaced forward
-        # included.
+        # Modules that are in the model now: PEFT's copies for `modules_to_save` have the replaced forwards, too.
         for module in self._present().modules():
             if id(module.__dict__.get("forward")) in replaced:
                 del module.forward
@@ -84,6 +82,7 @@ class ReplacedForwards:
                 )
 
     def _present(self) -> nn.Module:
+        """Return the model, which the caller still uses, so that it exists."""
         model = self._model()
         assert model is not None
         return model
@@ -111,7 +110,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return a function that runs a module's original forward method, and refers to the module weakly."""
     replaced = module.__dict__.get("forward")
     if replaced is not None:
-        # By other code, before the model was streamed. Its function may refer to the module as it likes.
+        # Other code has replaced it before the model was streamed; its function may refer to the module as it likes.
         return replaced  # type: ignore[no-any-return]
     ref = weakref.ref(module)
 

@@ -34,7 +34,7 @@ class RowProbe:
             self._calls = []
 
     def shapes(self, index: int, batch: int) -> list[torch.Size]:
-        """Return the shapes of a block's inputs for a batch with one more row."""
+        """Return the shapes of the inputs of a block, by its index, for a batch of the pass with one more row."""
         rows = self._engine.forward.num_rows[batch]
         call = {k: _one_more_row(k, v, rows) for k, v in self._calls[batch].items()}
         shapes: list[torch.Size] = []
