@@ -142,6 +142,15 @@ def test_different_gradients_of_the_losses(head: str) -> None:
     assert_close_gradients(model, reference)
 
 
+def test_batches_are_not_cut() -> None:
+    """Also if the first tensor of a call, the positions, has one row for all rows of the batch."""
+    model = horizon_lm.stream(build("llama"), precision="float32")
+    hidden, labels = torch.randn(3, 7, model.config.hidden_size), torch.arange(21).view(3, 7)
+    part = {"inputs_embeds": hidden, "position_ids": torch.arange(7)[None], "labels": labels}
+    losses_together(model, [part, part])
+    assert model._horizon.engine.options.rows_at_once(3) == 3
+
+
 def test_each_block_is_loaded_once_for_all_batches() -> None:
     model = horizon_lm.stream(build("llama", num_hidden_layers=5), precision="float32")
     parts = batches() * 3

@@ -65,13 +65,18 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: di
     return call
 
 
-def prepare(engine: Engine, call: Call) -> Batch:
-    """Return the batch of a call, with its tensors on the device and its documents, if attention needs them."""
+def shape_of(call: Call) -> tuple[int, int]:
+    """Return the rows B and the tokens T of a row, of ids (B, T) or embeddings (B, T, H). Raise ValueError if there are neither."""
     tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
     if tokens is None:
         raise ValueError("give input_ids or inputs_embeds")
-    # Ids are (B, T) and embeddings (B, T, H).
     rows, length = tokens.shape[:2]
+    return rows, length
+
+
+def prepare(engine: Engine, call: Call) -> Batch:
+    """Return the batch of a call, with its tensors on the device and its documents, if attention needs them."""
+    rows, length = shape_of(call)
     config = engine.parts.model.config.get_text_config()
     # Before anything is sent, because padding is read from the mask on the host.
     attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)

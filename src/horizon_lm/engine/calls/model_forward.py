@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from horizon_lm.device.slow_products import warn_of_slow_products
-from horizon_lm.engine.calls.calls import Call, arguments_of, modal_inputs, put_ignored_before
+from horizon_lm.engine.calls.calls import Call, arguments_of, modal_inputs, put_ignored_before, shape_of
 from horizon_lm.engine.calls.chunked_forward import ChunkedForward
 from horizon_lm.engine.calls.chunked_losses import TokenLogprobs, WantedLogprobs
 from horizon_lm.engine.calls.chunked_outputs import as_token_logprobs, aux_losses, without_labels
@@ -312,9 +312,4 @@ class ModelForward:
         options = self.engine.options
         if not options.in_micro_batches:  # sums over batches are float32 with micro-batches
             # Rows of the largest call, so none of them is cut: with this setting the engine only adds up in float32.
-            self.reconfigure(options.in_micro_batches_of(max(map(_num_rows, calls))))
-
-
-def _num_rows(call: Call) -> int:
-    """Return the rows of a call: the first axis of all its tensors that have axes."""
-    return len(next(value for value in call.values() if isinstance(value, torch.Tensor) and value.ndim))
+            self.reconfigure(options.in_micro_batches_of(max(shape_of(call)[0] for call in calls)))
