@@ -76,10 +76,12 @@ class ForeignWrites:
         return changed
 
     def _read_versions(self) -> list[int]:
+        """Return the version counter of each parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             return [param._version for param in self._params]
 
     def _read_addresses(self) -> list[int]:
+        """Return the address of each parameter's memory."""
         # Through the parameters' class, data_ptr() would wait for all updates: whoever asks for it may read the values.
         with torch._C.DisableTorchFunctionSubclass():
             return [param.data_ptr() for param in self._params]
@@ -92,14 +94,14 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-# Before the first write: in fp32_master a step is rejected as a whole, not after some of its parameters.
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Announce a step before its first write, so that a step that is rejected has updated no parameter."""
     for owner in _owners_of(optimizer):
         owner.before_foreign_step(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    # Fused optimizers raise no version counter, so `follow` would not notice them.
+    """Announce that a step has written weights: `follow` does not notice fused optimizers, which raise no version counter."""
     for owner in _owners_of(optimizer):
         owner.after_foreign_step()
 

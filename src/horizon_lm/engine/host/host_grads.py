@@ -25,7 +25,7 @@ class SquaredNorms:
     """The sum of squares of each unit's gradient slab as stored; unknown if other code may have written to the slab."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[SquaredNorm]] = {}
+        self._sums: dict[Unit, list[SquaredNorm]] = {}
 
     def begin(self, unit: Unit) -> None:
         """Begin the sum of a unit anew: it is the sum of all values that are reported from now on."""
@@ -46,9 +46,9 @@ class SquaredNorms:
 
     def of(self, unit: Unit) -> float | None:
         """Return the sum of squares of a unit, or None if it is unknown. All landings must be finished."""
-        # Read only now: a value may be a tensor that the device was still computing, for which `float` waits. Sums of
-        # doubles, so that the order of pieces does not show in the clip factor.
         sums = self._sums.get(unit)
+        # Read only now: a value may be a tensor that the device was still computing, for which `float` waits. Added as
+        # doubles, so that the order of pieces does not show in the clip factor.
         return None if sums is None else float(sum(float(value) for value in sums))
 
 
@@ -67,33 +67,33 @@ class LandingSlots:
         self._in_float32 = self._new_slots(parts, in_float32=True)
         (table,) = store.units[EMBED].layout.entries.values()
         self._width = table.shape[1]
-        self._rows = self._new(0, self._dtype)
+        self._rows = self._allocate(0, self._dtype)
         self._landed_rows: torch.Tensor | None = None  # (R,)
 
     def _length(self, unit: Unit) -> int:
-        """Return the elements of the gradients of slabs that this rank owns; 0 for slabs that the model lacks."""
+        """Return the number of elements that this rank owns of the gradients of slabs; 0 for slabs that the model lacks."""
         if unit not in self._store.units:
             return 0
         own = self._store.units[unit].own_grads
         return own.stop - own.start
 
     def _new_slots(self, parts: ModelParts, in_float32: bool) -> dict[Unit, torch.Tensor]:
-        """Return the slots of the weights that are kept in float32, or of the others: two for blocks, and one for each other
-        unit.
+        """Return the slots for gradients of the weights that are kept in float32, or of all others: two for blocks, and one for
+        each other unit.
         """
 
         def slabs(unit: Unit) -> Unit:
             return unit.float32 if in_float32 else unit
 
-        dtype = self._store.precision_of(slabs(OUTER)).grad_dtype
+        dtype = self._store.precision_of(slabs(OUTER)).grad_dtype  # that of all units
         blocks = max(self._length(slabs(block(u))) for u in range(parts.num_blocks))
-        slots = {block(number): self._new(blocks, dtype) for number in range(2)}
+        slots = {block(number): self._allocate(blocks, dtype) for number in range(2)}
         for unit in (OUTER,) if parts.tied else (HEAD, OUTER):
-            slots[unit] = self._new(self._length(slabs(unit)), dtype)
+            slots[unit] = self._allocate(self._length(slabs(unit)), dtype)
         return slots
 
-    def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new slot, and count its bytes."""
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new slot, and add its bytes to those of the store."""
         num_bytes = numel * dtype.itemsize
         self._store.num_bytes["landing"] = self._store.num_bytes.get("landing", 0) + num_bytes
         return self._device.host_buffer(num_bytes).view(dtype) if numel else torch.empty(0, dtype=dtype)
@@ -117,13 +117,13 @@ class LandingSlots:
 
         Args:
             rows: the rows, shape (R,).
-            room: minimum number of rows if a slot must be allocated.
+            room: rows for which a new slot has room, if one must be allocated.
         """
         width = self._width
         numel = (rows.numel() + 1) * width  # and a row of zeros, the gradient of all other rows
         if numel > self._rows.numel():
             self._release_rows()
-            self._rows = self._new(max(numel, (room + 1) * width), self._dtype)
+            self._rows = self._allocate(max(numel, (room + 1) * width), self._dtype)
         self._landed_rows = rows
         self._rows[rows.numel() * width : numel].zero_()
         return self._rows[: rows.numel() * width].view(rows.numel(), width)
@@ -214,7 +214,9 @@ class HostGrads:
         slabs, slots = part.slabs, self.slots
         if slots is not None and not slots.keeps_slab(unit):
             target, first = slots.slot_of(unit), slabs.own_grads.start
-            spans = part.grad_spans(dict.fromkeys(part.grad_layout, False))
+            spans = part.grad_spans(
+                dict.fromkeys(part.grad_layout, False)
+            )  # a slot has one landing, so nothing is added
         else:
             target, first = slabs.grads, 0
             # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
@@ -224,18 +226,19 @@ class HostGrads:
             for add, span in spans
         ]
 
-    def rows_to_clear(self, rows: torch.Tensor, empty: bool) -> torch.Tensor | slice | None:
+    def rows_to_clear(self, rows: torch.Tensor, is_empty: bool) -> torch.Tensor | slice | None:
         """Return the rows of the embedding's gradient to zero before the next landing; None if that is added to the gradient.
+        Remember the landing's rows for the one after it.
 
         The whole gradient (V, H) is too large to clear in every step, so only rows of the last landing are cleared, and of
         these only those that this landing does not overwrite: it ends a step, when no computation hides host work.
 
         Args:
             rows: the rows to land, shape (R,).
-            empty: the gradient is empty, so all other rows must become zero.
+            is_empty: the gradient is empty, so all other rows must become zero.
         """
         before, self._table_rows = self._table_rows, None
-        if not empty:
+        if not is_empty:
             return None
         if self._table_is_exclusive:
             self._table_rows = rows

@@ -16,7 +16,7 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.store.store import Store
 
 _KEEPS = {torch.Tensor.detach, torch.Tensor.requires_grad_, torch.Tensor.contiguous}
-_TRAINS = {torch.Tensor.requires_grad_, torch._C.TensorBase.__dict__["requires_grad"].__set__}
+_SETTERS = {torch.Tensor.requires_grad_, torch._C.TensorBase.__dict__["requires_grad"].__set__}  # of requires_grad
 _reads = False  # values are decoded when they are read
 
 
@@ -61,20 +61,21 @@ class PackedParameter(StreamedParameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TRAINS and (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True):
+        kwargs = kwargs or {}
+        # The value is True if `requires_grad_` is called without one.
+        if func in _SETTERS and kwargs.get("requires_grad", args[1] if len(args) > 1 else True):
             raise StreamingError(
                 f"{args[0]._name} is quantized and cannot be trained; train adapters, or decode the weights with dequantize: true in a "
                 "run file, or quantization_config={'dequantize': True}"
             )
         if func in METADATA or func in _KEEPS or func is torch.empty_like:
             with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
+                result = func(*args, **kwargs)
             # A detached placeholder would be a tensor without values, and without the error of this class.
             return args[0] if func in _KEEPS else result
-        # A write would change a decoded copy, and be lost.
-        if _reads and not _writes(func):
-            return func(*map(_decoded, args), **{name: _decoded(value) for name, value in (kwargs or {}).items()})
-        found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, PackedParameter)), None)
+        if _reads and not _writes(func):  # a write would change a decoded copy, and be lost
+            return func(*map(_decoded, args), **{name: _decoded(value) for name, value in kwargs.items()})
+        found = next((each for each in (*args, *kwargs.values()) if isinstance(each, PackedParameter)), None)
         raise StreamingError(
             f"{'a weight' if found is None else found._name} is quantized: its codes lie in host memory and are decoded on the "
             f"device, so {getattr(func, '__name__', func)} cannot use its values; call param.decode() for a copy of them"
@@ -93,6 +94,7 @@ class PackedParameter(StreamedParameter):
 
 
 def _writes(func: Any) -> bool:
+    """Return whether a function of torch writes to its first argument, by its name: that ends with a single underscore."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 

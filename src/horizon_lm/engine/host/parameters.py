@@ -103,7 +103,7 @@ class StreamedParameter(nn.Parameter):
             _hand_out_weights(args)
             if kwargs:
                 _hand_out_weights(kwargs.values())
-        # Without the class, also so that results are plain tensors, of which no use waits.
+        # Without this class, so that the call ends here, and its results are plain tensors, whose uses wait for nothing.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -124,7 +124,7 @@ class StreamedParameter(nn.Parameter):
             # Without its engine it is an ordinary parameter again.
             if self.owner() is None:
                 _DATA.__set__(self, value)
-            # What torch's `Module.to` assigns if it changes nothing is accepted.
+            # The same memory is accepted: torch's `Module.to` assigns it if it changes nothing.
             elif not _is_same_memory(self, value):
                 raise StreamingError(
                     "the values of a streamed parameter live in the model's host memory, so its .data cannot be replaced "
@@ -135,19 +135,19 @@ class StreamedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient, once it has landed; if other ranks have parts of it, a stand-in without values."""
         owner, grad = self.owner(), landing_grad(self)
         if owner is not None:
             owner.require_known_grad(self)
-        # Without waiting, because what is returned has no values.
-        if owner is not None and owner.has_parts:
+        if owner is not None and owner.has_parts:  # not waited for, because a stand-in has no values
             return None if grad is None else PartOfGrad.of(grad)
         self._hand_out_grad()
         return landing_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        # The old gradient must have landed before another one takes its place. Of several ranks, each has a part:
-        # other code may drop a gradient, but set none.
+        # The old gradient must have landed before another one takes its place. If other ranks have parts of it, it may be
+        # dropped, but not replaced.
         owner = self.owner()
         if owner is not None:
             owner.require_known_grad(self)
@@ -156,7 +156,7 @@ class StreamedParameter(nn.Parameter):
         elif value is None:
             owner.before_grad_is_emptied(self)
         else:
-            owner.hand_out_weight()  # raises the error of all uses of parts
+            owner.hand_out_weight()  # which raises the error for code that uses a part
         with torch._C.DisableTorchFunctionSubclass():
             _GRAD.__set__(self, value)
 

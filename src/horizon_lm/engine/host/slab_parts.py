@@ -47,6 +47,7 @@ class SlabPart:
         return self.slabs.slot_numel if self.names is None else self.layout.numel
 
     def _layout_of(self, whole: SlabLayout) -> SlabLayout:
+        """Return the layout of the slot for this part of slabs with a layout."""
         if self.names is None:
             return whole
         shapes = {name: entry.shape for name, entry in whole.entries.items() if name in self.names}
@@ -82,11 +83,11 @@ class SlabPart:
 
     @cached_property
     def packed_cuts(self) -> list[int]:
-        """Cuts of the slot of codes and scales, in bytes; 0 for one rank, which decodes them where they are."""
+        """Cuts of the slot of codes and scales, in bytes. One rank needs no such slot: it decodes them from host memory."""
         if self.names is None or self.slabs.shard.is_whole:
             return self.slabs.packed.slot_cuts
         *cuts, _ = cut_slot(self.slabs.packed.cuts, list(self._packed_places()))
-        return [*cuts, self.packed.num_bytes]  # with the padding at the end
+        return [*cuts, self.packed.num_bytes]  # the last range includes the padding at the end
 
     def copies(
         self, slot: torch.Tensor, left_out: Collection[str] = (), some: Iterable[slice] | None = None
@@ -96,20 +97,20 @@ class SlabPart:
         Args:
             slot: the slot, which begins with the part.
             left_out: full names of tensors that are not streamed.
-            some: of rows, those to stream, by their places in the slab; None for all.
+            some: the rows to stream, counted from the first in the slab, if the part has rows; None for all.
         """
         own = self._own if some is None and not left_out else self._own_spans(left_out, some)
         return [copy(slot[span.in_slot], self.slabs.weights[span.in_slab]) for span in own]
 
     @cached_property
     def _own(self) -> list[Span]:
-        """The places of this rank's range of all that is not quantized, which a dense block moves twice a step."""
+        """The places of this rank's range of all that is not quantized. They are kept, because a dense block moves twice a step."""
         return self._own_spans((), None)
 
     def _own_spans(self, left_out: Collection[str], some: Iterable[slice] | None) -> list[Span]:
         """Return the places of this rank's range of what is not quantized. The arguments are those of `copies`."""
         places = self._places(self.slabs.plain, self.layout, some)
-        spans = joined((True, span) for name, span in places if name not in left_out)
+        spans = joined((True, span) for name, span in places if name not in left_out)  # all with the same flag
         own = [span.within(self.slabs.own) for _, span in spans]
         return [span for span in own if span.numel]
 
@@ -157,7 +158,7 @@ class SlabPart:
         ]
 
     def _packed_places(self) -> Iterator[Span]:
-        """Yield the places of codes and scales, in bytes."""
+        """Yield the places of codes and scales, in bytes: for each tensor, or if the part has rows, for each component of it."""
         if self.names is None:
             yield Span(0, 0, self.packed.num_bytes)
             return
@@ -166,18 +167,16 @@ class SlabPart:
             if self.rows is None:
                 yield Span(whole.start, entry.start, aligned(entry.num_bytes))
                 continue
-            starts, places = whole.codec.starts(whole.shape), entry.codec.starts(entry.shape)
+            starts, places = whole.codec.starts(whole.shape), entry.codec.starts(entry.shape)  # in slab and slot
             for component, each in entry.codec.components(entry.shape).items():
-                row = each.num_bytes // entry.shape[0]
-                yield Span(
-                    whole.start + starts[component] + self.rows.start * row,
-                    entry.start + places[component],
-                    each.num_bytes,
-                )
+                first_row = self.rows.start * (each.num_bytes // entry.shape[0])
+                start, place = whole.start + starts[component] + first_row, entry.start + places[component]
+                yield Span(start, place, each.num_bytes)
 
     def _decode(
         self, slot: torch.Tensor, name: str, dtype: torch.dtype, some: Iterable[slice] | None
     ) -> Iterator[Move]:
+        """Yield the moves that decode a tensor, or some rows of it, into the slot. The arguments are those of `decoding`."""
         entry, view = self.slabs.packed.entries[name], self.layout.view(slot, name)
         if self.rows is None:
             yield Decode(view, self.slabs.packed.bytes_of(name), entry.codec, dtype)
@@ -200,7 +199,13 @@ class SlabPart:
     def _places(
         self, whole: SlabLayout, part: SlabLayout, some: Iterable[slice] | None = None
     ) -> Iterator[tuple[str, Span]]:
-        """Yield the name and the place of each tensor that is in both layouts. Whole tensors include the padding after them."""
+        """Yield the name and the place of each tensor that is in both layouts: all of it and the padding after it, or some rows.
+
+        Args:
+            whole: the layout of the slab.
+            part: the layout of the slot.
+            some: as in `copies`.
+        """
         wanted = None if some is None else list(some)
         for name, entry in part.entries.items():
             if name not in whole:
@@ -209,16 +214,10 @@ class SlabPart:
             if self.rows is None:
                 yield name, Span(start, entry.offset, slab_elements([entry.numel]))
                 continue
-            width, first = entry.strides[0], self.rows.start
+            width = entry.strides[0]
             for rows in [self.rows] if wanted is None else wanted:
-                yield (
-                    name,
-                    Span(
-                        start + rows.start * width,
-                        entry.offset + (rows.start - first) * width,
-                        (rows.stop - rows.start) * width,
-                    ),
-                )
+                place = entry.offset + (rows.start - self.rows.start) * width
+                yield name, Span(start + rows.start * width, place, (rows.stop - rows.start) * width)
 
 
 def move_rows(slabs: UnitSlabs, name: str, rows: slice, place: torch.Tensor, decoded: torch.dtype | None) -> Move:

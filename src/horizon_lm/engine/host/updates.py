@@ -148,7 +148,7 @@ class PendingUpdates:
             self.table = None
 
     def need_device(self) -> bool:
-        """Return whether an update waits for what the device computes of it. The device, which may have failed, is not asked."""
+        """Return whether a running update waits for its part on the device. The device, which may have failed, is not asked."""
         waits = [wait for task in self._running if not task.finished for wait in task.waits]
         return any(wait.op.kind == Kind.RETURN_MATRICES and not wait.finished for wait in waits)
 
@@ -160,7 +160,7 @@ class PendingUpdates:
 
     @staticmethod
     def _rest_of_table(table: TableUpdate) -> Task:
-        # Without waits: it runs between two passes, after all other updates.
+        """Return the task of the rest of the embedding's update. It has no waits: it runs between passes, after all other updates."""
         return Task(Op(Kind.UPDATE, EMBED, Stream.HOST), [], table.rest())
 
     def wait(self, tasks: Sequence[Task]) -> None:
