@@ -51,7 +51,7 @@ class PackedParameter(StreamedParameter):
     def data(self, value: torch.Tensor) -> None:
         raise StreamingError(
             f"{self._name} is quantized and its values cannot be replaced (an initialisation of adapters that changes the base, "
-            "such as PiSSA, needs decoded weights: dequantize: true in a run file, or quantization_config={{'dequantize': True}})"
+            "such as PiSSA, needs decoded weights: dequantize: true in a run file, or quantization_config={'dequantize': True})"
         )
 
     def packed(self) -> torch.Tensor:
