@@ -32,7 +32,7 @@ from horizon_lm.streaming_options import StreamingOptions
 @cache
 @torch.compiler.disable
 def _reject_compile() -> NoReturn:
-    """Raise StreamingError. It is called by code that torch.compile has made, which an error would otherwise end."""
+    """Raise StreamingError. torch.compile calls this function without tracing it: an error would only end the tracing."""
     raise StreamingError(
         "torch.compile(model) would bake weights into compiled code that are streamed; stream with compile=True instead, "
         "which compiles the blocks"
@@ -72,10 +72,9 @@ def _streamed_class(cls: Any) -> Any:
 
 
 def _copied_slabs(store: Store) -> list[torch.Tensor]:
-    """Return the host memory of a store that is copied to the device."""
-    return [
-        slab for each in store.units.values() for slab in (each.weights[each.own], each.packed.data[each.packed.own])
-    ]
+    """Return the host memory of a store that is copied to the device: this rank's ranges of weights and codes."""
+    units = store.units.values()
+    return [slab for each in units for slab in (each.weights[each.own], each.packed.data[each.packed.own])]
 
 
 def attach(arguments: StreamArguments, examined: Examined, store: Store, before: Engine | None = None) -> Any:
@@ -95,12 +94,11 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
     path = _find_chunked_path(parts) if arguments.head == "chunked" else None
     options = _engine_options(arguments, parts, device, store.precision.weight_dtype, path)
     engine = Engine(parts, store, device, options, arguments.device_mesh)
-    registered = set[int]()
-    if before is not None:
-        # Memory that the model had before is registered already, and `stats` counts since it was streamed.
-        registered = {slab.data_ptr() for slab in _copied_slabs(before.store)}
-        engine.counts.update(before.counts)
+    # Memory that the model had before is registered already.
+    registered: set[int] = set() if before is None else {slab.data_ptr() for slab in _copied_slabs(before.store)}
     device.register_host([slab for slab in _copied_slabs(store) if slab.data_ptr() not in registered])
+    if before is not None:
+        engine.counts.update(before.counts)  # `stats` counts since the model was streamed
     plain = {name: ref.param for name, ref in engine.refs.items() if name not in store.codecs and ref.param.numel()}
     assert all(param.data_ptr() == store.weight(name).data_ptr() for name, param in plain.items())
     engine.access.adopt_parameters()
@@ -159,18 +157,19 @@ def _engine_options(
     dtype = arguments.compute_dtype or (torch.float32 if device.torch_device.type == "cpu" else stored)
     trunk = parts.trunks()[-1] if path is None else path.trunk
     spare = device.spare_bytes()
+    if arguments.compile == "auto":  # compiled code has no place between a block and its tiles
+        compiles = arguments.on_accelerator and arguments.expert_tile is None
+    else:
+        compiles = bool(arguments.compile)
     chosen: dict[str, Any] = {
         "head": "whole" if path is None else "chunked",
         "head_chunk_tokens": arguments.head_chunk_tokens or head_chunk_tokens(spare, parts.sizes().vocabulary),
-        # Compiled code has no place between a block and its tiles.
-        "compile": arguments.on_accelerator and arguments.expert_tile is None
-        if arguments.compile == "auto"
-        else bool(arguments.compile),
+        "compile": compiles,
     }
     return EngineOptions(
         **StreamingOptions.of(arguments) | _residency(arguments, parts.num_blocks, device) | chosen,
         compute_dtype=dtype,
-        # Where memory is not planned, nobody needs the trial run of the head on the meta device.
+        # Without a limit no memory is planned, so nobody needs this trial run of the head on the meta device.
         head_peak=None if spare is None else head_peak(parts, trunk, dtype, chunked=path is not None),
         check_recompute=arguments.check_recompute,
     )

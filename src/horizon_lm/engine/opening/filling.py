@@ -86,8 +86,11 @@ def draw(
 
 
 def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: StreamArguments) -> Any:
-    """Add adapters to a model whose weights are in a store, attach it to its device, and return the PEFT model."""
-    mesh, old = settings.device_mesh, store
+    """Add adapters to a model that is not attached yet, attach it to its device, and return the PEFT model.
+
+    The memory of ``store``, which has the weights of ``base``, goes over to the store of the adapted model.
+    """
+    mesh = settings.device_mesh
     if mesh is not None and adapters.copies_weights:
         raise ConfigError(
             f"{adapters.copies_weights} is not supported with several processes: the new values are computed from weights, of which "
@@ -105,14 +108,14 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     refs, old_names = parts.refs(), parts.old_names(base)
     # New adapters begin with random values, which each rank has drawn for itself.
     copy_from_first(mesh, {ref.name: ref.param.data for ref in refs if ref.name not in old_names})
-    store = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
-    parts.codecs = store.codecs
-    # What transformers keeps in float32 is found by names, and PEFT has changed them.
+    extended = store.extended(parts.shapes(), old_names, settings.get_precision(parts), parts.frozen_base())
+    parts.codecs = extended.codecs
+    # Weights that transformers keeps in float32 are found by names, which PEFT has changed.
     parts.in_float32 = base.renamed_in_float32(old_names)
-    with sharing_moved(mesh, store, old, old_names):
+    with sharing_moved(mesh, extended, store, old_names):
         for ref in refs:
-            move_in(ref, store)
-    attach(settings, examined, store)
+            move_in(ref, extended)
+    attach(settings, examined, extended)
     return model
 
 

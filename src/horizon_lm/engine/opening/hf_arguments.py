@@ -63,7 +63,7 @@ def read_precision(options: dict[str, Any]) -> str:
         dtype = getattr(torch, dtype, dtype)
     if dtype in (None, "auto"):
         return precision or "fp32_master"
-    # The first precision of a dtype is taken if none is given.
+    # The precisions that have each dtype, first the one that is taken if none is given.
     fits = {torch.float32: ("float32", "fp32_master"), torch.bfloat16: ("fp32_master", "bf16")}.get(dtype)
     if fits is None:
         raise ConfigError(f"dtype={dtype} is not supported: use bfloat16 or float32, or choose a precision")
@@ -80,7 +80,7 @@ def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
     """
     for name, allowed in _WITHOUT_EFFECT.items():
         value = options.pop(name, allowed[0])
-        if not any(value is each for each in allowed):
+        if not any(value is each for each in allowed):  # not by `==`, for which 1 is True
             raise ConfigError(
                 f"from_pretrained: {name}={value!r} is not supported by a streamed model: {_REMEDIES[name]}"
             )

@@ -41,7 +41,7 @@ def are_adapters_changed(horizon: ModelForward) -> bool:
         return _trains_others(horizon)
     now = {id(param) for param in horizon.model.parameters()}
     before = {id(ref.param) for ref in horizon.engine.refs.values()}
-    if now == before:  # PEFT swaps modules when it merges norms
+    if now == before:  # only modules have changed: PEFT swaps them when it merges norms
         return bool(horizon.adapter_params)
     # Other changes are not taken in: the forward pass rejects them with its own message.
     return now - before <= adapter_params(horizon.model) and before - now <= horizon.removable_params
@@ -55,13 +55,14 @@ def empty_adapters(model: Any) -> set[str]:
 
 
 def _trains_others(horizon: ModelForward) -> bool:
+    """Return whether the next pass would train adapters for which the engine has no gradients."""
     # Without gradients, an adapter is active for a moment: the reference of preference trainers, for example.
     return torch.is_grad_enabled() and trains_other_adapters(horizon.engine)
 
 
 def take_in_adapters(horizon: ModelForward, arguments: StreamArguments) -> tuple[Examined, Store]:
-    """Make a model whose adapters have changed an ordinary one, and return its units, and the store that they are in, to
-    attach it again. The engine it had is retired, and its optimizers with it.
+    """Detach a model whose adapters have changed from its engine, which is retired, and its optimizers with it. Return the units of
+    the model and the store that has their weights, for `attach`.
 
     Args:
         horizon: the model's forward pass so far.
@@ -133,7 +134,7 @@ def _detaching(horizon: ModelForward) -> Iterator[None]:
 
 
 def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:
-    """Return the store of a model with other adapters than before, and the old names of the weights that it had."""
+    """Return the store of a model with other adapters than before, and the old name of each weight that it had, by its new name."""
     old, old_names = engine.store, parts.old_names(engine.parts)
     frozen = set(parts.frozen_base())
     if precision.low_half:
@@ -150,15 +151,16 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[
 
 
 def _drop_empty_low_halves(store: Store, mesh: Mesh | None) -> None:
-    """Free the low halves of a base that is frozen now, if all their bits are zero, as they are for bf16 checkpoints."""
+    """Free the low halves of a base that is frozen now, if all their bits are zero, as they are for bf16 checkpoints. All ranks call
+    this.
+    """
     slabs = [store.units[unit] for unit in store.frozen]
-    found = [each for each in slabs if each.low is not None]
-    has_bits = any(bool(each.low[each.own].any()) for each in found if each.low is not None)
+    found = [(each, each.low) for each in slabs if each.low is not None]
+    has_bits = any(bool(low[each.own].any()) for each, low in found)
     if mesh is not None:  # each rank has a part of them, and all drop theirs, or none
         has_bits = any(mesh.exchange("the low halves of a base", has_bits))
     if has_bits:
         return
-    for each in found:
-        assert each.low is not None
-        store.num_bytes["low_halves"] -= used_bytes([each.own], each.low.dtype.itemsize)
+    for each, low in found:
+        store.num_bytes["low_halves"] -= used_bytes([each.own], low.dtype.itemsize)
         each.low = None

@@ -59,7 +59,7 @@ def open_model(request: OpenRequest) -> Any:
         ConfigError: an argument or the folder is invalid.
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
-    options = dict(request.options)  # of which each call takes its own
+    options = dict(request.options)  # each of the calls below removes its own
     request, folder = _find(request, **download_arguments(options))
     precision = read_precision(options)
     config = request.config if request.source is None else request.source.config

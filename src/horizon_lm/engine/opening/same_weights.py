@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,15 +17,23 @@ from horizon_lm.quantities import format_bytes
 from horizon_lm.store.checkpoint_reader import Checkpoint
 
 _OF_MACHINE = ("_name_or_path", "transformers_version")  # settings of a config that may differ
-_Range = tuple[int, int, int]  # a tensor's index among the sorted names, and its first and last row; -1 for all rows
+
+
+class _Range(NamedTuple):
+    """Rows of a tensor, or all of it, in plain numbers, which ranks can exchange."""
+
+    tensor: int  # the index of the tensor among the sorted names
+    start: int
+    stop: int  # -1 for all rows
 
 
 class SameWeights:
     """A comparison of all bytes that the ranks read while they load a model with the bytes of another copy of it.
 
     Ranks of one machine that read the same files read the same bytes. Otherwise each rank hashes what it reads, and what several
-    ranks have read is compared. Of the rest, the ranks of the first one's machine read their copy; and of what only these have
-    read, the ranks of another copy read theirs. The files of a shared file system are one copy, and are read once.
+    ranks have read is compared. What was read from one copy of the files alone is read a second time: by the ranks of the first
+    one's machine from theirs, or if only these have read it, by the ranks of another copy. The files of a shared file system are
+    one copy, and are read once.
 
     Args:
         mesh: the ranks; None for one.
@@ -50,21 +58,22 @@ class SameWeights:
             checkpoint.when_read = self._add
 
     def _add(self, name: str, rows: slice | None, tensor: torch.Tensor) -> None:
-        first, last = (0, -1) if rows is None else (rows.start, rows.stop)
-        self._hashes[self._index_of[name], first, last] = hash_tensor(tensor)
+        """Keep the hash of rows of a tensor that were read; None for all rows."""
+        start, stop = (0, -1) if rows is None else (rows.start, rows.stop)
+        self._hashes[_Range(self._index_of[name], start, stop)] = hash_tensor(tensor)
 
     def require(self) -> None:
         """Raise ConfigError on all ranks if one has read other bytes. Call it on all ranks once the weights are loaded."""
-        # What is read again below is hashed apart from what the ranks train with.
+        # The second reading below is hashed apart from the weights that the ranks train with.
         self._checkpoint.when_read = None
         if self._mesh is None or self._seen.are_one:
             return
         loaded = self._exchange()
-        # The copy of the first rank's machine is the reference; the second copy covers what only that machine has
-        # read.
+        # The copy of the first rank's machine is compared with what all others have loaded, and another copy with what that
+        # machine has loaded.
         first, second = self._seen.readers, self._seen.other_readers
         others = [rank for rank in range(self._mesh.size) if rank not in first]
-        reader_of = {**self._unread(loaded, others, first), **self._unread(loaded, first, second)}
+        reader_of = self._unread(loaded, others, first) | self._unread(loaded, first, second)
         self._require_equal([loaded, self._read_again(reader_of)] if reader_of else [loaded])
 
     def _require_equal(self, readings: list[list[dict[_Range, str]]]) -> None:
@@ -76,11 +85,11 @@ class SameWeights:
                 if found != expected:
                     raise ConfigError(
                         f"{self._checkpoint.folder}: the weights of rank {max(rank, other)} differ from those of rank "
-                        f"{min(rank, other)} in {self._tensors[place[0]]}; give all machines the same files"
+                        f"{min(rank, other)} in {self._tensors[place.tensor]}; give all machines the same files"
                     )
 
     def _unread(self, loaded: list[dict[_Range, str]], users: list[int], readers: list[int]) -> dict[_Range, int]:
-        """Return the ranges that users have loaded from files of which the readers have another copy, with a reader for each."""
+        """Return the ranges that only users have loaded, from files of which the readers have another copy, with a reader for each."""
         if not readers:
             return {}
         known = {place for rank in readers for place in loaded[rank]}
@@ -88,7 +97,7 @@ class SameWeights:
             place
             for rank in users
             for place in loaded[rank].keys() - known
-            if not self._seen.are_same(rank, readers[0], self._checkpoint.files[self._tensors[place[0]]])
+            if not self._seen.are_same(rank, readers[0], self._checkpoint.files[self._tensors[place.tensor]])
         }
         return {place: readers[number % len(readers)] for number, place in enumerate(sorted(unread))}
 
@@ -104,15 +113,16 @@ class SameWeights:
             )
         self._hashes = {}
         with fail_together(self._mesh, "the comparison of weights"):
-            for index, first, last in [place for place, rank in reader_of.items() if rank == self._mesh.rank]:
-                name, rows = self._tensors[index], None if last < 0 else slice(first, last)
+            for place in [place for place, rank in reader_of.items() if rank == self._mesh.rank]:
+                name, rows = self._tensors[place.tensor], None if place.stop < 0 else slice(place.start, place.stop)
                 self._add(name, rows, Checkpoint.read(self._checkpoint, [name], rows)[name])  # as it is in the file
         return self._exchange()
 
     def _exchange(self) -> list[dict[_Range, str]]:
+        """Return the hashes of each rank. All ranks call this."""
         assert self._mesh is not None
         everyone = self._mesh.exchange("the hashes of what was read", [*self._hashes.items()])
-        return [{tuple(each): found for each, found in hashes} for hashes in everyone]
+        return [{_Range(*place): found for place, found in hashes} for hashes in everyone]
 
 
 def _require_alike(mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
@@ -139,7 +149,8 @@ def require_alike(mesh: Mesh, folder: Path, own: Mapping[str, Any]) -> None:
     """
     texts = {name: json.dumps(each, sort_keys=True, default=_plain) for name, each in own.items()}
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    for rank, found in enumerate(everyone := mesh.exchange("the opening of a model", hashes)):
+    everyone = mesh.exchange("the opening of a model", hashes)
+    for rank, found in enumerate(everyone):
         for name in own:
             if found[name] != everyone[0][name]:
                 verb, object = ("differ", "those") if name == "weights" else ("differs", "that")
@@ -149,4 +160,5 @@ def require_alike(mesh: Mesh, folder: Path, own: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value that JSON lacks as one that it has, the same on all ranks."""
     return sorted(map(str, value)) if isinstance(value, set) else str(value)

@@ -108,7 +108,9 @@ class StreamedModel:
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
         engine = self._horizon.engine
         engine.synchronize()
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        prefix = kwargs.get(
+            "prefix", args[1] if len(args) > 1 else ""
+        )  # torch's arguments: destination, prefix, keep_vars
         if engine.access.has_parts and engine.parts.is_adapted:
             state = kwargs.get("destination", args[0] if args else None)
             return _whole_adapters(engine, OrderedDict() if state is None else state, prefix)
@@ -225,33 +227,33 @@ class StreamedModel:
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model if the call changes nothing; raise StreamingError otherwise."""
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        return self._unless_changed("to", device, dtype)
+        return self._unless_changed("to()", device, dtype)
 
     def cuda(self, device: Any = None) -> Any:
-        return self._unless_changed("cuda", torch.device("cuda"), None)
+        return self._unless_changed("cuda()", torch.device("cuda"), None)
 
     def cpu(self) -> Any:
         return self
 
     def half(self) -> Any:
-        return self._unless_changed("half", None, torch.float16)
+        return self._unless_changed("half()", None, torch.float16)
 
     def bfloat16(self) -> Any:
-        return self._unless_changed("bfloat16", None, torch.bfloat16)
+        return self._unless_changed("bfloat16()", None, torch.bfloat16)
 
     def float(self) -> Any:
-        return self._unless_changed("float", None, torch.float32)
+        return self._unless_changed("float()", None, torch.float32)
 
     def double(self) -> Any:
-        return self._unless_changed("double", None, torch.float64)
+        return self._unless_changed("double()", None, torch.float64)
 
-    def _unless_changed(self, method: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-        """Return the model if it already has this device and dtype; raise StreamingError otherwise."""
+    def _unless_changed(self, call: str, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+        """Return the model if it has this device and dtype already; raise StreamingError, which names the call, otherwise."""
         engine = self._horizon.engine
         same_device = device is None or device.type in ("cpu", engine.device.torch_device.type)
         if same_device and dtype in (None, engine.store.precision.weight_dtype):
             return self
-        _reject_move(method if "(" in method else f"{method}()")
+        _reject_move(call)
 
     def to_empty(self, *args: Any, **kwargs: Any) -> Any:
         _reject_move("to_empty()")
@@ -260,8 +262,8 @@ class StreamedModel:
         _reject_move("share_memory()")
 
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Return the model if a function of another module's `to` and the like changes neither device nor dtype."""
-        # Tried on an empty tensor, because a function does not tell which device and dtype it moves to.
+        """Return the model if a function that torch applies to all tensors, for `to` for example, changes no device and no dtype."""
+        # Tried on an empty tensor, because a function does not say which device and dtype it moves to.
         moved = function(torch.empty(0, dtype=self._horizon.engine.store.precision.weight_dtype))
         return self._unless_changed("to(), type() and the like", moved.device, moved.dtype)
 
@@ -298,9 +300,9 @@ def _whole_adapters(engine: Engine, state: dict[str, Any], prefix: str) -> dict[
     return state
 
 
-def _reject_move(method: str) -> NoReturn:
+def _reject_move(call: str) -> NoReturn:
     raise StreamingError(
-        f"{method}: a streamed model cannot be moved or cast, its weights live in host memory; choose device and precision in "
+        f"{call}: a streamed model cannot be moved or cast, its weights live in host memory; choose device and precision in "
         "horizon_lm.stream()"
     )
 
@@ -320,7 +322,7 @@ def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _upload(folder: Path, arguments: dict[str, Any]) -> None:
-    """Upload a folder to the hub."""
+    """Upload a folder to the hub, with arguments that `_hub_arguments` has returned."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=arguments.pop("token", None))
