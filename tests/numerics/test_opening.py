@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import horizon_lm
+from horizon_lm.errors import ConfigError
 from horizon_lm.model import gguf_weights, hf_config
 from horizon_lm.model.opening import created_in_float32
 from horizon_lm.model.source import ModelSource
@@ -304,3 +305,8 @@ def test_a_gguf_file_is_dequantized_to_the_dtype_that_it_is_opened_with(
     model = horizon_lm.from_pretrained(tmp_path, precision=precision, gguf_file="model.gguf")
     assert model.get_buffer("model.embed_tokens.embed_scale").dtype == PRECISIONS[precision]
     assert set(model._horizon.engine.store.source_dtypes.values()) == {PRECISIONS[precision]}
+
+
+def test_a_config_for_a_gguf_file_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave config out"):
+        horizon_lm.from_pretrained(tmp_path, gguf_file="model.gguf", config=GEMMA)

@@ -129,7 +129,7 @@ def from_pretrained(
         gguf_file: a GGUF file in the folder to read instead; dequantizing needs additional memory for the whole model.
         trust_remote_code: allow code that comes with the model.
         subfolder: the folder of the model inside of ``model_name_or_path``.
-        config: the config to use instead of the folder's.
+        config: the config to use instead of the folder's; a GGUF file has its own.
         model_class: ``transformers.AutoModelForSequenceClassification`` for a reward model or another classifier of rows,
             whose ``score`` is newly initialised if the folder has none; None for a causal language model.
         options: other arguments of `stream` and of transformers' ``from_pretrained``: ``dtype``, ``revision``,

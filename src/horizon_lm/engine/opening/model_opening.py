@@ -115,6 +115,8 @@ def _open_gguf(
             f"gguf_file={request.gguf_file!r} is decoded and not quantized again; leave load_in_4bit or quantization_config out, or "
             "convert it first"
         )
+    if request.config is not None:
+        raise ConfigError(f"gguf_file={request.gguf_file!r} has a config of its own; leave config out")
     if hf_config.auto_class(request.model_class) is not hf_config.auto_class(None):
         raise ConfigError(
             f"gguf_file={request.gguf_file!r} is read as a causal language model; load it with transformers and stream() it"
