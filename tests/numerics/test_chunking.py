@@ -89,10 +89,14 @@ class WithoutGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("head", ["whole", "chunked"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # with a head of its own, and a tied one
-def test_other_code_may_return_no_gradient(family: str, head: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    # A head of its own, a tied one, and experts in tiles.
+    [("llama", {}), ("gpt2", {}), ("qwen3_moe", {"expert_tile": 2})],
+)
+def test_other_code_may_return_no_gradient(family: str, settings: dict[str, Any], head: str) -> None:
     plain, batch = without_dropout(tiny_models.build(family)), tiny_models.batch()
-    model = horizon_lm.stream(plain, precision="float32", head=head)
+    model = horizon_lm.stream(plain, precision="float32", head=head, **settings)
     model(**batch).loss.backward()
     expected = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
@@ -101,3 +105,16 @@ def test_other_code_may_return_no_gradient(family: str, head: str) -> None:
         assert all(param.grad is None for param in model.parameters())
     model(**batch).loss.backward()
     assert all(torch.equal(param.grad, expected[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_without_a_gradient_are_not_decayed_in_the_backward_pass(family: str) -> None:
+    model, batch = horizon_lm.stream(tiny_models.build(family), precision="float32"), tiny_models.batch()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = horizon_lm.AdamW(model, lr=1e-2, weight_decay=0.1, update_in_backward=True)
+    WithoutGradient.apply(model(**batch).loss).backward()
+    optimizer.step()
+    assert all(torch.equal(param.detach(), before[name]) for name, param in model.named_parameters())
+    model(**batch).loss.backward()
+    optimizer.step()
+    assert not any(torch.equal(param.detach(), before[name]) for name, param in model.named_parameters())

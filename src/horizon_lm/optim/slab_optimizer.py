@@ -241,7 +241,8 @@ class SlabOptimizer(torch.optim.Optimizer):
         """Count a step, whose updates may still be running, or are about to be issued."""
         for param in step.stepped:
             self._steps[param] += 1
-        torch._foreach_add_([self.state[param]["step"] for param in step.stepped], 1.0)
+        if step.stepped:  # torch rejects an empty list
+            torch._foreach_add_([self.state[param]["step"] for param in step.stepped], 1.0)
         self._step += 1
         self._skipped.reset()
         self._current = None

@@ -106,7 +106,7 @@ class BackwardPass:
         optimizer = engine.updates.optimizer_in_backward
         if optimizer is not None:
             engine.store.weights_changed()
-            if EMBED in self.ready or (engine.parts.tied and HEAD in self.ready):
+            if self.ready.get(EMBED) or (engine.parts.tied and self.ready.get(HEAD)):
                 assert engine.grads.slots is not None
                 engine.updates.table = optimizer.table(engine.grads.slots.table_grads())
             return

@@ -43,6 +43,7 @@ class TiledBackward:
         self._experts = TiledExperts(engine, index)
         self._calls: list[ExpertCall] = []
         self._graph: Graph | None = None
+        self._has_gradient = False  # a loss depends on the experts' output for a micro-batch
         self.sink, self.written = GradSink(engine, index), set[str]()
 
     def find_output_grads(self, recompute: Callable[[int], Graph], pairs_of: Callable[[int, Graph], Pairs]) -> None:
@@ -74,7 +75,8 @@ class TiledBackward:
         pairs = pairs_of(number, graph)
         outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
         (grad,) = torch.autograd.grad(outputs, expert_outputs, grads, retain_graph=True, allow_unused=True)
-        # It is None if no loss depends on the experts' output. The call is the one that `replay` has appended.
+        self._has_gradient = self._has_gradient or grad is not None
+        # The call is the one that `replay` has appended.
         self._calls[number].begin_backward(torch.zeros_like(expert_outputs[0]) if grad is None else grad)
         return graph
 
@@ -134,8 +136,9 @@ class TiledBackward:
                 # The sums of a whole block are rounded, too, so later backward passes add to the same numbers.
                 slot.round_to(engine.store.precision.grad_dtype)
         adapters.zero_the_rest()
-        self.written |= slot.written
-        engine.backward.adapters.update(adapters.written)
+        if self._has_gradient:  # the zeros of experts that no loss depends on land, too, but are no gradient
+            self.written |= slot.written
+            engine.backward.adapters.update(adapters.written)
 
     def _adapter_slot(self, unit: Unit) -> GradSlot:
         """Return the place of the gradients of a tile's adapters, among those of the outer parameters."""
