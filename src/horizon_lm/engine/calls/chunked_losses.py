@@ -47,6 +47,7 @@ class LossRun(ChunkedRun):
     def backward(
         self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], overwrite: bool
     ) -> Grads:
+        """Return the gradients that the forward pass has computed, multiplied by that of the loss, or compute them again."""
         (grad,) = grads
         assert grad is not None  # a run whose only result has no gradient is skipped
         assert self.forward_state is not None
@@ -255,6 +256,7 @@ class LogprobRun(ChunkedRun):
     def backward(
         self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], overwrite: bool
     ) -> Grads:
+        """Return the gradients. The logits of each chunk are computed again."""
         # Values that no loss uses are not recomputed: entropy alone takes two more tensors (N, V).
         grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
 

@@ -38,6 +38,7 @@ class GenerationMemory:
 
     @cached_property
     def _probe(self) -> CacheProbe:
+        """The probe of the memory that generation with this model takes."""
         config, options = self._engine.parts.model.config, self._engine.options
         on_host = self._engine.device.torch_device.type == "cpu"
         source = ModelSource(config, type(config).__name__)

@@ -22,8 +22,8 @@ class OuterParameters:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         parts = engine.parts
-        # Without adapters, which blocks bind.
         layouts = [engine.store.units[part].layout for part in engine.store.parts_of(OUTER)]
+        # Without adapters, which blocks bind.
         self._names = [name for layout in layouts for name in layout if name not in parts.adapter_names]
         self._move_buffers()
 
