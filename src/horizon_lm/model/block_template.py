@@ -50,17 +50,16 @@ class StreamedBlock:
         self, name: str, module: nn.Module, buffers: "BuffersOfModules", compiled: bool = False,
         written: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
-        self._written = written
         self.name, self.module, self._device_buffers, self.compiled = name, module, buffers, compiled
+        self._written = written
         self._instance_forward = module.__dict__.get("forward")
         self._modules = list(module.modules())
-        self._places = {
-            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, _ in module.named_parameters(remove_duplicate=False)
-        }
-        self._orders = [
-            (owner, list(owner._parameters)) for owner in {id(o): o for o, _ in self._places.values()}.values()
-        ]
+        self._places: dict[str, tuple[nn.Module, str]] = {}  # module and attribute of each parameter, by its name
+        for param_name, _ in module.named_parameters(remove_duplicate=False):
+            path, _, attribute = param_name.rpartition(".")
+            self._places[param_name] = module.get_submodule(path), attribute
+        owners = dict.fromkeys(owner for owner, _ in self._places.values())
+        self._orders = [(owner, list(owner._parameters)) for owner in owners]  # for `restore_parameters`
         self._parametrized = _parametrized(self._modules)
         self._host = {name: owner._parameters[attribute] for name, (owner, attribute) in self._places.items()}
         self._structure = Structure(self._modules)
@@ -76,7 +75,7 @@ class StreamedBlock:
         return list(self._places)
 
     def forward(self, *args: Any, uncompiled: bool, **kwargs: Any) -> Any:
-        """Compute with the bound parameters. ``uncompiled``: never run compiled code."""
+        """Run the block's own forward method with the parameters that are `bound`. ``uncompiled``: never run compiled code."""
         if self._instance_forward is not None:
             return self._instance_forward(*args, **kwargs)
         function = type(self.module).forward
@@ -96,42 +95,19 @@ class StreamedBlock:
             ModelNotSupportedError: the block wrote one of its buffers or weights.
         """
         self._structure.require_unchanged(self.name)
-        # Plain tensors bypass register_parameter. New ones are created every time, because autocast and autograd
-        # identify tensors by object.
-        for name, tensor in params.items():
-            owner, attribute = self._places[name]
-            if (owner, attribute) in self._parametrized and not tensor.requires_grad:
-                tensor = tensor.data  # parametrize counts up its version, which it shares with the whole slot
-            owner._parameters[attribute] = tensor  # type: ignore[assignment]
-        buffers = self._put_buffers()
+        # Before anything is replaced, because there may be no memory for a copy.
+        buffers = self._copy_buffers()
         weights = {name: params[name].detach().clone() for name in self._written & params.keys()}
+        self._put(params, buffers)
         try:
             yield
-            for name, before in weights.items():
-                if not torch.equal(before, params[name]):
-                    raise ModelNotSupportedError(
-                        f"{self.name}: its forward writes the weight {name!r} (it limits it, usually). A streamed block computes "
-                        "with a copy of its weights, where that would be lost; switch it off in the model's config."
-                    )
-            for (module, name), copy in buffers.items():
-                if module._buffers[name] is not copy.device or copy.device._version != copy.version:
-                    raise ModelNotSupportedError(
-                        f"{self.name}: its forward writes the buffer {name!r}. A block is computed twice per step, so "
-                        "state that it writes would be wrong; such models cannot be streamed exactly."
-                    )
+            self._require_unwritten(params, weights, buffers)
         finally:
-            for (module, name), copy in buffers.items():
-                module._buffers[name] = copy.host
-            for name in params:
-                owner, attribute = self._places[name]
-                owner._parameters[attribute] = self._host[name]
-            for owner, order in self._orders:
-                if list(owner._parameters) != order or not owner._buffers.keys().isdisjoint(order):
-                    restore_parameters(owner, order)
+            self._put_back(params, buffers)
 
-    def _put_buffers(self) -> dict[tuple[nn.Module, str], "_BufferCopy"]:
-        """Put copies of the buffers on the device into the modules, and return them; copy again what has changed since."""
-        put = {}
+    def _copy_buffers(self) -> "_Buffers":
+        """Return copies of all buffers on the device: those of earlier calls, except of buffers that have changed since."""
+        copies: _Buffers = {}
         for module in self._modules:
             for name, host in module._buffers.items():
                 if host is None:
@@ -139,11 +115,50 @@ class StreamedBlock:
                 copy = self._copies.get((module, name))
                 if copy is None or copy.host is not host or copy.host_version != host._version:
                     copy = self._copies[module, name] = self._device_buffers.copy(host)
-                put[module, name] = copy
-                module._buffers[name] = copy.device
-        return put
+                copies[module, name] = copy
+        return copies
 
-    # State that must be the same in forward and recomputation
+    def _put(self, params: Mapping[str, torch.Tensor], buffers: "_Buffers") -> None:
+        """Put device tensors into the places of the parameters and buffers."""
+        # Plain tensors bypass register_parameter. New ones are created every time, because autocast and autograd
+        # identify tensors by object.
+        for name, tensor in params.items():
+            owner, attribute = self._places[name]
+            if (owner, attribute) in self._parametrized and not tensor.requires_grad:
+                tensor = tensor.data  # parametrize counts up its version, which it shares with the whole slot
+            owner._parameters[attribute] = tensor  # type: ignore[assignment]
+        for (module, name), copy in buffers.items():
+            module._buffers[name] = copy.device
+
+    def _require_unwritten(
+        self, params: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], buffers: "_Buffers"
+    ) -> None:
+        """Raise ModelNotSupportedError if the block has written a buffer, or a weight that differs from its earlier value now."""
+        for name, before in weights.items():
+            if not torch.equal(before, params[name]):
+                raise ModelNotSupportedError(
+                    f"{self.name}: its forward writes the weight {name!r} (it limits it, usually). A streamed block computes "
+                    "with a copy of its weights, where that would be lost; switch it off in the model's config."
+                )
+        for (module, name), copy in buffers.items():
+            if module._buffers[name] is not copy.device or copy.device._version != copy.version:
+                raise ModelNotSupportedError(
+                    f"{self.name}: its forward writes the buffer {name!r}. A block is computed twice per step, so "
+                    "state that it writes would be wrong; such models cannot be streamed exactly."
+                )
+
+    def _put_back(self, params: Iterable[str], buffers: "_Buffers") -> None:
+        """Put the host's parameters and buffers back into their places."""
+        for (module, name), copy in buffers.items():
+            module._buffers[name] = copy.host
+        for name in params:
+            owner, attribute = self._places[name]
+            owner._parameters[attribute] = self._host[name]
+        for owner, order in self._orders:
+            if list(owner._parameters) != order or not owner._buffers.keys().isdisjoint(order):
+                restore_parameters(owner, order)
+
+    # State that must be the same in forward and recomputation. Hooks of the block itself, the first module, run outside of both.
 
     def is_hooked(self) -> bool:
         """Return whether modules inside the block have hooks of other code."""
@@ -179,9 +194,7 @@ class StreamedBlock:
             module.__dict__.update(zip(_HOOKS, of_module, strict=True))
 
     def attributes(self) -> list[dict[str, Any]]:
-        """Return the attributes of all modules as comparable values; tensors and other objects are compared by
-        identity.
-        """
+        """Return the attributes of each module, as in `comparable`."""
         return [attributes.read() for attributes in self._attributes]
 
 
@@ -191,10 +204,10 @@ def _parametrized(modules: Iterable[nn.Module]) -> set[tuple[nn.Module, str]]:
 
 
 def restore_parameters(module: nn.Module, names: list[str]) -> None:
-    """Put the parameters of a module in order again, after torch's parametrize has taken out some of them.
+    """Put the parameters of a module in their order again, and remove the buffers of their names.
 
-    PEFT applies adapters of a parameter by it, in each forward pass. What it puts back is a buffer, because bound weights
-    are plain tensors.
+    PEFT applies adapters of a parameter by torch's parametrize, in each forward pass. This takes the parameter out and puts it
+    back at the end, but as a buffer, because bound weights are plain tensors.
     """
     for name in names:
         module._parameters[name] = module._parameters.pop(name)
@@ -202,7 +215,7 @@ def restore_parameters(module: nn.Module, names: list[str]) -> None:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of code other than transformers."""
+    """Return whether hooks of code other than transformers run for a module: its own, or torch's global ones."""
     if _global._global_forward_hooks or _global._global_forward_pre_hooks:
         return True
     if not _has_hooks(module):
@@ -231,10 +244,10 @@ class _Attributes:
         self._module = module
         self._names: list[str] = []
         self._values: list[Any] = []
-        self._found: dict[str, Any] | None = None  # None if a mutable container may have changed
+        self._found: dict[str, Any] | None = None  # None also if a mutable container may have changed
 
     def read(self) -> dict[str, Any]:
-        """Return the current attributes."""
+        """Return the current attributes by name, without those that every module has."""
         attributes = self._module.__dict__
         names, values = list(attributes), list(attributes.values())
         if self._found is not None and names == self._names and all(map(is_, values, self._values)):
@@ -291,12 +304,15 @@ class _BufferCopy:
         self.host_version, self.version = host._version, device._version
 
 
+_Buffers = dict[tuple[nn.Module, str], _BufferCopy]
+
+
 class BuffersOfModules:
     """The blocks' buffers on the device; equal buffers are stored once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # buffer, its version when copied, copy
 
     def copy(self, buffer: torch.Tensor) -> _BufferCopy:
         """Return a device copy of a host buffer's current value."""
@@ -304,13 +320,14 @@ class BuffersOfModules:
             same = host.shape == buffer.shape and host.dtype == buffer.dtype and host._version == version
             if same and torch.equal(host, buffer):
                 return _BufferCopy(buffer, copy)
-        self._known.append((buffer, buffer._version, buffer.detach().to(self._device, copy=True)))
-        return _BufferCopy(buffer, self._known[-1][2])
+        copy = buffer.detach().to(self._device, copy=True)
+        self._known.append((buffer, buffer._version, copy))
+        return _BufferCopy(buffer, copy)
 
 
 @contextmanager
 def _without_hooks(modules: list[nn.Module]) -> Iterator[None]:
-    """Context manager: remove forward hooks, because torch.compile cannot trace those of transformers."""
+    """Context manager: take out the forward hooks of modules, because torch.compile cannot trace those of transformers."""
     hooked = [(module, module._forward_hooks) for module in modules if module._forward_hooks]
     for module, _ in hooked:
         module._forward_hooks = OrderedDict()
@@ -348,12 +365,12 @@ def structure_key(block: nn.Module) -> tuple[Any, ...]:
         }
         params = tuple((n, tuple(p.shape), p.dtype) for n, p in module._parameters.items() if p is not None)
         buffers = tuple((n, tuple(b.shape), b.dtype) for n, b in module._buffers.items() if b is not None)
-        key.append((path, type(module), tuple(sorted(plain.items(), key=lambda kv: kv[0])), params, buffers))
+        key.append((path, type(module), tuple((name, plain[name]) for name in sorted(plain)), params, buffers))
     return tuple(key)
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value, with all that it holds, is compared by value."""
+    """Return whether `comparable` compares a value, with all that it holds, by value."""
     if isinstance(value, (tuple, list, set, frozenset)):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):
