@@ -5,7 +5,7 @@ PEFT keeps it in attributes of its layers and of the model around them, where al
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,13 @@ from torch import nn
 from horizon_lm.model.adapter_layers import adapter_params
 
 _SWITCHES = ("active_adapter", "_active_adapter", "_disable_adapters", "_adapters_disabled")
-State = tuple[Any, ...]
+
+
+class State(NamedTuple):
+    """The positions of all switches, and which parameters of adapters are trained, in the order of the model's modules."""
+
+    values: tuple[Any, ...]
+    trained: tuple[bool, ...]
 
 
 class ActiveAdapters:
@@ -24,28 +30,27 @@ class ActiveAdapters:
     """
 
     def __init__(self, model: Any) -> None:
-        self._places = [(module, name) for module in model.modules() for name in _SWITCHES if name in module.__dict__]
-        adapters = adapter_params(model)
-        self._params = [param for param in model.parameters() if id(param) in adapters]
+        self._switches = [(module, name) for module in model.modules() for name in _SWITCHES if name in module.__dict__]
+        adapted = adapter_params(model)
+        self._params = [param for param in model.parameters() if id(param) in adapted]
 
     def read(self) -> State:
         """Return the present state, to compare and to restore it."""
         with torch._C.DisableTorchFunctionSubclass():
             trained = tuple(param.requires_grad for param in self._params)
-        return (tuple(_copied(module.__dict__[name]) for module, name in self._places), trained)
+        return State(tuple(_fixed(module.__dict__[name]) for module, name in self._switches), trained)
 
     def restore(self, state: State) -> None:
-        """Set all switches as they were."""
-        values, trained = state
-        for (module, name), value in zip(self._places, values, strict=True):
+        """Set all switches as they were in a state that `read` has returned."""
+        for (module, name), value in zip(self._switches, state.values, strict=True):
             module.__dict__[name] = list(value) if isinstance(value, tuple) else value
         with torch._C.DisableTorchFunctionSubclass():
-            for param, requires_grad in zip(self._params, trained, strict=True):
+            for param, requires_grad in zip(self._params, state.trained, strict=True):
                 param.requires_grad_(requires_grad)
 
     @contextmanager
     def set_to(self, state: State) -> Iterator[None]:
-        """Context manager: use another state."""
+        """Context manager: set all switches to another state, and back at the end."""
         before = self.read()
         if before == state:
             yield
@@ -68,12 +73,13 @@ class StatePerMember:
     def __init__(self, model: nn.Module, count: int) -> None:
         self._adapters = ActiveAdapters(model)
         self._initial = self._adapters.read()
-        self._states, self._running = [self._initial] * count, -1
+        self._states = [self._initial] * count  # of each function, when it was interrupted
+        self._running: int | None = None
 
     def go_on_with(self, number: int) -> None:
-        """Set the switches as this function has left them, before it goes on."""
+        """Keep the switches of the function that ran until now, and set them as this one has left them, before it goes on."""
         now = self._adapters.read()
-        if self._running >= 0:
+        if self._running is not None:
             self._states[self._running] = now
         if self._states[number] != now:
             self._adapters.restore(self._states[number])
@@ -84,5 +90,6 @@ class StatePerMember:
         self._adapters.restore(self._initial)
 
 
-def _copied(value: Any) -> Any:
+def _fixed(value: Any) -> Any:
+    """Return a switch's value so that it stays as it is: PEFT changes its lists in place."""
     return tuple(value) if isinstance(value, list) else value

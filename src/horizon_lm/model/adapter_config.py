@@ -31,24 +31,30 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     require_own_files(folder, _FILES)
     path = folder / ADAPTER_CONFIG
     content = read_settings(path)
-    ranks = content.get("rank_pattern")
-    declared = [content.get("r"), *(ranks.values() if isinstance(ranks, dict) else ())]
-    rank = max((each for each in declared if type(each) is int), default=0)
     for key, value in _leaves(content):
         if type(value) is int and value > _MAX_NUMBER:
             raise ConfigError(
                 f"{path}: {key} is {value:,}, more than the {_MAX_NUMBER:,} that are supported; correct it"
             )
-    start = content.get("init_lora_weights")
-    steps = str(start).rpartition("_niter_")[2]
-    if steps.isdecimal() and int(steps[:9]) > _MAX_ITERATIONS:
-        raise ConfigError(f"{path}: init_lora_weights has {steps[:9]} iterations; write at most {_MAX_ITERATIONS:,}")
-    longest = _longest_axis(folder / ADAPTER_WEIGHTS) if (folder / ADAPTER_WEIGHTS).is_file() else rank
+    iterations = str(content.get("init_lora_weights")).rpartition("_niter_")[2]  # as in pissa_niter_16
+    first_digits = iterations[:9]  # int() rejects numbers of thousands of digits
+    if iterations.isdecimal() and int(first_digits) > _MAX_ITERATIONS:
+        raise ConfigError(f"{path}: init_lora_weights has {first_digits} iterations; write at most {_MAX_ITERATIONS:,}")
+    if (folder / ADAPTER_WEIGHTS).is_file():
+        _require_rank_of_weights(content, folder)
+    return content
+
+
+def _require_rank_of_weights(content: Mapping[str, Any], folder: Path) -> None:
+    """Raise ConfigError if a rank in a config is longer than all axes of the weights beside it, so that PEFT would allocate more."""
+    path, ranks = folder / ADAPTER_CONFIG, content.get("rank_pattern")
+    declared = [content.get("r"), *(ranks.values() if isinstance(ranks, dict) else ())]
+    rank = max((each for each in declared if type(each) is int), default=0)
+    longest = _longest_axis(folder / ADAPTER_WEIGHTS)
     if rank > max(longest, _SMALL_RANK):
         raise ConfigError(
             f"{path}: the rank {rank:,} is not that of {ADAPTER_WEIGHTS}, whose longest axis has {longest:,}"
         )
-    return content
 
 
 def require_quick_names(content: Mapping[str, Any], names: list[str], place: object) -> None:
@@ -59,21 +65,22 @@ def require_quick_names(content: Mapping[str, Any], names: list[str], place: obj
         names: names of all modules of the model.
         place: the file or the settings that the config is from.
     """
-    given = {
-        (key, text) for key, value in content.items() if key not in _NO_NAMES for _, text in _leaves(value, key) if isinstance(text, str)
-    }  # fmt: skip
+    given: set[tuple[str, str]] = set()
+    for key, value in content.items():
+        if key not in _NO_NAMES:
+            given |= {(key, text) for _, text in _leaves(value, key) if isinstance(text, str)}
     require_few_pairs(len(given), names, place)
     for key in ("rank_pattern", "alpha_pattern"):
         if isinstance(value := content.get(key), dict) and len(value) > len(names):
             raise ConfigError(
                 f"{place}: {key} has {len(value):,} names, and the model {len(names):,} modules; correct it"
             )
-    patterns = [form for key, text in sorted(given) if is_pattern(text) for form in _forms(key, text)]
+    patterns = [pattern for key, text in sorted(given) if is_pattern(text) for pattern in _as_expressions(key, text)]
     require_quick(patterns, names, place)
 
 
-def _forms(key: str, text: str) -> tuple[str, ...]:
-    """Return the regular expressions that PEFT makes of a text in its config."""
+def _as_expressions(key: str, text: str) -> tuple[str, ...]:
+    """Return all regular expressions that PEFT makes of a text in its config, under a key."""
     if key in _WHOLE:
         return (text,)
     return (
@@ -92,7 +99,7 @@ def share_weights(folder: Path) -> None:
     Args:
         folder: the folder of an adapter; it may have a folder for each further one.
     """
-    for weights in _written(folder):
+    for weights in _weight_files(folder):
         weights.chmod(S_IMODE(weights.with_name(ADAPTER_CONFIG).stat().st_mode))
 
 
@@ -106,7 +113,7 @@ def convert_weights(folder: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    for weights in _written(folder):
+    for weights in _weight_files(folder):
         save_file(
             {name: value.to(getattr(torch, dtype)) for name, value in load_file(weights).items()},
             weights,
@@ -114,8 +121,8 @@ def convert_weights(folder: Path, dtype: str) -> None:
         )
 
 
-def _written(folder: Path) -> list[Path]:
-    """Return the files with the weights of the adapters in a folder."""
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of the adapters in a folder and in the folders in it."""
     configs = (folder / ADAPTER_CONFIG, *folder.glob(f"*/{ADAPTER_CONFIG}"))
     return [weights for each in configs if (weights := each.with_name(ADAPTER_WEIGHTS)).is_file()]
 
@@ -124,7 +131,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield all plain values in nested settings, each with its key; keys of inner objects are values, too."""
     if isinstance(value, Mapping):
         for name, each in value.items():
-            if key:
+            if key:  # not the outermost, whose keys are the settings' own names
                 yield key, name
             yield from _leaves(each, str(name))
     elif isinstance(value, list | tuple | set):

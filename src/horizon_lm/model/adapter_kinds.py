@@ -35,7 +35,7 @@ def require_adapters_that_stream(model: Any) -> None:
 
 
 def require_kind_that_streams(config: Any) -> None:
-    """Raise ModelNotSupportedError if adapters of a config of PEFT are not streamed."""
+    """Raise ModelNotSupportedError if adapters with this config of PEFT are not streamed."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind in _REASONS:
         raise ModelNotSupportedError(f"PEFT's {kind} is not streamed: {_REASONS[kind]}; use LoRA, or prompt tuning")

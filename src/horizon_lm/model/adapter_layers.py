@@ -6,7 +6,7 @@ from torch import nn
 
 
 def adapted_model(model: Any) -> Any:
-    """Return the model inside a PEFT model, if all parameters are in it; any other model as it is."""
+    """Return the model inside a PEFT model; the PEFT model if it has parameters of its own, as for prompts; other models as they are."""
     if not hasattr(model, "get_base_model"):
         return model
     inside = model.get_base_model()
@@ -43,10 +43,10 @@ def replaced_params(model: Any) -> set[int]:
     replaced = []
     for module in model.modules():
         children = dict(module.named_children())
-        replaced += [children[of] for copies, of in pairs if {copies, of} <= children.keys()]
+        replaced += [children[original] for copies, original in pairs if {copies, original} <= children.keys()]
     return {id(param) for module in replaced for param in module.parameters()}
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """Return whether a module is one of PEFT's layers with adapters, by its class: it may be half made, or a wrapper."""
+    """Return whether a module is one of PEFT's layers with adapters, by its class, because its attributes may not exist yet."""
     return bool(getattr(type(module), "adapter_layer_names", ()))

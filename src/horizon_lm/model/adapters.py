@@ -52,23 +52,25 @@ class Adapters:
         if isinstance(modules, str) and modules.isidentifier():
             modules = [modules]  # a name, which PEFT would take for a regular expression of whole names
         return cls(
-            run.lora_r, run.lora_alpha, run.lora_dropout, modules if isinstance(modules, str) else _tuple(modules),
-            _tuple(run.lora_target_parameters), _tuple(run.lora_modules_to_save), run.use_rslora, run.use_dora,
+            r=run.lora_r, lora_alpha=run.lora_alpha, lora_dropout=run.lora_dropout,
+            target_modules=modules if isinstance(modules, str) else _tuple(modules),
+            target_parameters=_tuple(run.lora_target_parameters), modules_to_save=_tuple(run.lora_modules_to_save),
+            use_rslora=run.use_rslora, use_dora=run.use_dora,
         )  # fmt: skip
 
     @property
     def copies_weights(self) -> str:
         """Name of the setting by which new adapters begin with values of the base; empty if there is none."""
-        if self.folder is not None:
-            return ""
-        return "use_dora" if self.use_dora else "lora_modules_to_save" if self.modules_to_save else ""
+        if self.folder is None and self.use_dora:
+            return "use_dora"
+        return "lora_modules_to_save" if self.folder is None and self.modules_to_save else ""
 
     def add_to(self, model: Any, *, draw: bool, name: str = "default") -> Any:
         """Add the adapters to a model, which is frozen and whose layers are replaced in place, and return the PEFT model.
 
         Args:
             model: a plain model, or a PEFT model that gets more adapters.
-            draw: draw or read the adapters' values; without it, they are on the meta device.
+            draw: give the adapters their values, drawn or read from the folder; without it, they are on the meta device.
             name: PEFT's name of the adapters.
 
         Raises:
@@ -77,7 +79,7 @@ class Adapters:
         peft = _peft()
         with _rejections():
             folder = None if self.folder is None else hub.local_folder(self.folder)
-            config = self._new(peft, model) if folder is None else open_adapter_config(folder, model)
+            config = self._new_config(peft, model) if folder is None else open_adapter_config(folder, model)
             require_kind_that_streams(config)  # before PEFT opens further adapters, or repeats layers
             if folder is not None and draw:
                 read_values(folder)  # rejects what PEFT would take
@@ -87,32 +89,28 @@ class Adapters:
                 return model
             return peft.get_peft_model(model, config, name, low_cpu_mem_usage=not draw)
 
-    def _new(self, peft: Any, model: Any) -> Any:
-        """Return the config of new LoRA adapters. PEFT has lists, and saves a whole `lora_alpha` as an integer."""
+    def _new_config(self, peft: Any, model: Any) -> Any:
+        """Return PEFT's config of new LoRA adapters for a model, with lists and numbers of the types that PEFT saves."""
         modules = self.target_modules
         if modules is None and self.target_parameters is None:
             modules = _default_layers(peft, model)
         if isinstance(modules, str):
             require_quick_names({"target_modules": modules}, _module_names(model), "lora_target_modules")
-        # As PEFT compares them; it would train without what it does not find.
+        # By the ends of names, as PEFT compares them; it would train without what it does not find.
         _require_names("lora_modules_to_save", self.modules_to_save, _module_names(model))
         parameters = [f".{name}" for name, _ in adapted_model(model).named_parameters()]
         _require_names("lora_target_parameters", self.target_parameters, parameters, separator=".")
         return peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            r=self.r,
+            task_type="CAUSAL_LM", r=self.r, lora_dropout=self.lora_dropout, use_rslora=self.use_rslora, use_dora=self.use_dora,
             lora_alpha=int(self.lora_alpha) if self.lora_alpha == int(self.lora_alpha) else self.lora_alpha,
-            lora_dropout=self.lora_dropout,
             target_modules=list(modules) if isinstance(modules, tuple) else modules,
             target_parameters=None if self.target_parameters is None else list(self.target_parameters),
             modules_to_save=None if self.modules_to_save is None else list(self.modules_to_save),
-            use_rslora=self.use_rslora,
-            use_dora=self.use_dora,
-        )
+        )  # fmt: skip
 
 
 def _default_layers(peft: Any, model: Any) -> tuple[str, ...]:
-    """Return the names of the layers that PEFT chooses for a type of model, or of those of its attention."""
+    """Return the names of the layers that PEFT adapts by default in this type of model; if it has none, attention's linear layers."""
     known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     chosen = known.get(getattr(model.config.get_text_config(), "model_type", None), ())
     found = {name.rpartition(".")[2] for name, _ in model.named_modules()} & set(chosen)
@@ -135,7 +133,7 @@ class PresentAdapters:
         self._configs = {name: copy.deepcopy(config) for name, config in model.peft_config.items()}
         for config in self._configs.values():
             if isinstance(getattr(config, "init_lora_weights", None), str):
-                config.init_lora_weights = True  # others compute with the values of the base
+                config.init_lora_weights = True  # one with a name needs values of the base
 
     def add_to(self, model: Any, *, draw: bool) -> Any:
         """Add the adapters to a skeleton, and return the PEFT model. See `Adapters.add_to`."""
@@ -169,7 +167,7 @@ def base_of_adapters(folder: Path) -> str | None:
 
 
 def open_base(adapter: Path, name: str) -> Path:
-    """Return the folder of the base that adapters name. Raise ConfigError if it is not found."""
+    """Return the folder of the base ``name`` of the adapters in ``adapter``. Raise ConfigError if it is not found."""
     try:
         return hub.local_folder(name)
     except ConfigError as error:
@@ -233,7 +231,7 @@ def _module_names(model: Any) -> list[str]:
 
 
 def _require_names(setting: str, wanted: Iterable[str] | None, found: Sequence[str], separator: str = "") -> None:
-    """Raise ConfigError if a name in a setting is the end of none of those that are found."""
+    """Raise ConfigError if a setting wants a name with which none of the names in the model ends, after a separator."""
     for name in wanted or ():
         if not any(each.endswith(separator + name) for each in found):
             meant = closest_setting(name.rpartition(".")[2], {each.rpartition(".")[2] for each in found})
@@ -246,6 +244,7 @@ def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _peft() -> Any:
+    """Return the package PEFT; raise ConfigError if it is not installed."""
     try:
         with without_bitsandbytes_messages():
             import peft
@@ -280,7 +279,7 @@ def without_peft_warnings() -> Iterator[None]:
 
 @contextmanager
 def _rejections() -> Iterator[None]:
-    """Context manager: report adapters that PEFT rejects."""
+    """Context manager: raise ConfigError for adapters that PEFT rejects."""
     try:
         with without_peft_warnings():
             yield

@@ -1,8 +1,8 @@
 """PEFT's adapters of the tensors of stacked experts (`target_parameters`), of which some experts are computed alone.
 
 PEFT puts a layer around the module of the experts for each tensor that has adapters. In a call it replaces the tensor W by
-W + s * B A for all experts at once. Of some experts it does the same with their parts of A and B: these are views, so that each
-expert's product has the operands, strides included, that it has among all experts, and therefore the bits.
+W + s * B A for all experts at once. If some experts are computed alone, it does the same with their parts of A and B: these are views,
+so each expert's product has the operands, strides included, that it has among all experts, and therefore the same bits.
 
 Shapes: E experts, R rank, I and O the features of an expert's input and output. A is stored as (E * R, I), B as (O, R * E), in which
 the experts of a rank follow each other.
@@ -41,9 +41,10 @@ _FACTORS = ("lora_A", "lora_B")
 
 
 def _paths_of_wrappers(block: nn.Module, path: str) -> Iterator[str]:
+    """Yield the names of PEFT's layers around a module, from the innermost to the outermost; each is the ``base_layer`` of the next."""
     while path.endswith(".base_layer"):
         path = path.removesuffix(".base_layer")
-        if not hasattr(block.get_submodule(path), "parameter_name"):
+        if not hasattr(block.get_submodule(path), "parameter_name"):  # a layer that adapts no tensor of the module
             return
         yield path
 
@@ -64,14 +65,14 @@ def of_experts(name: str, values: torch.Tensor, count: int, experts: slice) -> t
 
 @contextmanager
 def applied_to(wrappers: Sequence[Any], size: int) -> Iterator[None]:
-    """Context manager: apply adapters to as many experts as their weights are bound for (`of_experts`).
+    """Context manager: let PEFT's layers apply adapters of which the parts of some experts are bound (`of_experts`).
 
     Args:
         wrappers: PEFT's layers.
-        size: the number of experts.
+        size: the number of these experts.
     """
-    # PEFT multiplies the factors of one active adapter itself, and asks for the products of several. It takes a single expert for a
-    # matrix, so its layers keep the number of all experts, except while they form the factors.
+    # A layer calls `get_delta_factors` if one adapter is active, and `get_delta_weight` for each of several. Only the factors depend
+    # on `num_experts`. Elsewhere it stays that of all experts, because PEFT takes the tensor of a single expert for a matrix.
     for each in wrappers:
         each.get_delta_factors = partial(_factors, each, each.get_delta_factors, size)
         each.get_delta_weight = partial(_product, each.get_delta_factors)
@@ -86,7 +87,7 @@ Factors = tuple[torch.Tensor, torch.Tensor, float]
 
 
 def _factors(wrapper: Any, form: Callable[[str], Factors], size: int, adapter: str) -> Factors:
-    """Return the factors of an adapter's change of the experts' weights, and its scale, from PEFT's own function."""
+    """Return both factors of an adapter's change of the experts' weights, and its scale, from PEFT's own function ``form``."""
     count = wrapper.num_experts
     wrapper.num_experts = size
     try:
