@@ -45,9 +45,7 @@ class Segments:
         return [length for row in self._lengths[start:stop] for length in row]
 
     def offsets(self, start: int, stop: int) -> Offsets:
-        """Return the start of each segment of these rows and the end of the last segment, on the device and on the
-        host.
-        """
+        """Return the start of each segment of rows [start, stop) and the end of the last, on the device and on the host."""
         if (start, stop) not in self._offsets:
             ends = torch.tensor([0, *self.of(start, stop)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             if self._device.type == "cuda":
@@ -84,7 +82,7 @@ def find_segments(
 
 
 def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments | None:
-    """Return the segments in a call of the model; raise ModelNotSupportedError for padded rows with a cache."""
+    """Return the segments of a call's rows (`find_segments`); raise ModelNotSupportedError if a row has several, and a cache."""
     segments = find_segments(call.get("attention_mask"), call.get("position_ids"), device)
     if segments is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
         raise ModelNotSupportedError("attn_implementation='varlen' cannot generate from padded rows; choose 'sdpa'")
@@ -101,9 +99,8 @@ def reject_large_mask(config: Any, call: Mapping[str, Any], rows: int, length: i
         itemsize: bytes of an element of the hidden states.
     """
     mask = call.get("attention_mask")
-    given = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)  # a complete mask
-    if given:
-        return
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        return  # a complete mask (or masks by kind of layer), which exists already
 
     def segmented() -> bool:
         return find_segments(mask, call.get("position_ids"), torch.device("cpu")) is not None
@@ -123,20 +120,25 @@ def large_mask(
         implementation: attention implementation.
         segmented: function that returns whether rows have padding or several documents.
     """
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
-    additive = implementation in ("eager", attention_with_sinks.NAME)
-    num_bytes = rows * length**2 * (itemsize if additive else 1)
-    if not (additive or implementation == "sdpa") or num_bytes <= LARGEST_MASK:
+    # Additive masks have the dtype of hidden states, others are boolean.
+    is_additive = implementation in ("eager", attention_with_sinks.NAME)
+    num_bytes = rows * length**2 * (itemsize if is_additive else 1)
+    if not (is_additive or implementation == "sdpa") or num_bytes <= LARGEST_MASK:
         return None
-    windowed = window is not None and window < length and "sliding_attention" in kinds
-    if implementation == "sdpa" and not windowed and not segmented():
+    if implementation == "sdpa" and not _has_window(config, length) and not segmented():
         return None  # plain causal attention needs no mask
     return (
         f"attn_implementation={implementation!r} makes a mask of {format_bytes(num_bytes)} for {counted(rows, 'row')} of {length} "
         f"tokens; the limit is {format_bytes(LARGEST_MASK)}. Choose 'varlen' or 'flash_attention_2', which need no mask, if "
         "the model supports them; otherwise use shorter rows, or fewer of them per step."
     )
+
+
+def _has_window(config: Any, length: int) -> bool:
+    """Return whether a layer limits attention to fewer tokens than rows of this length have."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    return window is not None and window < length and "sliding_attention" in kinds
 
 
 @contextmanager
@@ -180,32 +182,36 @@ def varlen_attention(
     Returns:
         Output (B, T, heads, D), and None for attention weights.
     """
-    unknown = [name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None]
-    if unknown or not (kwargs.get("is_causal") or getattr(module, "is_causal", True)):
+    _reject_not_causal(module, attention_mask, kwargs)
+    sinks = kwargs.get("s_aux")
+    attention_with_sinks.reject_unknown(NAME, module, dropout, mask=None, sinks=sinks, others=kwargs)
+    rows = getattr(_current, "rows", None)
+    plain = not torch.compiler.is_compiling() and getattr(_current, "plain", False)
+    if sinks is not None:
+        window = sliding_window
+        return sink_attention(query, key, value, sinks, rows=rows, scaling=scaling, window=window, plain=plain), None
+    length, num_keys = query.shape[2], key.shape[2]
+    mask = None
+    if num_keys != length:  # with a cache, the queries are the last tokens of longer rows
+        mask = visible(length, num_keys, sliding_window, query.device)
+    elif rows is not None or (sliding_window is not None and sliding_window < length):
+        if _supports_flash_attn(query):
+            return _by_flash_attn(rows, query, key, value, dropout, scaling, sliding_window), None
+        return segment_attention(query, key, value, rows, scaling, dropout, sliding_window, plain), None
+    return causal(query, key, value, scaling, dropout, mask).transpose(1, 2).contiguous(), None
+
+
+def _reject_not_causal(module: torch.nn.Module, mask: torch.Tensor | None, arguments: Mapping[str, Any]) -> None:
+    """Raise ModelNotSupportedError for a call of an attention layer that is not causal attention inside segments."""
+    unknown = [name for name in ("softcap", "position_bias", "cache") if arguments.get(name) is not None]
+    if unknown or not (arguments.get("is_causal") or getattr(module, "is_causal", True)):
         what = ", ".join(unknown) or "attention that is not causal"
         raise ModelNotSupportedError(f"attn_implementation='varlen' cannot do {what}; choose 'sdpa' or 'eager'")
-    if attention_mask is not None:
+    if mask is not None:
         raise ModelNotSupportedError(
             f"attn_implementation='varlen' uses no mask, but {type(module).__name__} makes one of its own; choose 'sdpa' or "
             "'eager'"
         )
-    rows = getattr(_current, "rows", None)
-    length = query.shape[2]
-    plain = not torch.compiler.is_compiling() and getattr(_current, "plain", False)
-    sinks = kwargs.get("s_aux")
-    attention_with_sinks.reject_unknown(NAME, module, dropout, None, sinks, kwargs)
-    if sinks is not None:
-        return sink_attention(query, key, value, sinks, None, rows, scaling, window=sliding_window, plain=plain), None
-    if key.shape[2] != length:  # with a cache, the queries are the last tokens of longer rows
-        mask = visible(length, key.shape[2], sliding_window, query.device)
-        output = causal(query, key, value, scaling, dropout, mask)
-    elif rows is None and (sliding_window is None or sliding_window >= length):
-        output = causal(query, key, value, scaling, dropout)
-    elif _supports_flash_attn(query):
-        return _by_flash_attn(rows, query, key, value, dropout, scaling, sliding_window), None
-    else:
-        return segment_attention(query, key, value, rows, scaling, dropout, sliding_window, plain), None
-    return output.transpose(1, 2).contiguous(), None
 
 
 def activated_kernel() -> str | None:
@@ -226,8 +232,8 @@ def flash_attn() -> Any:
 
 
 def _supports_flash_attn(query: torch.Tensor) -> bool:
-    """Return whether flash-attn is installed and supports this query. Compiled blocks use torch's kernel, and so do others if
-    the user has activated another one in its place, such as FA3.
+    """Return whether flash-attn is installed, supports this query, and is to be used: not in compiled blocks, and not if the user
+    has activated a kernel in place of torch's, such as FA3.
     """
     if activated_kernel() is not None:
         return False
@@ -240,7 +246,7 @@ def _by_flash_attn(
     rows: Offsets | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float,
     scaling: float | None, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return attention over the documents in the rows, by a kernel that takes all rows as one sequence with offsets."""
+    """Return attention inside the segments of rows (B, T, heads, D), by a kernel that takes all rows as one sequence with offsets."""
     size, length = query.shape[0], query.shape[2]
     offsets, ends = rows or _whole_rows(size, length, query.device).offsets(0, size)
     longest = int(ends.diff().max())
@@ -265,19 +271,20 @@ def register() -> None:
 
 
 def choose(model: Any, wanted: str | None, on_accelerator: bool) -> str:
-    """Set the requested attention implementation, or the best one for the device, and return its name.
+    """Set the requested attention implementation, or without a request the best one for the device, and return its name.
 
-    transformers computes models with sinks eagerly because it has no other way; such models are eager only if that is requested.
+    transformers computes models with sinks eagerly because it has no other way; here they are eager only on request.
 
     Raises:
         ModelNotSupportedError: varlen was requested, and the model does not support it.
     """
     present: str = model.config.get_text_config()._attn_implementation
-    sinks = wanted is None and present == "eager" and attention_with_sinks.replaces_eager(model)
-    if wanted is None and (present == "sdpa" or sinks) and on_accelerator and can_varlen(model):
-        wanted = NAME
-    elif sinks:
-        wanted = attention_with_sinks.NAME
+    if wanted is None:
+        by_sinks = present == "eager" and attention_with_sinks.replaces_eager(model)
+        if (present == "sdpa" or by_sinks) and on_accelerator and can_varlen(model):
+            wanted = NAME
+        elif by_sinks:
+            wanted = attention_with_sinks.NAME
     if wanted == NAME:
         require_varlen(model)
     if wanted is not None and wanted != present:
@@ -298,7 +305,7 @@ def can_varlen(model: Any) -> bool:
 
 
 def _obstacle(model: Any) -> str | None:
-    """Return why attention of this package cannot compute a model; None if it can."""
+    """Return why `varlen_attention` cannot compute a model; None if it can."""
     through_interface = getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)
     # A model with sinks that supports flash attention can do without a mask.
     without_mask = getattr(model, "_supports_flash_attn", False) and attention_with_sinks.has_sinks(model)

@@ -25,8 +25,8 @@ def kernel_of_segments(
         config: config of the text model.
         implementation: attention implementation of the run.
         dtype: dtype of hidden states.
-        compiled: blocks are compiled.
-        capability: compute capability of the GPU; None if unknown.
+        compiled: blocks are compiled, for which torch's kernels are used.
+        capability: compute capability of the GPU; None if unknown, and taken to be enough.
         sinks: the model has sinks, for which torch's kernels are used.
     """
     if implementation in _WITH_MASK:
@@ -38,8 +38,9 @@ def kernel_of_segments(
     if halves and not compiled and activated is None and not sinks and flash_attn() is not None:
         return f"FlashAttention-2 of flash-attn {version('flash-attn')}"
     widths = head_dimensions(config)
-    if sinks:  # heads are filled up to one width
-        widths = (max(widths) + -max(widths) % 8,) * 2
+    if sinks:  # `sink_attention` fills heads up to one width
+        width = -(-max(widths) // 8) * 8
+        widths = (width, width)
     obstacle = kernel_obstacle(widths, dtype, getattr(config, "attention_dropout", None) or 0.0)
     if capability is not None and capability < KERNEL_CAPABILITY:
         obstacle = f"compute capability {'.'.join(map(str, capability))}"

@@ -30,7 +30,7 @@ def attention_with_sinks(
         dropout: must be 0.
         sliding_window: number of tokens that a token attends to, without a mask.
         s_aux: sinks (heads,); None in a layer without sinks.
-        indices: keys that each query attends to, (B, T, number of keys), as well as the mask allows it.
+        indices: keys that each query may attend to, (B, T, number of keys), among those that the mask allows.
 
     Returns:
         Output (B, T, heads, D), and None for attention weights.
@@ -50,12 +50,13 @@ def attention_with_sinks(
 def reject_unknown(
     name: str, module: torch.nn.Module, dropout: float, mask: Any, sinks: torch.Tensor | None, others: dict[str, Any]
 ) -> None:
-    """Raise ModelNotSupportedError for arguments of a layer with sinks that would not be computed right.
+    """Raise ModelNotSupportedError for arguments of an attention layer that would not be computed right.
 
     Args:
         name: attention implementation.
         module: attention layer.
-        dropout, mask, sinks, others: its arguments.
+        dropout, mask, sinks: its arguments; None for no mask and no sinks.
+        others: its further arguments, by name.
     """
     unknown = [each for each in ("softcap", "position_bias", "cache") if others.get(each) is not None]
     if dropout and sinks is not None:
@@ -80,7 +81,7 @@ def has_sinks(model: Any) -> bool:
 
 
 def replaces_eager(model: Any) -> bool:
-    """Return whether eager attention, which transformers chose because of sinks, is to be replaced."""
+    """Return whether `attention_with_sinks` is to replace eager attention: transformers chose it because of sinks alone."""
     dropout = getattr(model.config.get_text_config(), "attention_dropout", None)
     return not dropout and not getattr(model, "_supports_sdpa", False) and has_sinks(model)
 
@@ -95,7 +96,7 @@ def register() -> None:
 
 
 def _selected(mask: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor | None:
-    """Return an additive mask that hides all keys but these, too."""
+    """Return an additive mask (B, 1, T, S) that hides the keys of ``mask``, and all but those in ``indices`` (B, T, number of keys)."""
     if mask is None:
         raise ModelNotSupportedError(f"attn_implementation={NAME!r}: selected keys need a mask; choose 'eager'")
     hidden = torch.ones_like(mask, dtype=torch.bool).scatter(-1, indices.long()[:, None], False)

@@ -49,8 +49,9 @@ def by_segment(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: list[int], scaling: float | None,
     dropout: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Call torch's scaled dot-product attention for each segment, which is exact on any device; output (B, T, heads,
-    D).
+    """Call torch's scaled dot-product attention for each segment alone, on any device; output (B, T, heads, D).
+
+    ``borders``: as from `_borders`.
     """
     outputs = [
         causal(q, k, v, scaling, dropout, _mask(q, window))[0].transpose(0, 1)
@@ -71,7 +72,7 @@ def causal(
 
 
 def visible(length: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return a mask (length, keys) of the tokens that each of the last ``length`` tokens attends to."""
+    """Return a boolean mask (length, keys) of the keys, at most ``window``, that each of the last ``length`` tokens attends to."""
     distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance < (window or keys))
 
@@ -83,7 +84,7 @@ def has_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool
 
 
 def kernel_obstacle(widths: tuple[int, int], dtype: torch.dtype, dropout: float) -> str:
-    """Return why torch's flash kernel for segments does not support such inputs; empty if it does.
+    """Return why torch's flash kernel for segments does not support such inputs, on any GPU; empty if it does.
 
     Args:
         widths: head dimensions of queries and of values.
@@ -101,6 +102,7 @@ def kernel_obstacle(widths: tuple[int, int], dtype: torch.dtype, dropout: float)
 
 @cache
 def _has_flash(device: torch.device) -> bool:
+    """Return whether torch was built with its flash kernel, and this GPU can run it."""
     return (
         torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
@@ -113,8 +115,9 @@ def flash_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Call torch's flash kernel for segments; output (B, T, heads, D) and log-sum-exps (heads, B·T)."""
     offsets, longest = _kernel_arguments(query, offsets, ends)
+    is_causal, returns_debug_mask = window is None, False  # with a window, its right side of 0 tokens makes it causal
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        *map(_flat, (query, key, value)), offsets, offsets, longest, longest, 0.0, window is None, False,
+        *map(_flat, (query, key, value)), offsets, offsets, longest, longest, 0.0, is_causal, returns_debug_mask,
         scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )  # fmt: skip
     return output.unflatten(0, (query.shape[0], query.shape[2])), logsumexp
@@ -124,12 +127,14 @@ def flash_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
     logsumexp: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None, scaling: float | None, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, (B, T, heads, D), of what `flash_forward` returned."""
+    """Return the gradients of query, key and value, (B, T, heads, D), given that of the output of `flash_forward`."""
     offsets, longest = _kernel_arguments(query, offsets, ends)
+    is_causal = window is None
+    seed, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)  # of dropout, which is 0
     grads = torch.ops.aten._flash_attention_backward(
         grad.flatten(0, 1).contiguous(), *map(_flat, (query, key, value)), output.flatten(0, 1), logsumexp, offsets, offsets,
-        longest, longest, 0.0, window is None, torch.zeros(2, dtype=torch.uint64, device=query.device),
-        query.new_empty(0), scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        longest, longest, 0.0, is_causal, seed, unused,
+        scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
     )  # fmt: skip
     return tuple(g.unflatten(0, (query.shape[0], query.shape[2])) for g in grads)  # type: ignore[return-value]
 
@@ -142,26 +147,28 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
     scaling: float | None, dropout: float, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output (B, T, heads, D), log-sum-exps (heads, B·T) for the kernel's backward pass, and the dropout
-    seed.
+    """Return the output (B, T, heads, D), log-sum-exps (heads, B·T), and the seed of dropout, for the backward pass.
+
+    Without the kernel there are no log-sum-exps, and without dropout the seed is 0.
     """
-    seed, nothing = torch.zeros((), dtype=torch.int64), query.new_empty(0, dtype=torch.float32)
+    no_seed, no_logsumexp = torch.zeros((), dtype=torch.int64), query.new_empty(0, dtype=torch.float32)
     if has_kernel(query, value, dropout):
-        return *flash_forward(query, key, value, offsets, ends, scaling, window), seed
+        return *flash_forward(query, key, value, offsets, ends, scaling, window), no_seed
     borders = _borders(query, ends)
     if not dropout:
-        return by_segment(query, key, value, borders, scaling, 0.0, window), nothing, seed
+        return by_segment(query, key, value, borders, scaling, 0.0, window), no_logsumexp, no_seed
     seed = torch.randint(2**62, ())  # from the generator whose state the recomputation restores
     generator = _generator(query, seed)
     outputs = []
     for q, k, v in cut((query, key, value), borders):
-        kept = _weights(q, k, scaling, window) * _drawn(q, dropout, generator)
-        outputs.append((kept.to(v.dtype) @ _repeated(v, q))[0].transpose(0, 1))
-    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])), nothing, seed
+        weights = _weights(q, k, scaling, window) * _dropout_factors(q, dropout, generator)
+        outputs.append((weights.to(v.dtype) @ _repeated(v, q))[0].transpose(0, 1))
+    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])), no_logsumexp, seed
 
 
 @_attend.register_fake
 def _(query, key, value, offsets, ends, scaling, dropout, window):  # type: ignore[no-untyped-def]
+    """Return tensors of the shapes that `_attend` returns, for torch.compile."""
     rows, heads, length, _ = query.shape
     output = query.new_empty(rows, length, heads, value.shape[-1])
     sums = (heads, rows * length) if has_kernel(query, value, dropout) else (0,)
@@ -174,7 +181,7 @@ def _differentiate(
     logsumexp: torch.Tensor, seed: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None,
     scaling: float | None, dropout: float, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, contiguous as (B, T, heads, D)."""
+    """Return the gradients of query, key and value, contiguous as (B, T, heads, D), given what `_attend` returned."""
     sizes = (query.shape[0], query.shape[2])
     if has_kernel(query, value, dropout):
         return flash_backward(grad, query, key, value, output, logsumexp, offsets, ends, scaling, window)
@@ -188,6 +195,7 @@ def _differentiate(
 
 @_differentiate.register_fake
 def _(grad, query, key, value, *_):  # type: ignore[no-untyped-def]
+    """Return tensors of the shapes that `_differentiate` returns, for torch.compile."""
     return tuple(
         torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)
     )
@@ -199,9 +207,10 @@ def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 
 def _grads(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    """Return the gradients of all arguments of `_attend`, given that of its output; None for offsets, ends and options."""
     query, key, value, output, logsumexp, seed, offsets, ends = ctx.saved_tensors
     grads = _differentiate(grad.contiguous(), query, key, value, output, logsumexp, seed, offsets, ends, *ctx.options)
-    return *(g.transpose(1, 2) for g in grads), None, None, None, None, None
+    return *(g.transpose(1, 2) for g in grads), *[None] * (2 + len(ctx.options))
 
 
 _attend.register_autograd(_grads, setup_context=_keep)
@@ -211,7 +220,7 @@ _attend.register_autograd(_grads, setup_context=_keep)
 
 
 def cut(tensors: tuple[torch.Tensor, ...], borders: list[int]) -> list[tuple[torch.Tensor, ...]]:
-    """Split tensors (B, heads, T, D) into segments (1, heads, length, D), which end at these borders."""
+    """Split tensors (B, heads, T, D) into segments (1, heads, length, D), between borders in the B * T tokens of all rows."""
     flat = [_flat(t) for t in tensors]
     return [tuple(t[start:stop].transpose(0, 1)[None] for t in flat) for start, stop in pairwise(borders)]
 
@@ -222,6 +231,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _borders(query: torch.Tensor, ends: torch.Tensor | None) -> list[int]:
+    """Return where segments begin in the B * T tokens of all rows, and the end of the last. ``ends``: `Offsets` on the host."""
     rows, length = query.shape[0], query.shape[2]
     borders: list[int] = [length * i for i in range(rows + 1)] if ends is None else ends.tolist()
     return borders
@@ -230,7 +240,7 @@ def _borders(query: torch.Tensor, ends: torch.Tensor | None) -> list[int]:
 def _kernel_arguments(
     query: torch.Tensor, offsets: torch.Tensor | None, ends: torch.Tensor | None
 ) -> tuple[torch.Tensor, int]:
-    """Return the offsets on the device and the length of the longest segment."""
+    """Return the offsets on the device, made for whole rows if there are none, and the length of the longest segment."""
     rows, length = query.shape[0], query.shape[2]
     if offsets is None or ends is None:
         return _whole_rows(rows, length, query.device), length
@@ -252,6 +262,7 @@ def _mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
 
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return keys or values with as many heads as the queries that share them (grouped-query attention)."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
@@ -272,8 +283,8 @@ def _generator(query: torch.Tensor, seed: torch.Tensor) -> torch.Generator:
     return torch.Generator(query.device).manual_seed(int(seed))
 
 
-def _drawn(query: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor:
-    """Return dropout factors for the weights of one segment, (1, heads, length, length)."""
+def _dropout_factors(query: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor:
+    """Draw the factors of dropout for the weights of one segment, (1, heads, length, length): 0, or 1 / (1 - dropout)."""
     shape = (*query.shape[:-1], query.shape[2])
     drawn = torch.rand(shape, generator=generator, device=query.device, dtype=_exact(query.dtype))
     return (drawn >= dropout) / (1 - dropout)
@@ -283,10 +294,10 @@ def _differentiate_segment(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor, scaling: float | None,
     dropout: float, window: int | None, generator: torch.Generator | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the gradients of query, key and value of one segment, each (length, heads, D)."""
+    """Return the gradients of query, key and value of one segment, each (length, heads, D). ``generator``: None without dropout."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weights = _weights(query, key, scaling, window)
-    factors = 1.0 if generator is None else _drawn(query, dropout, generator)
+    factors = 1.0 if generator is None else _dropout_factors(query, dropout, generator)
     of_values = (weights * factors).to(grad.dtype).transpose(-1, -2) @ grad
     of_weights = (grad @ _repeated(value, query).transpose(-1, -2)).to(weights.dtype) * factors
     # Backward of softmax: dS = P * (dP - rowsum(P * dP)).

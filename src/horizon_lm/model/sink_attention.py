@@ -34,9 +34,9 @@ def sink_attention(
         key, value: keys and values (B, heads, S, D), possibly with fewer heads; values may have another head dimension.
         sinks: (heads,).
         mask: boolean or additive, (B or 1, 1, T, S); None for none.
-        rows: segments of the rows, which do not attend to each other; None if every row is a single segment.
+        rows: segments of the rows, which do not attend to each other; None if every row is a single segment. Not with a mask.
         scaling: factor of the scores; None for 1 / sqrt(D).
-        causal: without a mask, tokens attend to themselves and earlier tokens, as many as keys.
+        causal: without a mask, tokens attend to themselves and earlier tokens only; the queries are the last T of the S tokens.
         window: in causal attention, the number of tokens that a token attends to, including itself; None for all earlier tokens.
         plain: do not use the kernel for segments.
 
@@ -92,6 +92,7 @@ def _attend(
 
 @_attend.register_fake
 def _(query, key, value, sinks, *_):  # type: ignore[no-untyped-def]
+    """Return tensors of the shapes that `_attend` returns, for torch.compile."""
     rows, heads, length, _ = query.shape
     return query.new_empty(rows, length, heads, value.shape[-1]), sinks.new_empty(rows, length, heads, 1)
 
@@ -102,7 +103,7 @@ def _differentiate(
     mask: torch.Tensor | None, offsets: torch.Tensor | None, ends: torch.Tensor | None,
     scaling: float, causal: bool, window: int | None, plain: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, contiguous as (B, T, heads, D)."""
+    """Return the gradients of query, key and value, contiguous as (B, T, heads, D). ``output``, ``total``: what `_attend` returned."""
     widths = query.shape[-1], key.shape[-1], value.shape[-1]
     query, key, value, output, grad = _of_one_width(query, key, value, output, grad)
     if _has_kernel(query, value, mask, causal, plain):
@@ -121,6 +122,7 @@ def _differentiate(
 
 @_differentiate.register_fake
 def _(grad, query, key, value, *_):  # type: ignore[no-untyped-def]
+    """Return tensors of the shapes that `_differentiate` returns, for torch.compile."""
     return tuple(
         torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)
     )
@@ -129,14 +131,17 @@ def _(grad, query, key, value, *_):  # type: ignore[no-untyped-def]
 def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
     query, key, value, sinks, mask, offsets, ends, *ctx.options = inputs
     ctx.save_for_backward(query, key, value, sinks, *output, mask, offsets, ends)
-    ctx.mark_non_differentiable(output[1])
+    _, total = output
+    ctx.mark_non_differentiable(total)
 
 
 def _grads(ctx, grad, _):  # type: ignore[no-untyped-def]
+    """Return the gradients of all arguments of `_attend`, given that of its output; None for mask, offsets, ends and options."""
     query, key, value, sinks, output, total, mask, offsets, ends = ctx.saved_tensors
     grad = grad.contiguous()
     grads = _differentiate(grad, query, key, value, output, total, mask, offsets, ends, *ctx.options)
-    of_sinks = grad_of_sinks(grad, output, total, sinks) if ctx.needs_input_grad[3] else None
+    _, _, _, sinks_need_grad, *_ = ctx.needs_input_grad
+    of_sinks = grad_of_sinks(grad, output, total, sinks) if sinks_need_grad else None
     return *(g.transpose(1, 2) for g in grads), of_sinks, *[None] * (3 + len(ctx.options))
 
 
@@ -147,7 +152,7 @@ _attend.register_autograd(_grads, setup_context=_keep)
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, plain: bool) -> bool:
-    """Return whether torch's flash kernel, which takes segments, computes this."""
+    """Return whether torch's flash kernel, which takes segments but no mask, and as many keys as queries, computes this."""
     square = query.shape[2] == value.shape[2]
     return not plain and mask is None and causal and square and segment_attention.has_kernel(query, value, dropout=0.0)
 
@@ -170,6 +175,7 @@ def _back_on_cpu(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
     output: torch.Tensor, lse: torch.Tensor, causal: bool, scaling: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return the gradients of query, key and value, given that of the output of `_on_cpu`, with the sinks in output and lse."""
     grads: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, output, lse, 0.0, causal, attn_mask=bias, scale=scaling
     )
@@ -191,8 +197,9 @@ def _back_on_accelerator(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
     output: torch.Tensor, lse: torch.Tensor, causal: bool, scaling: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return the gradients of query, key and value, given that of the output of `_on_accelerator`, with the sinks in output and lse."""
     keys, values = _for_all_heads(query, key, value)
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which there is none of
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which is 0
     # The kernel reads log-sum-exps in blocks of 32 queries, and its own forward pass fills the last one with infinity.
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
     of_query, of_keys, of_values, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -208,31 +215,34 @@ def _back_on_accelerator(
 
 
 def _of_one_width(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Fill head dimensions with zeros up to the largest, which changes no score, and no output except for more zeros."""
+    """Fill head dimensions with zeros up to the largest: scores stay the same, and outputs get zeros that can be cut off again."""
     width = max(t.shape[-1] for t in tensors)
     width += -width % _MULTIPLE
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
 
 
 def _for_all_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return keys and values with as many heads as the queries that share them (grouped-query attention)."""
     return [t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in tensors]
 
 
 def _bias(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, window: int | None
 ) -> tuple[torch.Tensor | None, bool]:
-    """Return an additive mask, and whether a kernel has to be causal by itself."""
+    """Return an additive mask, or None and whether the kernel has to be causal by itself."""
     length, keys = query.shape[2], key.shape[2]
     if mask is None and causal and (length != keys or (window is not None and window < length)):
         mask = visible(length, keys, window, query.device)[None, None]
-    if mask is None or mask.dtype != torch.bool:
-        return (None if mask is None else mask.to(query.dtype)), causal and mask is None
+    if mask is None:
+        return None, causal
+    if mask.dtype != torch.bool:
+        return mask.to(query.dtype), False
     hidden = torch.finfo(query.dtype).min
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, hidden), False
 
 
 def _aligned(bias: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask whose rows begin at multiples of 16 bytes, for all rows and heads."""
+    """Return an additive mask for all rows and heads, whose lines (one for a query) begin at multiples of 16 bytes; None for None."""
     if bias is None:
         return None
     rows, heads, length, _ = query.shape
@@ -246,7 +256,7 @@ def _pieces(tensors: tuple[torch.Tensor, ...], ends: torch.Tensor | None) -> Pie
 
 
 def _join(pieces: Sequence[torch.Tensor], query: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
-    """Return the pieces (B, heads, T, D) of a batch, whole or in segments, as one tensor (B, T, heads, D)."""
+    """Return the pieces of a batch (`_pieces`) as one tensor (B, T, heads, D)."""
     if ends is None:
         return pieces[0].transpose(1, 2)
     return torch.cat([piece[0].transpose(0, 1) for piece in pieces]).unflatten(0, (query.shape[0], query.shape[2]))
