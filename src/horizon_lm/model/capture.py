@@ -32,14 +32,14 @@ def is_only_capturing(hooks: Mapping[int, Any]) -> bool:
 
 
 def requested_keys() -> tuple[str, ...]:
-    """Return the names of the submodule outputs that the model captures."""
+    """Return the names of the submodule outputs that the model's call under way captures; none outside of a call."""
     collector = _active_collector.get()
     return tuple(k for k in collector or () if k != _OF_WHOLE_BLOCKS and not k.startswith("_"))
 
 
 @contextmanager
 def capture(keys: tuple[str, ...]) -> Iterator[Captured]:
-    """Context manager: capture these outputs."""
+    """Context manager: capture these outputs, instead of those of the model's call, in the dict that is yielded."""
     collected: Captured = {key: [] for key in keys}
     token = _active_collector.set(collected)
     try:
@@ -56,7 +56,7 @@ def copy_context() -> contextvars.Context:
 
 
 def publish(captured: Captured) -> None:
-    """Append captured outputs to the collector of the model."""
+    """Append captured outputs to the collector of the model's call, which requested them (`requested_keys`)."""
     collector = _active_collector.get()
     for key, tensors in captured.items():
         collector[key].extend(tensors)

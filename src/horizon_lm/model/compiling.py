@@ -1,7 +1,7 @@
 """Compile blocks with torch.compile, and run wide feed-forward layers in chunks of tokens."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from types import MethodType
@@ -22,6 +22,7 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compile(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Compile a function, after raising torch's limit of recompilations if it is lower than ours."""
     # Each structure needs several graphs: with and without segments, for one row and for several.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
     return torch.compile(function, backend=backend)
@@ -35,13 +36,12 @@ def mark_lengths(tensors: Iterable[torch.Tensor]) -> None:
     Args:
         tensors: inputs of the code; the first one is the hidden states (B, T, H).
     """
-    varying: set[int] | None = None
+    tensors = list(tensors)
+    varying = {size for tensor in tensors[:1] for size in tensor.shape[:2] if size > 1}  # B and T
     for tensor in tensors:
-        if varying is None:
-            varying = {size for size in tensor.shape[:2] if size > 1}
         # The last of three dimensions is a width, for hidden states and rotary embeddings alike.
-        sizes = enumerate(tensor.shape[:2] if tensor.ndim == 3 else tensor.shape)
-        mark_varying(tensor, [dim for dim, size in sizes if size in varying])
+        sizes = tensor.shape[:2] if tensor.ndim == 3 else tensor.shape
+        mark_varying(tensor, [dim for dim, size in enumerate(sizes) if size in varying])
 
 
 def mark_varying(tensor: torch.Tensor, dims: list[int]) -> None:
@@ -51,7 +51,7 @@ def mark_varying(tensor: torch.Tensor, dims: list[int]) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
-_current = threading.local()  # True if the block that this thread computes is compiled
+_current = threading.local()  # its `compiling`: this thread computes a compiled block
 
 
 def chunk_mlps(block: nn.Module, tokens: int) -> int:
@@ -81,7 +81,7 @@ def _treats_tokens_alike(part: nn.Module) -> bool:
 
 @contextmanager
 def compiling_chunks() -> Iterator[None]:
-    """Context manager: compute chunks with compiled code, with one graph for the chunks of all rows."""
+    """Context manager: compute the chunks of `chunk_mlps` with compiled code in this thread."""
     before = getattr(_current, "compiling", False)
     _current.compiling = True
     try:
@@ -92,27 +92,20 @@ def compiling_chunks() -> Iterator[None]:
 
 @torch.compiler.disable  # otherwise each number of chunks would get a graph that contains all of them
 def _forward_in_chunks(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Run the layer in chunks of tokens. ``hidden``: (B, T, H)."""
+    """Run a layer in chunks of tokens, each of which the backward pass recomputes. ``hidden``: (B, T, H)."""
     function = type(self).forward
     if getattr(_current, "compiling", False):
         function = compile_function(function)
-    size = max(1, self._chunk_tokens // hidden.shape[0])
+    size = max(1, self._chunk_tokens // hidden.shape[0])  # tokens of each row
     if hidden.ndim != 3 or hidden.shape[1] <= size:
         return _marked(function(self, _marked(hidden)))
-    on_device = [(module, dict(module._parameters)) for module in self.modules()]
+    on_device = {module: dict(module._parameters) for module in self.modules()}
 
     def compute(piece: torch.Tensor) -> torch.Tensor:
-        # When the backward pass recomputes a chunk, the layer has its host parameters again, so bind the device tensors
-        # again.
-        before = [(module, dict(module._parameters)) for module, _ in on_device]
-        try:
-            for module, parameters in on_device:
-                module._parameters.update(parameters)
+        # When the backward pass recomputes a chunk, the layer has its host parameters again.
+        with _with_parameters(on_device):
             output: torch.Tensor = function(self, _marked(piece))
-            return output
-        finally:
-            for module, parameters in before:
-                module._parameters.update(parameters)
+        return output
 
     # Chunks (B, size, H) of nearly equal length, because a last chunk of a single token would need a separate graph.
     # With the strides of a tensor of their own, because matmul rounds differently otherwise when no autograd graph is
@@ -126,6 +119,20 @@ def _forward_in_chunks(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     return _marked(torch.cat([run(piece) for piece in pieces], dim=1))
 
 
+@contextmanager
+def _with_parameters(parameters: Mapping[nn.Module, Mapping[str, nn.Parameter | None]]) -> Iterator[None]:
+    """Context manager: put tensors into the places of the parameters of some modules."""
+    before = {module: dict(module._parameters) for module in parameters}
+    try:
+        for module, tensors in parameters.items():
+            module._parameters.update(tensors)
+        yield
+    finally:
+        for module, tensors in before.items():
+            module._parameters.update(tensors)
+
+
 def _marked(hidden: torch.Tensor) -> torch.Tensor:
+    """Return hidden states (B, T, H), after `mark_lengths` has marked them."""
     mark_lengths([hidden])
     return hidden

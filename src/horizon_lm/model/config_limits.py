@@ -45,8 +45,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 def require_sane_sizes(content: Mapping[str, Any], place: Path) -> None:
     """Raise ConfigError, naming ``place``, if a setting of a model is a size that no model has."""
     for name, value in _whole_numbers(content):
-        limit = next((limit for pattern, limit in _LIMITS if pattern.search(name)), value)
-        if value > limit:
+        limit = next((limit for pattern, limit in _LIMITS if pattern.search(name)), None)
+        if limit is not None and value > limit:
             raise ConfigError(f"{place}: {name} is {value:,}, more than the {limit:,} that are supported; correct it")
 
 
@@ -84,6 +84,6 @@ def require_small_buffer(sizes: Iterable[Any]) -> None:
 
 
 def num_elements(sizes: Iterable[Any]) -> int:
-    """Return the number of elements of a tensor that a torch function makes of these arguments."""
+    """Return the number of elements of a tensor that a torch function makes of these arguments: the product of the sizes in them."""
     flat = [each for size in sizes for each in (size if isinstance(size, tuple | list) else [size])]
     return math.prod(each for each in flat if isinstance(each, int) and each > 0)

@@ -35,13 +35,9 @@ class Examined:
 
 
 def examine(
-    parts: ModelParts,
-    *,
-    attn_implementation: str | None,
-    on_accelerator: bool,
-    in_micro_batches: bool = False,
+    parts: ModelParts, *, attn_implementation: str | None, on_accelerator: bool, in_micro_batches: bool = False,
     allow_unproven_model: bool = False,
-) -> Examined:
+) -> Examined:  # fmt: skip
     """Examine a model, and set its attention implementation.
 
     Args:
@@ -63,17 +59,15 @@ def examine(
         )
     attention.register()
     proof = find_proof(parts)
-    # A classifier may take the score of a masked token, if padding is not its padding token; varlen computes none.
+    # A classifier may take the score of a masked token, if padding is not its padding token; varlen computes nothing for it.
     automatic = on_accelerator and VARLEN in proof.features and not parts.classifies
     used = attention.choose(parts.model, attn_implementation, automatic)
-    unproven = proof.reason_against(
-        *([MICRO_BATCHES] if in_micro_batches else []),
-        *([VARLEN] if used == attention.NAME else []),
-    )
+    needed = {MICRO_BATCHES: in_micro_batches, VARLEN: used == attention.NAME}
+    unproven = proof.reason_against(*(feature for feature, is_needed in needed.items() if is_needed))
     if not allow_unproven_model:
         require_proven(unproven)
     return Examined(
-        parts, trial, used, unproven,
+        parts=parts, trial=trial, attention=used, unproven=unproven,
         takes_images=allow_unproven_model or IMAGES in proof.features,
         whole_batch_only=MICRO_BATCHES not in proof.features and not allow_unproven_model,
     )  # fmt: skip
