@@ -41,15 +41,13 @@ class ChunkedPath:
 
 
 def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
-    """Return the path for computing a model's loss in chunks, or the reason why the loss cannot be computed
-    in chunks.
-    """
+    """Return the path for computing a model's loss in chunks, or the reason why it cannot be, for the innermost trunk."""
     if parts.classifies:
         return "a classifier has few scores, which need no chunks"
     if type(parts.head) is not nn.Linear:
         return f"the head is a {type(parts.head).__name__}, not a plain Linear"
     reason = "its forward does not call a decoder"
-    # Models read the dtype of this weight, and the trial computes in float32. One that multiplies by it itself fails.
+    # The head's weight is NaN, in the trial's float32: a model may read its dtype, but one that multiplies by it itself fails.
     place = (parts.head, "weight", torch.tensor(torch.nan).expand(parts.head.weight.shape))
     for trunk in parts.trunks():
         with torch.random.fork_rng(devices=[]), outer_leaves(parts) as outer, in_place([place]):
@@ -64,59 +62,77 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
     return reason
 
 
+class _Trial:
+    """A model's forward method on random hidden states of two short rows.
+
+    Attributes:
+        vocabulary: number of logits, V.
+        hidden: hidden states (B, T, H), which need gradients.
+        ids, labels: tokens (B, T), and the same as labels, some of which are ignored.
+        targets: the label of the next token at each position, (B * T,).
+        trained: the positions whose target is not ignored, (N,).
+    """
+
+    def __init__(self, parts: ModelParts, trunk: nn.Module) -> None:
+        self._model, self._head, self._trunk = parts.model, parts.head, trunk
+        accepted = inspect.signature(type(parts.model).forward).parameters
+        self._options = {"use_cache": False} | {name: False for name in AUXILIARY if name in accepted}
+        self.vocabulary = parts.sizes().vocabulary
+        generator = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn((_ROWS, _LENGTH, parts.head_width), generator=generator).requires_grad_()
+        columns = min(8, parts.head_width)  # a head that reads a few columns shows the same, and is small
+        self._weight = torch.randn((self.vocabulary, columns), generator=generator)
+        self.ids = torch.randint(min(self.vocabulary, 1000), (_ROWS, _LENGTH), generator=generator)
+        self.labels = self.ids.clone()
+        self.labels[0, 2] = self.labels[1, :2] = IGNORE_INDEX
+        self.targets = F.pad(self.labels, (0, 1), value=IGNORE_INDEX)[..., 1:].reshape(-1)
+        self.trained = (self.targets != IGNORE_INDEX).nonzero().squeeze(1)
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits (..., V), by a random head that reads the first columns of hidden states (..., H)."""
+        return F.linear(states[..., : self._weight.shape[1]], self._weight)
+
+    def run(self, states: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], **arguments: Any) -> Any:
+        """Return the model's output for some arguments, with ``states`` in place of the trunk's output, and ``logits`` as the head."""
+        replaced: dict[nn.Module, Callable[..., Any]] = {
+            self._trunk: lambda *args, **kwargs: Decoded(states), self._head: logits,
+        }  # fmt: skip
+        with forwards(replaced), torch.enable_grad():
+            return type(self._model).forward(self._model, **arguments, **self._options)
+
+    def loss_without_labels(self) -> float:
+        """Return the loss of a call without labels and with a single row of logits, as the engine's first one is."""
+        nothing = self.labels.new_full((1, 1), IGNORE_INDEX)
+        output = self.run(
+            self.hidden, lambda states: states.new_zeros((1, 1, self.vocabulary)), input_ids=self.ids,
+            labels=nothing, shift_labels=nothing, num_items_in_batch=len(self.trained),
+        )  # fmt: skip
+        return float(output.loss.detach())
+
+
 def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) -> str:
     """Return the reason why the loss over chunks differs from the loss over all tokens; empty if they are equal."""
-    model, forward = parts.model, type(parts.model).forward
-    accepted = inspect.signature(forward).parameters
-    vocabulary = parts.sizes().vocabulary
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn((_ROWS, _LENGTH, parts.head_width), generator=generator).requires_grad_()  # (B, T, H)
-    columns = min(8, parts.head_width)  # a head that reads a few columns shows the same, and is small
-    weight = torch.randn((vocabulary, columns), generator=generator)
-    ids = torch.randint(min(vocabulary, 1000), (_ROWS, _LENGTH), generator=generator)
-    labels = ids.clone()
-    labels[0, 2] = labels[1, :2] = IGNORE_INDEX
-    shifted = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]  # (B, T), the labels of the next tokens
-    trained = (shifted.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
-    options = {"use_cache": False} | {name: False for name in AUXILIARY if name in accepted}
-
-    def run(states: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], **arguments: Any) -> Any:
-        replaced: dict[nn.Module, Callable[..., Any]] = {trunk: lambda *a, **k: Decoded(states), parts.head: logits}
-        with forwards(replaced), torch.enable_grad():
-            return forward(model, **arguments, **options)
-
-    def project(states: torch.Tensor) -> torch.Tensor:
-        return F.linear(states[..., :columns], weight)
-
-    # The engine first calls the model without labels and with a single row of logits; that loss must be 0.
-    nothing = labels.new_full((1, 1), IGNORE_INDEX)
-    count = len(trained)
-    empty = run(
-        hidden, lambda states: states.new_zeros((1, 1, vocabulary)), input_ids=ids,
-        labels=nothing, shift_labels=nothing, num_items_in_batch=count,
-    )  # fmt: skip
-    if float(empty.loss.detach()) != 0:
+    trial = _Trial(parts, trunk)
+    if trial.loss_without_labels() != 0:
         return "its loss is not only that of labels"
-
     # All tokens at once, as the model computes them; then in chunks, each as a batch of one row.
-    whole = run(hidden, project, input_ids=ids, labels=labels)
+    whole = trial.run(trial.hidden, trial.project, input_ids=trial.ids, labels=trial.labels)
     used = torch.autograd.grad(whole.loss, outer, allow_unused=True, retain_graph=True) if outer else ()
     if any(grad is not None for grad in used):
         return "it has layers with weights between its decoder and its loss"
-    (expected,) = torch.autograd.grad(whole.loss, hidden)
-    got, loss = torch.zeros_like(expected).view(-1, expected.shape[-1]), 0.0
-    flat = hidden.detach().view(-1, hidden.shape[-1])
-    for index in trained.split(_CHUNK):
-        chunk = flat[index][None].requires_grad_()  # (1, chunk, H)
-        target = shifted.reshape(-1)[index][None]
-        part = run(chunk, project, labels=target, shift_labels=target, num_items_in_batch=count)
-        got[index] = torch.autograd.grad(part.loss, chunk)[0][0]
+    (expected,) = torch.autograd.grad(whole.loss, trial.hidden)
+    grads, loss = torch.zeros_like(expected).flatten(0, 1), 0.0
+    for index in trial.trained.split(_CHUNK):
+        chunk = trial.hidden.detach().flatten(0, 1)[index][None].requires_grad_()  # (1, chunk, H)
+        target = trial.targets[index][None]
+        part = trial.run(
+            chunk, trial.project, labels=target, shift_labels=target, num_items_in_batch=len(trial.trained)
+        )
+        grads[index] = torch.autograd.grad(part.loss, chunk)[0][0]
         loss += float(part.loss.detach())
-        logits = run(chunk, project).logits
+        logits = trial.run(chunk, trial.project).logits
         if not torch.allclose(logits[0], whole.logits.detach().flatten(0, 1)[index], rtol=_TOLERANCE, atol=_TOLERANCE):
             return "its logits depend on more than a token's hidden state"
-    if abs(loss - float(whole.loss.detach())) > _TOLERANCE * max(1.0, abs(loss)):
-        return "its loss is not the sum over the next tokens' losses"
-    if (got.view_as(expected) - expected).norm() > _TOLERANCE * expected.norm():
-        return "its loss is not the sum over the next tokens' losses"
-    return ""
+    is_loss_equal = abs(loss - float(whole.loss.detach())) <= _TOLERANCE * max(1.0, abs(loss))
+    are_grads_equal = (grads.view_as(expected) - expected).norm() <= _TOLERANCE * expected.norm()
+    return "" if is_loss_equal and are_grads_equal else "its loss is not the sum over the next tokens' losses"
