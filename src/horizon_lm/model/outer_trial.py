@@ -6,6 +6,7 @@ How this code uses the blocks cannot be derived from their names, so it is found
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.units import OUTER
 
 _ROWS, _LENGTH = 2, 5
+_Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments
+# What blocks return: hidden states, alone or first in a tuple.
+_STRUCTURES: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None), lambda hidden: (hidden, None, None),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +37,13 @@ class OuterTrial:
     """
 
     order: tuple[int, ...]
-    calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]
+    calls: Mapping[int, _Call]
     rows_first: bool
     norm_is_last: bool
 
 
 def require_each_block_once(parts: ModelParts, trial: OuterTrial | None) -> None:
-    """Raise ModelNotSupportedError if a trial shows that a model does not call each block once, in order."""
+    """Raise ModelNotSupportedError if a model does not call each block once, in order: in a trial, or because it has LayerDrop."""
     if trial is not None and trial.order != tuple(range(parts.num_blocks)):
         raise ModelNotSupportedError(
             f"{type(parts.model).__name__}: its forward calls the blocks of {parts.block_prefix} in the order "
@@ -54,53 +60,63 @@ def require_each_block_once(parts: ModelParts, trial: OuterTrial | None) -> None
 def try_outer(parts: ModelParts) -> OuterTrial | None:
     """Run a model's trunk on text and return its behavior, or None if it cannot be run."""
     for trunk in parts.trunks():
-        for shape in (lambda t: t, lambda t: (t,), lambda t: (t, None), lambda t: (t, None, None)):
+        for structure in _STRUCTURES:
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices=[]), outer_leaves(parts):
-                    return _run(parts, trunk, shape)
+                    return _run(parts, trunk, structure)
             except Exception:  # this module is not a trunk, or its blocks return another structure
                 continue
     return None
 
 
-def _run(parts: ModelParts, trunk: nn.Module, shape: Callable[[torch.Tensor], Any]) -> OuterTrial:
+class _StandIns:
+    """Functions in place of a model's blocks and final norm, which record their calls."""
+
+    def __init__(self, structure: Callable[[torch.Tensor], Any]) -> None:
+        self._structure = structure
+        self.order: list[int] = []  # as in `OuterTrial`, as are the calls
+        self.calls: dict[int, _Call] = {}
+        self.last: torch.Tensor  # input of the last block that was called, which it has returned
+        self.normed: list[tuple[torch.Tensor, torch.Tensor]] = []  # input and output of each call of the norm
+
+    def block(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Return the input (B, T, H) of a block in the structure."""
+        self.order.append(index)
+        self.calls[index] = args, kwargs
+        self.last = args[0] if args else kwargs["hidden_states"]
+        return self._structure(self.last)
+
+    def norm(self, width: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return random numbers as the output (..., width) of the norm."""
+        output = torch.randn(*hidden.shape[:-1], width)
+        self.normed.append((hidden, output))
+        return output
+
+
+def _run(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor], Any]) -> OuterTrial:
     """Run the trunk once, with blocks that return their input (B, T, H) in the given structure."""
     ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
-    order: list[int] = []
-    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    given: list[torch.Tensor] = []
-    normed: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def block(index: int) -> Callable[..., Any]:
-        def compute(*args: Any, **kwargs: Any) -> Any:
-            order.append(index)
-            calls[index] = args, kwargs
-            given.append(args[0] if args else kwargs["hidden_states"])
-            return shape(given[-1])
-
-        return compute
-
-    def normalise(hidden: torch.Tensor) -> torch.Tensor:
-        normed.append((hidden, torch.randn(*hidden.shape[:-1], width)))
-        return normed[-1][1]
-
-    replaced: dict[nn.Module, Callable[..., Any]] = {module: block(i) for i, module in enumerate(parts.blocks)}
+    record = _StandIns(structure)
+    replaced: dict[nn.Module, Callable[..., Any]] = {
+        module: partial(record.block, index) for index, module in enumerate(parts.blocks)
+    }
     replaced[parts.embed] = lambda ids: torch.randn(*ids.shape, parts.sizes().hidden)
-    norm = parts.final_norm
-    if norm is not None:
-        width = next(iter(norm.parameters())).shape[-1]
-        replaced[norm] = normalise
+    if parts.final_norm is not None:
+        width = next(iter(parts.final_norm.parameters())).shape[-1]
+        replaced[parts.final_norm] = partial(record.norm, width)
     with forwards(replaced):
         output = hidden_of(type(trunk).forward(trunk, input_ids=ids, use_cache=False))  # type: ignore[attr-defined]
-    last = given[-1]
-    is_last = len(normed) == 1 and is_same(normed[0][0], last) and is_same(output, normed[0][1])
-    if output.ndim != 3 or last.ndim < 3:
+    if output.ndim != 3 or record.last.ndim < 3:
         raise ValueError("hidden states have lost a dimension: blocks return something else")
-    return OuterTrial(tuple(order), calls, last.shape[0] == _ROWS, is_last)
+    norm_is_last = False
+    if len(record.normed) == 1:
+        ((norm_input, norm_output),) = record.normed
+        norm_is_last = is_same(norm_input, record.last) and is_same(output, norm_output)
+    return OuterTrial(tuple(record.order), record.calls, record.last.shape[0] == _ROWS, norm_is_last)
 
 
 class Decoded:
-    """A stand-in for the output of any trunk, with hidden states only."""
+    """A stand-in for the output of any trunk, with hidden states only: all else in it is None."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -109,7 +125,7 @@ class Decoded:
         return self.last_hidden_state if index == 0 else None
 
     def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
+        if name.startswith("__"):  # Python's own, by which code finds out what an object is
             raise AttributeError(name)
         return None
 
@@ -142,14 +158,15 @@ def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 @contextmanager
 def outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
-    """Context manager: replace outer parameters by small random fp32 leaves on the host.
+    """Context manager: replace outer parameters by small random fp32 leaves on the host, which are yielded.
 
     Adapters inside blocks are left as they are: stand-ins compute the blocks, and a large model has a thousand of them.
     """
     inside = frozenset().union(*parts.adapters.values())
     refs = [ref for ref in parts.units[OUTER] if ref.name not in inside]
     leaves = [torch.randn(ref.param.shape).mul_(0.1).requires_grad_() for ref in refs]
-    with in_place((m, a, leaf) for ref, leaf in zip(refs, leaves, strict=True) for m, a in ref.places):
+    places = zip(refs, leaves, strict=True)
+    with in_place((module, name, leaf) for ref, leaf in places for module, name in ref.places):
         yield leaves
 
 
