@@ -31,7 +31,7 @@ Place = tuple[nn.Module, str]
 
 @dataclass(slots=True)
 class _Layer:
-    """An outermost layer of PEFT. ``names``: tensors of the base that it wraps, by path in the wrapped module."""
+    """An outermost layer of PEFT. ``names``: the base's names of the tensors that it wraps, by their path in the wrapped module."""
 
     wrapper: Any
     names: dict[str, str]
@@ -60,14 +60,14 @@ class MergedLayers:
         import peft
 
         _require_mergeable(config, folder)
-        _hold_places(model, dtypes, None if config.peft_type in _KNOW_NO_VALUES else read)
+        _fill_places(model, dtypes, None if config.peft_type in _KNOW_NO_VALUES else read)
         self._places: dict[str, Place] = {}
         for name in model.state_dict():
             path, _, attribute = name.rpartition(".")
             self._places[name] = model.get_submodule(path), attribute
         start = str(getattr(config, "init_lora_weights", "")).lower()
-        self._takes = start if start in _FROM_THE_BASE else None
-        if self._takes:
+        self._taking = start if start in _FROM_THE_BASE else None  # the initialization that took a part of the base
+        if self._taking:
             config.init_lora_weights = True
         state = read_values(folder)
         self._require_vocabulary(model, state)
@@ -77,14 +77,16 @@ class MergedLayers:
             without_peft_warnings(),
         ):
             adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=config.peft_type == "LORA")
-        written = self._load(adapted, state)
-        self._given = {n: getattr(place[0], place[1]).detach() for n, place in self._places.items() if place in written}
+        read_places = self._read_values(adapted, state)
+        given = {name: place for name, place in self._places.items() if place in read_places}
+        # Tensors that come whole with the adapters, instead of those of the base.
+        self._given = {name: getattr(module, attribute).detach() for name, (module, attribute) in given.items()}
         self._layers = list(self._find_layers(adapted))
 
     @property
     def groups(self) -> list[list[str]]:
-        """The names of the tensors of the base that are merged together: those of each layer, and tensors that come whole with
-        the adapters.
+        """The names of the tensors of the base that are merged together: first those of each layer, then each of the other tensors
+        that come whole with the adapters.
         """
         inside = [list(layer.names.values()) for layer in self._layers]
         known = {name for names in inside for name in names}
@@ -100,26 +102,17 @@ class MergedLayers:
         Raises:
             ConfigError: PEFT cannot merge the layer.
         """
-        given = self._given  # tensors that come whole with the adapters, instead of those of the base
-        values = {n: given[n].to(each.dtype, copy=True) if n in given else each for n, each in base.items()}
+        given = self._given
+        values = {
+            name: given[name].to(tensor.dtype, copy=True) if name in given else tensor for name, tensor in base.items()
+        }
         if group >= len(self._layers):
             return values
         layer = self._layers[group]
         # PEFT merges what is in the model: the tensors are put there, and taken out again.
         for name, value in values.items():
             self._set(name, value.contiguous())
-        with self._errors("merge these adapters"), torch.no_grad():
-            if self._takes:
-                self._take_from_base(layer.wrapper)
-            if hasattr(layer.wrapper, "unload_and_optionally_merge_module"):
-                merged = layer.wrapper.unload_and_optionally_merge_module(
-                    merge=True, safe_merge=False, adapter_names=None
-                )
-            else:
-                layer.wrapper.merge()
-                merged = layer.wrapper.get_base_layer()
-        for each in layer.wrapper.modules():
-            getattr(each, "merged_adapters", []).clear()  # so that the next merge is not the second one
+        merged = self._merge_module(layer.wrapper)
         if new := [n for n, _ in merged.named_parameters() if n not in layer.names]:
             raise ModelNotSupportedError(
                 f"{self._folder}: merging {next(iter(layer.names.values()))} gives it the parameter {new[0]}, which the base does not "
@@ -129,8 +122,23 @@ class MergedLayers:
         for path, name in layer.names.items():
             module, _, attribute = path.rpartition(".")
             found[name] = getattr(merged.get_submodule(module), attribute).data.to(values[name].dtype)
-            self._set(name, _held(values[name].shape, values[name].dtype))
+            self._set(name, _placeholder(values[name].shape, values[name].dtype))
         return found
+
+    def _merge_module(self, wrapper: Any) -> nn.Module:
+        """Merge the adapters of a layer of PEFT into the weights that are in it, and return the module that has the result."""
+        with self._errors("merge these adapters"), torch.no_grad():
+            if self._taking:
+                self._take_from_base(wrapper)
+            merged: nn.Module
+            if hasattr(wrapper, "unload_and_optionally_merge_module"):
+                merged = wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            else:
+                wrapper.merge()
+                merged = wrapper.get_base_layer()
+        for each in wrapper.modules():
+            getattr(each, "merged_adapters", []).clear()  # or PEFT would leave out the next merge as done already
+        return merged
 
     def _set(self, name: str, value: torch.Tensor) -> None:
         """Put a value into its place in the model, a buffer or a parameter."""
@@ -141,28 +149,31 @@ class MergedLayers:
             module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
 
     def _take_from_base(self, wrapper: nn.Module) -> None:
-        """Subtract from the base of these layers what PEFT's initialisation took from it for the adapters, as when they began."""
+        """Subtract from the base in a layer of PEFT what the initialisation of its adapters took from it, as when they began."""
         layer: Any
         for layer in wrapper.modules():
             for adapter, matrix in dict(getattr(layer, "lora_A", None) or {}).items():
                 own = (matrix.weight, layer.lora_B[adapter].weight)
                 trained = [param.data for param in own]
                 # Computes the first adapters again, and subtracts them from the base. The trained adapters are put back.
-                layer.olora_init(adapter) if self._takes == "olora" else layer.pissa_init(adapter, self._takes)
+                if self._taking == "olora":
+                    layer.olora_init(adapter)
+                else:
+                    layer.pissa_init(adapter, self._taking)
                 for param, value in zip(own, trained, strict=True):
                     param.data = value
 
     def _find_layers(self, model: nn.Module) -> Iterator[_Layer]:
-        """Yield the outermost layers of PEFT, each with the names of the base's tensors inside it."""
+        """Yield the outermost layers of PEFT in a model, each with the names of the base's tensors inside it."""
         own: dict[int, dict[str, str]] = {}  # by module: attributes with their names
         for name, (module, attribute) in self._places.items():
             own.setdefault(id(module), {})[attribute] = name
-        inside: tuple[str, ...] = ()
+        found: tuple[str, ...] = ()  # paths of the outermost layers
         for name, module in model.named_modules():
             wrapped: Any = getattr(module, "original_module", None) or getattr(module, "base_layer", None)
-            if wrapped is None or name.startswith(inside or ("\0",)):
+            if wrapped is None or name.startswith(found):
                 continue
-            inside += (f"{name}.",)
+            found += (f"{name}.",)
             while hasattr(wrapped, "base_layer"):
                 wrapped = wrapped.base_layer
             names = {
@@ -172,17 +183,18 @@ class MergedLayers:
             }
             yield _Layer(module, names)
 
-    def _load(self, model: Any, state: dict[str, torch.Tensor]) -> set[Place]:
-        """Read the adapters' values, and return the places that have values of the adapters' file."""
+    def _read_values(self, model: Any, state: dict[str, torch.Tensor]) -> set[Place]:
+        """Put the adapters' values into a PEFT model, and return their places; raise ConfigError if any is missing or too many."""
         import peft
 
-        written: set[Place] = set()
+        places: set[Place] = set()
 
         def load(values: Mapping[str, torch.Tensor], strict: bool) -> Any:
-            written.update(self._make_room(model, values))
+            places.update(self._make_room(model, values))
             return type(model).load_state_dict(model, values, strict=strict)
 
-        model.load_state_dict = load  # because PEFT finds the names that the values have in the model
+        # Only PEFT knows the names that the values have in the model, and hands them to this method.
+        model.load_state_dict = load
         with self._errors("read these adapters"):
             result: Any = peft.set_peft_model_state_dict(model, state)
         del model.load_state_dict
@@ -199,11 +211,12 @@ class MergedLayers:
                 raise ConfigError(
                     f"{require_weights(self._folder)} {problem}, for example {names[0]}; it does not belong to this base"
                 )
-        return written
+        return places
 
-    def _make_room(self, model: Any, values: Mapping[str, torch.Tensor]) -> Iterator[Place]:
-        """Give memory to the parameters that are about to be read, and yield the places of all that are."""
-        params, rooms = dict(model.named_parameters(remove_duplicate=False)), dict[int, nn.Parameter]()
+    def _make_room(self, model: Any, values: Mapping[str, torch.Tensor]) -> set[Place]:
+        """Give memory to the placeholders among the parameters that are about to be read, and return the places of all values."""
+        params = dict(model.named_parameters(remove_duplicate=False))
+        rooms: dict[int, nn.Parameter] = {}  # by the parameter that is in the model now
         for name in sorted(values.keys() & params.keys()):
             param, shape = params[name], values[name].shape
             if shape != param.shape:
@@ -211,18 +224,20 @@ class MergedLayers:
                     f"{require_weights(self._folder)}: {name} has shape {tuple(shape)}, and the base needs {tuple(param.shape)}; it "
                     "does not belong to this base"
                 )
-            is_held = param.is_meta or 0 in param.stride()
-            empty = torch.empty(shape, dtype=param.dtype) if is_held else param
-            rooms[id(param)] = nn.Parameter(empty, param.requires_grad) if is_held else param
+            rooms[id(param)] = param
+            if param.is_meta or 0 in param.stride():
+                rooms[id(param)] = nn.Parameter(torch.empty(shape, dtype=param.dtype), param.requires_grad)
+        places: set[Place] = set()
         for module in model.modules():
             for key, param in module._parameters.items():
                 if id(param) in rooms:
                     module._parameters[key] = rooms[id(param)]
-                    yield module, key
-        for name in values.keys() - params.keys():
+                    places.add((module, key))
+        for name in values.keys() - params.keys():  # buffers
             path, _, key = name.rpartition(".")
             with contextlib.suppress(AttributeError):  # an unexpected name, which PEFT reports
-                yield model.get_submodule(path), key
+                places.add((model.get_submodule(path), key))
+        return places
 
     def _require_vocabulary(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
         """Raise ConfigError if the adapters were trained with another number of tokens than the base has."""
@@ -242,7 +257,7 @@ class MergedLayers:
 
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:
-        """Context manager: report what PEFT rejects."""
+        """Context manager: raise ConfigError for what PEFT rejects."""
         try:
             yield
         except ConfigError:
@@ -251,22 +266,24 @@ class MergedLayers:
             raise ConfigError(f"{self._folder}: PEFT cannot {action} ({first_line(error)})") from error
 
 
-def _hold_places(
+def _fill_places(
     model: nn.Module, dtypes: Mapping[str, torch.dtype], read: Callable[[str], torch.Tensor] | None
 ) -> None:
-    """Replace parameters on the meta device by what ``read`` returns, or by one element that is expanded to their shapes."""
-    held: dict[int, nn.Parameter] = {}
+    """Replace the parameters of a model on the meta device by what ``read`` returns for their names, or by placeholders."""
+    filled: dict[int, nn.Parameter] = {}  # by the parameter on the meta device
     for path, module in model.named_modules():
         for key, param in module._parameters.items():
-            if param is not None:
-                if id(param) not in held:
-                    name = f"{path}.{key}".removeprefix(".")
-                    empty = _held(param.shape, dtypes.get(name, param.dtype))
-                    held[id(param)] = empty if read is None else nn.Parameter(read(name), requires_grad=False)
-                module._parameters[key] = held[id(param)]
+            if param is None:
+                continue
+            if id(param) not in filled:  # a tied one stays tied
+                name = f"{path}.{key}".removeprefix(".")
+                new = _placeholder(param.shape, dtypes.get(name, param.dtype))
+                filled[id(param)] = new if read is None else nn.Parameter(read(name), requires_grad=False)
+            module._parameters[key] = filled[id(param)]
 
 
-def _held(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+def _placeholder(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter that has a shape but the memory of one element."""
     return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)
 
 
