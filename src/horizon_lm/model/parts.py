@@ -16,7 +16,7 @@ from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
 
 @dataclass(slots=True)
 class ParamRef:
-    """A parameter with all of its places in the module tree."""
+    """A parameter with all of its places in the module tree: modules, each with its attribute."""
 
     name: str
     param: nn.Parameter
@@ -78,6 +78,7 @@ class ModelParts:
 
     @property
     def model(self) -> Any:
+        """The model, which must still be there if these parts refer to it weakly (`refer_weakly`)."""
         model = self._model() if isinstance(self._model, weakref.ref) else self._model
         assert model is not None, "the model of these parts is gone"
         return model
@@ -146,23 +147,21 @@ class ModelParts:
         return frozenset(name for names in self.adapters.values() for name in names)
 
     def first_differentiated(self) -> int:
-        """Return the first block with a gradient, or the number of blocks if no block has one."""
-        norm = {id(p) for p in self.final_norm.parameters()} if self.final_norm else set()
-        adapters = {name: u for u, names in self.adapters.items() for name in names}
-        before_blocks = (
-            ref
-            for unit in (EMBED, OUTER)
-            for ref in self.units[unit]
-            if id(ref.param) not in norm and ref.name not in adapters
-        )
-        if any(ref.param.requires_grad for ref in before_blocks):
+        """Return the first block through which gradients flow, or the number of blocks if they flow through none.
+
+        Outer parameters count as used before the blocks, except for the final norm and adapters inside blocks.
+        """
+        after_blocks = {id(param) for param in self.final_norm.parameters()} if self.final_norm else set()
+        block_of = {name: u for u, names in self.adapters.items() for name in names}
+        outer = [ref for ref in (*self.units[EMBED], *self.units[OUTER]) if ref.param.requires_grad]
+        if any(id(ref.param) not in after_blocks and ref.name not in block_of for ref in outer):
             return 0
         trained = [u for u in range(self.num_blocks) if any(ref.param.requires_grad for ref in self.units[block(u)])]
-        trained += [adapters[r.name] for r in self.units[OUTER] if r.name in adapters and r.param.requires_grad]
+        trained += [block_of[ref.name] for ref in outer if ref.name in block_of]
         return min(trained, default=self.num_blocks)
 
     def frozen_base(self) -> frozenset[Unit]:
-        """Return the units without trainable weights if only adapters are trained in blocks; empty for other models."""
+        """Return the units without trainable weights, if blocks have none because adapters are trained; empty for other models."""
         blocks = {block(u) for u in range(self.num_blocks)}
         frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
         return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
@@ -176,37 +175,30 @@ class ModelParts:
         return {ref.name: ref.matrix for ref in refs if ref.matrix is not None and ref.param.requires_grad}
 
     def sizes(self, trained_only: bool = False) -> ModelSizes:
-        """Return the numbers of elements of the model's parameters, or only of trainable ones: 0 for the others of their units."""
+        """Return the numbers of elements of the parameters, or only of trainable ones: 0 for others, none for units without any."""
         kept = self._sizes(trained_only, in_float32=True) if self.in_float32 else None
         packed = [] if trained_only else self._packed()
         return replace(self._sizes(trained_only, in_float32=False), in_float32=kept, packed=packed)
 
     def _sizes(self, trained_only: bool, in_float32: bool) -> ModelSizes:
-        """Return the sizes of the weights that are kept in float32, or of the others."""
+        """Return the sizes of the weights that are kept in float32, or of the others. ``trained_only`` as in `sizes`."""
 
-        def of(refs: Sequence[ParamRef]) -> list[int]:
+        def numbers(refs: Sequence[ParamRef]) -> list[int]:
             own = [ref.param for ref in refs if (ref.name in self.in_float32) == in_float32]
             counts = [param.numel() if param.requires_grad or not trained_only else 0 for param in own]
             return counts if any(counts) else []
 
-        numel = {unit: of(refs) for unit, refs in self.units.items()}
-        known = {} if in_float32 else self.hidden_matrices()
-        matrices = [
-            [known.get(ref.name) for ref in self.units[block(u)] if ref.name not in self.in_float32] if known else []
-            for u in range(self.num_blocks)
-        ]
+        numel = {unit: numbers(refs) for unit, refs in self.units.items()}
+        known = {} if in_float32 else self.hidden_matrices()  # which has no weights in float32
+        matrices: list[list[tuple[int, int, int] | None]] = [[] for _ in self.blocks]
+        if known:
+            for u, of_block in enumerate(matrices):
+                of_block += [known.get(ref.name) for ref in self.units[block(u)] if ref.name not in self.in_float32]
         vocabulary, hidden = self.units[EMBED][0].param.shape
         return ModelSizes(
-            blocks=[numel[block(u)] for u in range(self.num_blocks)],
-            table=numel[EMBED],
-            own_head=[] if self.tied else numel[HEAD],
-            outer=numel[OUTER],
-            vocabulary=vocabulary,
-            hidden=hidden,
-            tied=self.tied,
-            idle=numel.get(IDLE, []),
-            matrices=matrices,
-        )
+            blocks=[numel[block(u)] for u in range(self.num_blocks)], table=numel[EMBED], own_head=[] if self.tied else numel[HEAD],
+            outer=numel[OUTER], vocabulary=vocabulary, hidden=hidden, tied=self.tied, idle=numel.get(IDLE, []), matrices=matrices,
+        )  # fmt: skip
 
     def _packed(self) -> list[PackedSizes]:
         """Return the sizes of the quantized weights of each block; none if no block has any."""

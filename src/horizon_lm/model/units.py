@@ -32,37 +32,22 @@ def find_parts(model: Any) -> ModelParts:
     final_norm = next((m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _is_norm(m)), None)
 
     tables = _find_tables(name, embed)
-    if any(getattr(each, "sparse", False) or getattr(each, "max_norm", None) is not None for each in tables):
-        raise ModelNotSupportedError(
-            f"{name}: an input embedding with sparse gradients or max_norm is not streamed; set sparse=False and max_norm=None"
-        )
+    _reject_unusual_tables(name, tables)
+    tied = _active_projection(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
     adapted = adapter_params(model)
-    units, adapters = _find_units(name, model, blocks, embed, tables, head, adapted)
-    table = next((ref for ref in units[EMBED] if (tables[0], "weight") in ref.places), None)
-    if table is None or len(units[EMBED]) != 1:
+    units, adapters = _find_units(name, model, blocks, embed, tables, head, tied, adapted)
+    if len(units[EMBED]) != 1 or (tables[0], "weight") not in units[EMBED][0].places:
         raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
     _reject_encoder(name, model, blocks)
-    tied = _active_projection(head)._parameters.get("weight") is table.param
     if tied and units[HEAD]:
         raise ModelNotSupportedError(
             f"{name}: PEFT trains a copy of the head, or adapters of it, and ties it to the embedding; leave ensure_weight_tying out"
         )
     return ModelParts(
-        _model=model,
-        decoder=decoder,
-        blocks=blocks,
-        block_prefix=prefix,
-        embed=embed,
-        tables=tables,
-        head=head,
-        final_norm=final_norm,
-        units=units,
-        tied=tied,
-        classifies=classifies,
-        adapters=adapters,
-        is_adapted=bool(adapted),
+        _model=model, decoder=decoder, blocks=blocks, block_prefix=prefix, embed=embed, tables=tables, head=head,
+        final_norm=final_norm, units=units, tied=tied, classifies=classifies, adapters=adapters, is_adapted=bool(adapted),
         in_float32=_find_in_float32(model, units, adapted),
-    )
+    )  # fmt: skip
 
 
 def _find_tables(name: str, embed: nn.Module) -> list[nn.Module]:
@@ -85,6 +70,14 @@ def _find_tables(name: str, embed: nn.Module) -> list[nn.Module]:
         raise ModelNotSupportedError(f"{name}: several copies of the input embedding are trained; train one of them")
     first = (trained or active or tables)[:1]
     return [*first, *(module for module in tables if module not in first)]
+
+
+def _reject_unusual_tables(name: str, tables: list[nn.Module]) -> None:
+    """Raise ModelNotSupportedError if an embedding table has sparse gradients, or is changed by a lookup."""
+    if any(getattr(each, "sparse", False) or getattr(each, "max_norm", None) is not None for each in tables):
+        raise ModelNotSupportedError(
+            f"{name}: an input embedding with sparse gradients or max_norm is not streamed; set sparse=False and max_norm=None"
+        )
 
 
 def _find_head(name: str, model: Any) -> tuple[nn.Module, bool]:
@@ -117,15 +110,11 @@ def _active_projection(head: nn.Module) -> nn.Module:
 
 
 def _find_units(
-    name: str,
-    model: Any,
-    blocks: nn.ModuleList,
-    embed: nn.Module,
-    tables: list[nn.Module],
-    head: nn.Module,
+    name: str, model: Any, blocks: nn.ModuleList, embed: nn.Module, tables: list[nn.Module], head: nn.Module, tied: bool,
     adapted: set[int],
-) -> tuple[dict[Unit, list[ParamRef]], dict[int, frozenset[str]]]:
-    """Return the model's parameters by unit, in the order of the model, and the names of adapters in each block."""
+) -> tuple[dict[Unit, list[ParamRef]], dict[int, frozenset[str]]]:  # fmt: skip
+    """Return the parameters by unit, in the order of the model, and the names of adapters in each block, as in `ModelParts`."""
+    # The unit of each module, by identity. Later lines replace what earlier ones have said.
     owner: dict[int, Unit] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     if adapted:
         _reject_shared_modules(name, model, blocks, owner)
@@ -133,18 +122,17 @@ def _find_units(
     # PEFT's adapters of the embedding are small, and a head may share them.
     owner |= {id(module): OUTER if is_adapter_layer(embed) else EMBED for module in embed.modules()}
     owner |= {id(tables[0]): EMBED} | {id(module): IDLE for module in tables[1:]}
-    tied = _active_projection(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
     adapters: dict[int, set[str]] = {}
     names = [EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER, *([IDLE] if len(tables) > 1 else [])]
     units: dict[Unit, list[ParamRef]] = {unit: [] for unit in names}
     for ref in _find_params(name, model):
-        found = {owner.get(id(module), OUTER) for module, _ in ref.places}
-        if id(ref.param) in adapted and len(found) == 1 and (user := next(iter(found))).is_block:
+        first, *others = {owner.get(id(module), OUTER) for module, _ in ref.places}
+        if id(ref.param) in adapted and not others and first.is_block:
             units[OUTER].append(ref)
-            adapters.setdefault(user.block_index, set()).add(ref.name)
+            adapters.setdefault(first.block_index, set()).add(ref.name)
             continue
-        is_head_weight = any(module is head and attribute == "weight" for module, attribute in ref.places)
-        units[_unit_of(name, ref, found, tied, is_head_weight)].append(ref)
+        is_head_weight = (head, "weight") in ref.places
+        units[_unit_of(name, ref, {first, *others}, tied, is_head_weight)].append(ref)
     return units, {index: frozenset(names) for index, names in adapters.items()}
 
 
@@ -167,17 +155,17 @@ def _find_params(name: str, model: Any) -> Iterable[ParamRef]:
 
 
 def _unit_of(name: str, ref: ParamRef, owners: set[Unit], tied: bool, is_head_weight: bool) -> Unit:
-    """Return the unit that keeps a parameter, which may have places in several.
+    """Return the unit of a parameter, whose places may be in several.
 
     Args:
         name: the model's class, for the message.
         ref: the parameter.
-        owners: the units of the modules that have it.
+        owners: the units of the modules that have it; at least one.
         tied: the head uses the embedding table.
         is_head_weight: it is the weight of the head's own module.
 
     Raises:
-        ModelNotSupportedError: modules share it that would be computed at different times.
+        ModelNotSupportedError: it is shared by modules that are computed at different times.
     """
     if EMBED in owners and owners <= {EMBED, HEAD}:
         return EMBED
@@ -196,13 +184,15 @@ def _unit_of(name: str, ref: ParamRef, owners: set[Unit], tied: bool, is_head_we
 def _find_in_float32(model: Any, units: Mapping[Unit, list[ParamRef]], adapted: set[int]) -> frozenset[str]:
     """Return the weights, by full name, that are in float32 and that transformers keeps so in a model in bfloat16.
 
-    Other code may have converted more of them, such as norms or the head.
+    Weights that other code has converted, such as norms or the head, are not among them; nor are embedding tables and adapters.
     """
-    streamed = [refs for unit, refs in units.items() if unit not in (EMBED, IDLE)]
-    refs = [ref for of_unit in streamed for ref in of_unit if id(ref.param) not in adapted]
+    without_tables = [refs for unit, refs in units.items() if unit not in (EMBED, IDLE)]
+    refs = [ref for of_unit in without_tables for ref in of_unit if id(ref.param) not in adapted]
+    # By the names that they have without PEFT, because transformers knows these.
     names = {ref.name.replace(".base_layer.", "."): ref.name for ref in refs if ref.param.dtype == torch.float32}
     kept = kept_in_float32(model, names, torch.bfloat16)
-    if (others := names.keys() - kept) and any(ref.param.dtype != torch.float32 for ref in refs):
+    others = names.keys() - kept
+    if others and any(ref.param.dtype != torch.float32 for ref in refs):  # or the whole model was opened in float32
         kept |= created_in_float32(model, others)
     return frozenset(names[name] for name in kept)
 
@@ -211,8 +201,10 @@ def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: 
     """Raise ModelNotSupportedError if a module with parameters is in several blocks, as in some methods of PEFT."""
     inside = [(block(i), module) for i, each in enumerate(blocks) for module in each.modules()]
     shared = {
-        id(m) for unit, m in inside if owner[id(m)] != unit and any(p is not None for p in m._parameters.values())
-    }
+        id(module)
+        for unit, module in inside
+        if owner[id(module)] != unit and any(param is not None for param in module._parameters.values())
+    }  # `owner` has the last block of each
     paths = [path for path, module in model.named_modules() if id(module) in shared]
     if paths:
         raise ModelNotSupportedError(
@@ -222,20 +214,21 @@ def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: 
 
 
 def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the list of decoder blocks and its name, found by the classes of its entries, otherwise by its length."""
+    """Return the name of the list of decoder blocks, and the list: found by the classes of its entries, its length, or its place."""
     name = type(model).__name__
-    if not len(getattr(decoder, "layers", [None])):
+    layers: Any = getattr(decoder, "layers", None)
+    if layers is not None and len(layers) == 0:
         raise ModelNotSupportedError(f"{name} has no decoder blocks")
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-    within = [(n, m) for n, m in lists if any(m is inner for inner in decoder.modules())] or lists
-    named = [(n, m) for n, m in within if {type(b).__name__ for b in m} <= classes]
-    as_deep = [(n, m) for n, m in within if len(m) == depth]
-    inner = {id(part) for _, m in within for entry in m for part in entry.modules()}
-    outermost = [(n, m) for n, m in within if id(m) not in inner]
+    lists = [(path, each) for path, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)]
+    within = [(path, each) for path, each in lists if any(each is part for part in decoder.modules())] or lists
+    named = [(path, each) for path, each in within if {type(entry).__name__ for entry in each} <= classes]
+    as_deep = [(path, each) for path, each in within if len(each) == depth]
+    inner = {id(part) for _, each in within for entry in each for part in entry.modules()}
+    outermost = [(path, each) for path, each in within if id(each) not in inner]
     # From the surest to the least sure; the first of these that is unambiguous is taken.
-    for candidates in ([each for each in named if each in as_deep], named, as_deep, outermost):
+    for candidates in ([found for found in named if found in as_deep], named, as_deep, outermost):
         if len(candidates) == 1:
             return candidates[0]
     raise ModelNotSupportedError(
@@ -274,6 +267,6 @@ def _reads(block: nn.Module, name: str) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module has parameters, and none in modules inside it."""
+    """Return whether a module has parameters of its own, and none in modules inside it."""
     own = list(module.parameters(recurse=False))
     return bool(own) and len(own) == len(list(module.parameters()))
