@@ -1,11 +1,11 @@
 """Find the format of each quantized weight of a model: as its config says, or as the settings of a run ask for.
 
-Which weights these are before anything is read follows the rules of transformers' quantizers: the linear layers of all
-blocks, and stacked experts, but for the modules that the config leaves out.
+Before a file is read, the rules of transformers' quantizers say which weights are quantized: those of the linear layers of all
+blocks, and stacked experts, except in modules that the config leaves out.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ from horizon_lm.codecs.int4 import Int4
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
 from horizon_lm.units import block
 
@@ -33,7 +33,7 @@ def four_bits(quant_type: str = "nf4", nested: bool = False) -> dict[str, Any]:
 
 
 def requested_quantization(run: Any) -> dict[str, Any] | None:
-    """Return how a run's settings ask to quantize or to decode weights; None if they do not."""
+    """Return the ``quantization_config`` with which a run asks to quantize or to decode weights; None if it asks for neither."""
     if run.dequantize:
         return {"dequantize": True}
     return four_bits(run.bnb_4bit_quant_type, run.use_bnb_nested_quant) if run.load_in_4bit else None
@@ -61,7 +61,11 @@ def require_adapters(config: Any, run: Any) -> None:
 def require_dequantizable(
     published: Mapping[str, Any] | None, asked: Mapping[str, Any], place: object
 ) -> Mapping[str, Any]:
-    """Return the ``quantization_config`` of weights to decode; raise ConfigError if there is none, or one of another format."""
+    """Return the published ``quantization_config`` of weights to decode.
+
+    Raises:
+        ConfigError: there is none, or the caller's, if it is not empty, is for another format. The message names ``place``.
+    """
     if not published:
         raise ConfigError(f"{place}: its weights are not quantized; leave dequantize out")
     if asked.get("quant_method", published.get("quant_method")) != published.get("quant_method"):
@@ -103,6 +107,7 @@ def matrix_codec(quantization: Mapping[str, Any], place: str) -> Codec:
 
 
 def _tile(size: Any, place: str) -> tuple[int, int]:
+    """Return the rows and columns of FP8 tiles; raise ConfigError if a config does not give two such numbers."""
     if not (isinstance(size, Sequence) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)):
         raise ConfigError(f"{place}: the size of FP8 tiles is {size!r}; two numbers are needed, such as [128, 128]")
     return size[0], size[1]
@@ -127,6 +132,7 @@ def _compressed_codec(quantization: Mapping[str, Any], place: str) -> Codec:
 
 
 def _config_groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the groups of weights in a config of compressed-tensors; none in others."""
     found = quantization.get("config_groups")
     return [each for each in found.values() if isinstance(each, Mapping)] if isinstance(found, Mapping) else []
 
@@ -138,18 +144,18 @@ def _group_codec(weights: Mapping[str, Any], layout: Any, place: str) -> Codec:
         return Fp8(_tile(weights.get("block_structure"), place))
     detail = _scheme(weights)
     if kind in ((4, "int", "group"), (4, "int", "channel")):
-        size = weights.get("group_size") if kind[2] == "group" else None
-        obstacle = _obstacle(weights, layout)
-        if kind[2] == "group" and not (type(size) is int and size > 0 and size % 8 == 0):
-            obstacle = f" of {size} columns, which are no multiple of 8"
+        size = weights.get("group_size") if kind == (4, "int", "group") else None  # None for whole rows
+        obstacle = _int4_obstacle(weights, size, layout)
         if not obstacle:
             return Int4(size)
         detail += obstacle
     raise ModelNotSupportedError(f"{place}: compressed-tensors has its weights in {detail}; {_REMEDY}")
 
 
-def _obstacle(weights: Mapping[str, Any], layout: Any) -> str:
-    """Return the property of INT4 weights that is not decoded; empty if there is none."""
+def _int4_obstacle(weights: Mapping[str, Any], size: Any, layout: Any) -> str:
+    """Return the property of INT4 weights, in groups of ``size`` columns or whole rows, that is not decoded; empty if there is none."""
+    if weights.get("strategy") == "group" and not (type(size) is int and size > 0 and size % 8 == 0):
+        return f" of {size} columns, which are no multiple of 8"
     if layout != "pack-quantized":
         return f", in the format {layout}"
     if not weights.get("symmetric", True):
@@ -163,9 +169,10 @@ def _scheme(weights: Mapping[str, Any]) -> str:
 
 
 def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[str, Codec]:
-    """Return the codecs of the weights that are quantized, by full name. Of a folder, its tensors decide instead.
+    """Return the codecs of the weights that are quantized, by full name, for a model whose files are not there to be asked.
 
     Raises:
+        ConfigError: a pattern of names takes too long.
         ModelNotSupportedError: the format is none that can be decoded.
     """
     codec = matrix_codec(quantization, type(parts.model).__name__)
@@ -174,55 +181,61 @@ def expected_codecs(parts: ModelParts, quantization: Mapping[str, Any]) -> dict[
     found: dict[str, Codec] = {}
     for u in range(parts.num_blocks):
         for ref in parts.units[block(u)]:
-            module, attribute = ref.places[0]
             name = ref.name.rpartition(".")[0]
             if _is_named(name, left_out) or (targets and not _is_named(name, targets)):
                 continue
-            is_expert = ref.param.ndim == 3 and name.endswith("experts")
-            is_linear = (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and attribute == "weight"
-            if isinstance(codec, Mxfp4):
-                if is_expert:
-                    found[ref.name] = codec
-            elif is_linear:
-                found[ref.name] = codec
-            elif is_expert:
-                found[ref.name] = Stack(codec)
+            if (own := _codec_of(ref, codec)) is not None:
+                found[ref.name] = own
     return found
+
+
+def _codec_of(ref: ParamRef, codec: Codec) -> Codec | None:
+    """Return the codec of a weight of a block, given that of `matrix_codec`; None for a weight that is never quantized."""
+    module, attribute = ref.places[0]
+    if ref.param.ndim == 3 and ref.name.rpartition(".")[0].endswith("experts"):
+        return codec if isinstance(codec, Mxfp4) else Stack(codec)
+    is_linear = (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and attribute == "weight"
+    return codec if is_linear and not isinstance(codec, Mxfp4) else None
 
 
 def _left_out(parts: ModelParts, quantization: Mapping[str, Any]) -> list[str]:
     """Return the names and patterns of modules that are not quantized."""
-    given = [quantization.get(key) for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore")]
-    names = [name for each in given if isinstance(each, list) for name in each if isinstance(name, str)]
+    names = _texts(quantization.get(key) for key in ("modules_to_not_convert", "llm_int8_skip_modules", "ignore"))
     return [*names, *(getattr(parts.model, "_keep_in_fp32_modules", None) or ())]
 
 
 def _targets(quantization: Mapping[str, Any]) -> list[str]:
     """Return the names and patterns of the modules that compressed-tensors quantizes; none if these are all linear layers."""
-    given = [each.get("targets") for each in _config_groups(quantization)]
-    names = [name for each in given if isinstance(each, list) for name in each if isinstance(name, str)]
+    names = _texts(each.get("targets") for each in _config_groups(quantization))
     return [] if "Linear" in names else names
 
 
+def _texts(settings: Iterable[Any]) -> list[str]:
+    """Return the texts in those settings that are lists."""
+    return [text for each in settings if isinstance(each, list) for text in each if isinstance(text, str)]
+
+
 def _is_named(module: str, patterns: Mapping[str, re.Pattern[str]]) -> bool:
+    """Return whether a module's name ends with one of some names, or begins with the pattern of one."""
     return any(pattern.match(module) or module.endswith(text) for text, pattern in patterns.items())
 
 
 def _patterns(parts: ModelParts, names: Sequence[str]) -> dict[str, re.Pattern[str]]:
-    """Return names of modules, each with its pattern at the beginning of a name.
+    """Return names of modules as the config writes them, each with its regular expression.
 
     Raises:
         ConfigError: a pattern takes too long to compare with the names of modules.
     """
     modules = sorted({ref.name.rpartition(".")[0] for ref in parts.refs()})
-    found, place = {name: _pattern(name) for name in names}, "quantization_config"
-    require_few_pairs(len(found), modules, place)
-    require_quick([pattern.pattern for name, pattern in found.items() if is_pattern(name)], modules, place)
+    found = {name: _pattern(name) for name in names}
+    require_few_pairs(len(found), modules, "quantization_config")
+    tried = [pattern.pattern for name, pattern in found.items() if is_pattern(name)]
+    require_quick(tried, modules, "quantization_config")
     return found
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """Return the pattern of a name: a regular expression, as in transformers, or the name itself if it is none."""
+    """Return a name as a regular expression, as transformers takes it, or literally if it is none; it must end with a part of a path."""
     for text in (name.removeprefix("re:"), re.escape(name)):
         try:
             return re.compile(rf"(?:{text})(?:(?<=\.)|(?=\.|$))")
