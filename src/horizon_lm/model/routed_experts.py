@@ -33,7 +33,7 @@ class RoutedExperts:
         count: number of experts (E).
         per_token: number of experts that a token is routed to.
         names: their weights (E, ...), by their names inside the block. Those of an expert without tokens are not read.
-        have_more: the module has other weights, which all experts share.
+        have_more: the module has other weights, too, which all experts share.
         adapters: the weights of PEFT's adapters of these weights, by their names inside the block.
     """
 
@@ -64,7 +64,7 @@ class RoutedExperts:
 
 
 def num_experts(config: Any) -> int:
-    """Return the number of routed experts of a block as a model's config says it; 0 if it has none."""
+    """Return the number of routed experts of a block that a model's config names; 0 if it names none."""
     return next((n for name in _COUNTS if (n := getattr(config, name, None))), 0)
 
 
@@ -76,29 +76,35 @@ def experts_per_token(config: Any) -> int | None:
 
 def expert_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what experts are called with: hidden states (N, H), experts of each token (N, K), and their weights (N, K)."""
-    found = [*args, *(kwargs[name] for names in _ARGUMENTS[len(args) :] for name in names if name in kwargs)]
+    found = list(args)
+    for names in _ARGUMENTS[len(args) :]:  # those that are given by name
+        found += [kwargs[name] for name in names if name in kwargs]
     hidden, ids, weights = found
     return hidden, ids, weights
 
 
+# The names of each argument, in the order of arguments.
 _ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
 
 
 def find_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
-    """Return the experts that can be streamed by themselves, by the index of their block.
+    """Return the experts that can be streamed without the others of their block, by the index of the block.
 
-    An adapter of their weights is applied to all of them.
+    Experts with adapters are left out, because PEFT applies adapters to all experts of a block at once.
     """
-    return {index: experts for index, experts in _find(parts).items() if not experts.adapters}
+    return {index: experts for index, experts in _experts_by_block(parts).items() if not experts.adapters}
 
 
-def _find(parts: ModelParts) -> dict[int, RoutedExperts]:
-    """Return the experts of all blocks, by the index of their block."""
-    per_token, found = experts_per_token(parts.model.config.get_text_config()), {}
+def _experts_by_block(parts: ModelParts) -> dict[int, RoutedExperts]:
+    """Return the experts of all blocks that have any (`_experts_of`), by the index of their block."""
+    found: dict[int, RoutedExperts] = {}
+    per_token = experts_per_token(parts.model.config.get_text_config())
+    if per_token is None:
+        return found
     for index, module in enumerate(parts.blocks):
-        # What a block may write is compared as a whole, also with what it does not read.
-        experts = None if per_token is None or index in parts.written else _experts_of(parts, index, module, per_token)
-        if experts is not None:
+        if index in parts.written:  # weights that a block may write are compared as a whole, so all have to be there
+            continue
+        if (experts := _experts_of(parts, index, module, per_token)) is not None:
             found[index] = experts
     return found
 
@@ -110,6 +116,7 @@ def expert_sizes(parts: ModelParts) -> list[ExpertSizes | None]:
 
 
 def _sizes_of(parts: ModelParts, index: int, experts: RoutedExperts | None) -> ExpertSizes | None:
+    """Return the sizes of the experts of a block; None without experts."""
     if experts is None:
         return None
     names = {f"{parts.block_prefix}.{index}.{name}" for name in experts.names}
@@ -126,14 +133,14 @@ def _sizes_of(parts: ModelParts, index: int, experts: RoutedExperts | None) -> E
 
 
 def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int) -> RoutedExperts | None:
-    """Return the experts of a block; None if it has none, or if all of them may be read.
+    """Return the experts of a block; None if it has none, or if it may read experts without tokens.
 
     Only the functions of transformers' experts interface are known to leave out experts without tokens.
     """
     found = [(name, each) for name, each in block.named_modules() if _is_of_interface(each)]
     if len(found) != 1:
         return None
-    path, module = found[0]
+    ((path, module),) = found
     count = int(module.num_experts)  # type: ignore[arg-type]
     names = []
     for attribute, weight in module.named_parameters(recurse=False):
@@ -151,14 +158,14 @@ def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int)
 def find_divisible_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
     """Return the experts that can be computed a few at a time, by the index of their block.
 
-    Weights that all experts share would get a gradient from each part.
+    Experts that share weights are left out, because these weights would get a gradient from each part.
     """
-    return {index: experts for index, experts in _find(parts).items() if not experts.have_more}
+    return {index: experts for index, experts in _experts_by_block(parts).items() if not experts.have_more}
 
 
 _IN_PARTS = (Stack, Mxfp4, type(None))  # codecs of which one expert can be decoded by itself
 
 
 def _is_of_interface(module: nn.Module) -> bool:
-    """Return whether transformers' experts interface computes a module: only then it has these attributes."""
+    """Return whether transformers' experts interface computes a module, by the attributes that only such modules have."""
     return all(hasattr(module, name) for name in ("_apply_gate", "is_transposed", "num_experts"))

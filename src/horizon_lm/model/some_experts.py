@@ -24,7 +24,10 @@ def some_experts(experts: RoutedExperts, size: int, weights: Mapping[str, torch.
     """
     module, wrappers = experts.module, wrappers_of(experts.block, experts.path)
     adapted = {each.parameter_name for each in wrappers}
-    places = {name: (experts.block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in weights}
+    places: dict[str, tuple[torch.nn.Module, str]] = {}  # module and attribute of each weight
+    for name in weights:
+        path, _, attribute = name.rpartition(".")
+        places[name] = experts.block.get_submodule(path), attribute
     before = {name: owner._parameters[attribute] for name, (owner, attribute) in places.items()}
     count, order = module.num_experts, list(module._parameters)
     try:
@@ -38,7 +41,7 @@ def some_experts(experts: RoutedExperts, size: int, weights: Mapping[str, torch.
             yield
     finally:
         for name, (owner, attribute) in places.items():
-            owner._buffers.pop(attribute, None)
+            owner._buffers.pop(attribute, None)  # see `restore_parameters`
             owner._parameters[attribute] = before[name]
         restore_parameters(module, order)
         module.num_experts = count
