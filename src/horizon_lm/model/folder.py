@@ -17,11 +17,12 @@ def code_remedy(error: Exception) -> str:
 
 
 def gguf_remedy(folder: Path) -> str:
-    """Return the remedy for a folder that has its model in a GGUF file alone, which is read by name; empty for others."""
-    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
-    return (
-        f"; read it from {files[0].name} with gguf_file: {files[0].name} (--gguf-file {files[0].name})" if files else ""
-    )
+    """Return the remedy for a folder that has its model in a GGUF file alone, which must be named; empty for others."""
+    files = sorted(folder.glob("*.gguf"))
+    if not files or (folder / "config.json").exists():
+        return ""
+    name = files[0].name
+    return f"; read it from {name} with gguf_file: {name} (--gguf-file {name})"
 
 
 def require_model_files(folder: Path) -> None:

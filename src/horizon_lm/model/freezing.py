@@ -23,8 +23,9 @@ def freeze(model: Any, trainable: str | None) -> None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
     chosen: set[int] = set()
     for pattern in (part.strip() for part in trainable.split("|") if part.strip()):
-        fits = _compile(pattern)
-        found = {id(param) for name, param in model.named_parameters(remove_duplicate=False) if fits.search(name)}
+        expression = _compile(pattern)
+        named = model.named_parameters(remove_duplicate=False)
+        found = {id(param) for name, param in named if expression.search(name)}
         if not found:
             parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
             close = difflib.get_close_matches(re.split(r"[.*]", pattern)[0] or pattern, parts, n=3)
@@ -36,8 +37,8 @@ def freeze(model: Any, trainable: str | None) -> None:
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Return the pattern of a name in which ``*`` stands for any text. It matches whole parts between dots."""
-    first, *middle = map(re.escape, pattern.split("*"))
-    # The first place of each part is final, or a pattern with many stars would take for ever.
-    inner = first + "".join(f"(?>.*?{part})" for part in middle[:-1]) + "".join(f".*{part}" for part in middle[-1:])
+    """Return the regular expression of a pattern in which ``*`` stands for any text. It matches whole parts between dots."""
+    first, *others = map(re.escape, pattern.split("*"))
+    # Each part but the last keeps the first place where it is found (`(?>...)`), or a pattern with many stars would take for ever.
+    inner = first + "".join(f"(?>.*?{part})" for part in others[:-1]) + "".join(f".*{part}" for part in others[-1:])
     return re.compile(rf"(?:^|\.){inner}(?:\.|$)")

@@ -14,7 +14,7 @@ Place = tuple[nn.Module, str, Any]  # module, name of its parameter, tensor
 
 @contextmanager
 def in_place(places: Iterable[Place]) -> Iterator[None]:
-    """Context manager: replace parameters of modules by these tensors."""
+    """Context manager: put these tensors into the places of parameters of modules."""
     places = list(places)
     before = [(module, name, module._parameters[name]) for module, name, _ in places]
     for module, name, tensor in places:
@@ -40,21 +40,20 @@ def look_up(
         positions: index of each token's row.
         padding_position: row of the padding token, whose gradient is zero; None if it is not among the rows.
     """
-    padded = getattr(module, "padding_idx", None) is not None
-    before = module.__dict__.get("padding_idx")
-    if padded:
+    padding_token: Any = getattr(module, "padding_idx", None)
+    if padding_token is not None:
         module.padding_idx = padding_position  # type: ignore[assignment]
     try:
         with in_place([(module, "weight", weight)]):
             hidden: torch.Tensor = type(module).forward(module, positions)
         return hidden
     finally:
-        if padded:
-            module.padding_idx = before  # type: ignore[assignment]
+        if padding_token is not None:
+            module.padding_idx = padding_token
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a lookup's gradient is independent of the table's values, determined by a trial."""
+    """Return whether the gradient of a lookup in an embedding is the same for any values of its table, determined by a trial."""
     if type(module) is nn.Embedding:
         return True
     positions = torch.arange(_TRIAL[0])[None]
@@ -69,6 +68,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _gradient(module: nn.Module, table: torch.Tensor, positions: torch.Tensor, grad: torch.Tensor) -> Any:
+    """Return the gradient of a table (V, H), given that of the embedding of all positions."""
     table.requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(look_up(module, table, positions, None), table, grad)[0]
@@ -89,7 +89,7 @@ def logprobs_of_logits(
     """
     scaled = logits.float() / temperature if temperature != 1 else logits.float()
     logs = torch.log_softmax(scaled, dim=-1)
-    make = {
+    compute = {
         "logprobs": lambda: logs.gather(-1, labels[:, None]).squeeze(-1),
         "mean": lambda: logs.mean(-1),
         "entropy": lambda: -(logs.exp() * logs).sum(-1),
@@ -97,7 +97,7 @@ def logprobs_of_logits(
         "log_sum_sq_probs": lambda: torch.logsumexp(2 * logs.detach(), dim=-1),
         "is_top1": lambda: (scaled.detach().argmax(-1) == labels).float(),
     }
-    return [make[name]() for name in names]
+    return [compute[name]() for name in names]
 
 
 STATISTICS = ("entropy", "is_top1")
@@ -126,7 +126,8 @@ def token_statistics(logits: torch.Tensor, labels: torch.Tensor, compiled: bool 
             mark_varying(tensor, [0])
         return dict(compile_function(_statistics)(logits, labels))
     num_tokens, vocabulary = logits.shape
-    size = max(1, _CACHED_LOGITS // vocabulary if logits.device.type == "cpu" else -(-num_tokens // 2))
+    half = -(-num_tokens // 2)
+    size = max(1, _CACHED_LOGITS // vocabulary if logits.device.type == "cpu" else half)
     pieces = [_statistics(*piece) for piece in zip(logits.split(size), labels.split(size), strict=True)]
     return {name: torch.cat([piece[name] for piece in pieces]) for name in STATISTICS}
 

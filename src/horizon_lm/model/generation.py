@@ -37,27 +37,45 @@ def generation_settings(
     """
     from transformers import GenerationConfig
 
-    before, num_tokens = model.generation_config, model.config.get_text_config().vocab_size
-    chosen: dict[str, Any] = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
-    for name in ("bos_token_id", "eos_token_id"):
-        value = getattr(before, name, None)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(each) is int and 0 <= each < num_tokens for each in ids):
-            raise _invalid(name, value, f"a token from 0 to {num_tokens - 1}, or a list of such tokens")
-        chosen[name] = value
-    for name, most in (_NUMBERS | (_OF_SAMPLING if temperature else {})).items():
-        value = getattr(before, name, None)
-        if value is not None and not (type(value) in (int, float) and 0 <= value <= most):
-            raise _invalid(name, value, f"a number from 0 to {most:g}")
-        chosen[name] = value or None  # 0 is off
-    model.generation_config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=pad_token_id, **chosen)
+    before = model.generation_config
+    chosen = _tokens_of_folder(before, model.config.get_text_config().vocab_size)
+    chosen |= _numbers_of_folder(before, _NUMBERS)
+    if temperature:
+        chosen |= {"temperature": temperature, **_numbers_of_folder(before, _OF_SAMPLING)}
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens, pad_token_id=pad_token_id, do_sample=temperature > 0, **chosen
+    )
     try:
         yield
     finally:
         model.generation_config = before
 
 
+def _tokens_of_folder(settings: Any, num_tokens: int) -> dict[str, Any]:
+    """Return the first and the last tokens of a generation config; raise ConfigError if they are none of a vocabulary's."""
+    chosen = {}
+    for name in ("bos_token_id", "eos_token_id"):
+        value = getattr(settings, name, None)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(each) is int and 0 <= each < num_tokens for each in ids):
+            raise _invalid(name, value, f"a token from 0 to {num_tokens - 1}, or a list of such tokens")
+        chosen[name] = value
+    return chosen
+
+
+def _numbers_of_folder(settings: Any, limits: Mapping[str, float]) -> dict[str, Any]:
+    """Return the numbers of a generation config, None for 0, which is off; raise ConfigError for one below 0 or above its limit."""
+    chosen = {}
+    for name, most in limits.items():
+        value = getattr(settings, name, None)
+        if value is not None and not (type(value) in (int, float) and 0 <= value <= most):
+            raise _invalid(name, value, f"a number from 0 to {most:g}")
+        chosen[name] = value or None
+    return chosen
+
+
 def _invalid(name: str, value: Any, wanted: str) -> ConfigError:
+    """Return the error of a setting in a folder's generation config."""
     return ConfigError(f"generation_config.json: {name}: {str(value)[:80]!r} is not {wanted}; correct or remove it")
 
 
@@ -89,22 +107,22 @@ def generation_of(
         settings: the generation config of the call.
         arguments: the arguments of the model, with the cache.
         num_rows: number of prompts.
-        num_tokens: tokens that the cache has to hold for a row.
+        num_tokens: tokens that the cache has to hold for a row: the longest prompt and the new tokens, except for the last.
     """
     from transformers import DynamicCache, StaticCache
 
     cache = arguments.get("past_key_values", arguments.get("cache_params"))
-    if type(cache) not in (DynamicCache, StaticCache):  # of two models, or of quantized keys and values
+    if type(cache) not in (DynamicCache, StaticCache):  # others hold two models' keys and values, or quantized ones
         return None
-    # The last new token is never computed, so the cache does not hold it. Without `max_new_tokens` only the total is limited.
-    prompt = num_tokens if settings.max_new_tokens is None else num_tokens + 1 - settings.max_new_tokens
+    # Without `max_new_tokens` only the total is limited, and any part of it may be the prompt.
+    prompt = num_tokens if settings.max_new_tokens is None else num_tokens - (settings.max_new_tokens - 1)
     room = max((vars(layer).get("max_cache_len", 0) for layer in cache.layers), default=0)  # of a static cache
     rows = num_rows * max(settings.num_beams or 1, settings.num_return_sequences or 1)
-    static = isinstance(cache, StaticCache)
-    return Generation(rows, max(1, prompt), max(num_tokens, room), static, cache.offloading), cache
+    is_static = isinstance(cache, StaticCache)
+    return Generation(rows, max(1, prompt), max(num_tokens, room), is_static, cache.offloading), cache
 
 
 def layer_bytes(layer: Any) -> int:
-    """Return the bytes of the tensors of a cache's layer, without its counters."""
+    """Return the bytes of the tensors of a cache's layer, each memory once, without its counters, which have no dimensions."""
     found = [leaf for leaf in tree_leaves(vars(layer)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     return sum({id(each): each.untyped_storage().nbytes() for each in found}.values())

@@ -25,6 +25,8 @@ _BLOCKS = {
 
 
 class _Tensor(NamedTuple):
+    """A tensor of a file. ``start``: its first byte, counted from `_Header.data_start`."""
+
     name: str
     start: int
     num_bytes: int
@@ -48,7 +50,9 @@ def read_gguf_header(path: Path) -> dict[str, Any]:
 
 
 class _Header:
-    """The header of an opened GGUF file, of version 2 or 3 in little-endian order. Raise ValueError if it is damaged."""
+    """The header of an opened GGUF file, of version 2 or 3 in little-endian order: metadata, then tensors, to be read in this order.
+    Raise ValueError if it is damaged.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self.num_bytes = stream, os.fstat(stream.fileno()).st_size
@@ -80,37 +84,45 @@ class _Header:
                 raise ValueError(f"tensor {name} " + ("is there twice" if name in tensors else f"has {num_axes} axes"))
             shape = [self._number("Q") for _ in range(num_axes)]
             kind, start = self._number("I"), self._number("Q")
-            block, num_bytes = _BLOCKS.get(kind, (1, 0))
-            tensors[name] = _Tensor(name, start, -(-math.prod(shape) // block) * num_bytes)
+            block, block_bytes = _BLOCKS.get(kind, (1, 0))
+            num_blocks = -(-math.prod(shape) // block)
+            tensors[name] = _Tensor(name, start, num_blocks * block_bytes)
         return list(tensors.values())
 
     def data_start(self, scalars: dict[str, Any]) -> int:
-        """Return the position of the first tensor."""
+        """Return the position in the file at which the data begin: the next multiple of the alignment after the header."""
         alignment = scalars.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
             raise ValueError(f"its alignment is {alignment}")
         return -(-self._stream.tell() // alignment) * alignment
 
     def _value(self, kind: int, depth: int = 0) -> Any:
-        """Read a value, and return it if it is a number."""
+        """Read a value, which may be an array inside of ``depth`` others; return it if it is a number, otherwise None."""
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _STRING:
-            return self._skip(self._number("Q"))
-        if kind != _ARRAY or depth > 4:
+            self._skip(self._number("Q"))
+        elif kind == _ARRAY and depth <= 4:
+            self._skip_array(depth)
+        else:
             raise ValueError(f"it has a value of unknown type {kind}")
+        return None
+
+    def _skip_array(self, depth: int) -> None:
+        """Skip an array, which may hold strings or arrays."""
         element, length = self._number("I"), self._number("Q")
         if element in _SCALARS:
-            return self._skip(length * struct.calcsize(_SCALARS[element]))
-        self._require(length)
+            self._skip(length * struct.calcsize(_SCALARS[element]))
+            return
+        self._require(length)  # each element takes at least a byte, so the loop ends
         for _ in range(length):
             self._value(element, depth + 1)
-        return None
 
     def _number(self, kind: str) -> Any:
         return struct.unpack(f"<{kind}", self._stream.read(struct.calcsize(kind)))[0]
 
     def _string(self, longest: int) -> bytes:
+        """Read a string of at most ``longest`` bytes."""
         length = self._number("Q")
         if length > longest:
             raise ValueError(f"a name has {length:,} bytes")

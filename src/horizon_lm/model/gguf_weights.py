@@ -15,7 +15,7 @@ from horizon_lm.model.gguf_header import read_gguf_header
 
 
 def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
-    """Return a GGUF model dequantized to a dtype and entirely in memory, to be converted once before training."""
+    """Return the model of a GGUF file, dequantized to a dtype and all in memory; raise ConfigError if it cannot be read."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     require_model_files(folder)

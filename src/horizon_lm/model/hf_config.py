@@ -42,7 +42,7 @@ def load_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
 
 
 def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
-    """Return the config in a folder, of any kind of model. Arguments as in `load_config`; raises ConfigError, too."""
+    """Return the config in a folder, of any kind of model. Arguments as in `load_config`; raise ConfigError if it has none."""
     from transformers import AutoConfig
 
     require_model_files(folder)
@@ -77,13 +77,13 @@ def auto_class(model_class: Any) -> Any:
 
 
 def saved_class(config: Any) -> Any:
-    """Return the class, as in `auto_class`, of the model that a config was saved with."""
+    """Return the class (see `auto_class`) of the model that a config was saved with."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification if _names_classifier(config) else AutoModelForCausalLM
+    return AutoModelForSequenceClassification if _classifier_name(config) else AutoModelForCausalLM
 
 
-def _names_classifier(config: Any) -> str:
+def _classifier_name(config: Any) -> str:
     """Return the sequence classification model among the architectures of a config; empty if there is none."""
     names = config.architectures if isinstance(config.architectures, list) else []
     return next((name for name in map(str, names) if name.endswith("ForSequenceClassification")), "")
@@ -98,12 +98,8 @@ def require_model(config: Any, place: str, model_class: Any) -> Any:
     )
 
     if quantization := quantization_of(config):
-        matrix_codec(quantization, place)
-    for name in ("_attn_implementation", "_experts_implementation"):
-        if "/" in str(getattr(config, name, None)):  # transformers would download the code of this kernel, and run it
-            raise ModelNotSupportedError(
-                f"{place}: its config names a kernel on the hub ({getattr(config, name)}); remove {name[1:]} from it"
-            )
+        matrix_codec(quantization, place)  # raises the error of a format that is not decoded
+    _reject_hub_kernels(config, place)
     auto_map = getattr(config, "auto_map", None) or {}
     causal = model_class is AutoModelForCausalLM
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if causal else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -112,12 +108,22 @@ def require_model(config: Any, place: str, model_class: Any) -> Any:
         raise ModelNotSupportedError(
             f"{place}: {config.model_type!r} has no {kind} in transformers; Horizon-LM trains decoders"
         )
-    if causal and (name := _names_classifier(config)):
+    if causal and (name := _classifier_name(config)):
         raise ModelNotSupportedError(
             f"{place} holds a {name}, which has no language model head; from Python, load it with "
             "from_pretrained(..., model_class=AutoModelForSequenceClassification)"
         )
     return config
+
+
+def _reject_hub_kernels(config: Any, place: str) -> None:
+    """Raise ModelNotSupportedError, naming ``place``, if transformers would download a kernel that a config names, and run it."""
+    for name in ("_attn_implementation", "_experts_implementation"):
+        kernel = str(getattr(config, name, None))
+        if "/" in kernel:
+            raise ModelNotSupportedError(
+                f"{place}: its config names a kernel on the hub ({kernel}); remove {name.removeprefix('_')} from it"
+            )
 
 
 def config_bytes(config: Any) -> int:
@@ -128,7 +134,7 @@ def config_bytes(config: Any) -> int:
 
 
 def stored_bytes(folder: Path, config: Any) -> int:
-    """Return the bytes per element of the checkpoint in a folder, taken from its first floating-point tensor."""
+    """Return the bytes per element of the checkpoint in a folder: of its first floating-point tensor, or else as its config says."""
     from safetensors import SafetensorError, safe_open
 
     try:

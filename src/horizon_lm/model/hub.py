@@ -49,7 +49,7 @@ def folder_here(name: str | Path) -> Path | None:
 
 
 def _is_cached(name: str) -> bool:
-    """Return whether all weights of a hub id are on this machine."""
+    """Return whether all weights of a hub id are in the hub's cache on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     def find(file: str) -> str | None:
@@ -82,7 +82,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
 
 
 def _require_answer(name: str) -> None:
-    """Raise ConfigError if the hub cannot be reached and is needed. transformers would try for most of a minute."""
+    """Raise ConfigError if a config is not in the cache and the hub does not answer. transformers would try for most of a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -103,7 +103,7 @@ def _require_hub_id(name: str) -> None:
 
 
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
-    """Return the error for a name that is no folder and not on the hub, with a known model of a similar name."""
+    """Return the error for a name, as the user has typed it, that is no folder and whose hub id the hub has rejected with ``error``."""
     known = f" as {hub_id}" if hub_id != typed else ""
     hint = "" if known else _did_you_mean(typed) or _list_of_names(typed)
     return ConfigError(
@@ -113,7 +113,7 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
 
 
 def _did_you_mean(typed: str) -> str:
-    """Return the hint at a known model, or else a path, whose name is similar; empty if there is none."""
+    """Return the hint at a known model with a similar name, or else at a similar path; empty if there is neither."""
     close = closest_model(typed, (name for each in known_models() for name in (each.name, *each.aliases)))
     if close and close != typed:
         return f"; did you mean {close}?"

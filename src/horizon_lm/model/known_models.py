@@ -45,15 +45,11 @@ def _read() -> tuple[KnownModel, ...]:
     entries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     models = [
         KnownModel(
-            entry["name"],
-            tuple(entry["aliases"]),
-            entry["parameters"],
-            entry["config"],
-            entry.get("quantization_config"),
-            entry.get("differences", {}),
+            name=entry["name"], aliases=tuple(entry["aliases"]), parameters=entry["parameters"], config=entry["config"],
+            quantization=entry.get("quantization_config"), differences=entry.get("differences", {}),
         )
         for entry in entries
-    ]
+    ]  # fmt: skip
     return tuple(sorted(models, key=lambda model: (model.parameters, model.name)))
 
 
@@ -72,11 +68,12 @@ def find_known(name: str) -> KnownModel | None:
     Case is ignored. An unambiguous name may omit the organization and "(text)".
     """
     wanted = _key(name)
-    full = {_key(known): model.released_as(known) for model in _read() for known in (model.name, *model.aliases)}
-    if wanted in full:
-        return deepcopy(full[wanted])
-    without_org = {model.name: model for known, model in full.items() if known.rpartition("/")[2] == wanted}
-    return deepcopy(next(iter(without_org.values()))) if len(without_org) == 1 else None
+    releases = {_key(known): model.released_as(known) for model in _read() for known in (model.name, *model.aliases)}
+    if wanted in releases:
+        return deepcopy(releases[wanted])
+    # By name, because the same model may have aliases of several organizations.
+    found = {model.name: model for known, model in releases.items() if known.rpartition("/")[2] == wanted}
+    return deepcopy(next(iter(found.values()))) if len(found) == 1 else None
 
 
 def known_config(known: KnownModel) -> Any:
@@ -91,6 +88,7 @@ def full_name(name: str) -> str:
     known = find_known(name)
     if known is None or "/" in name:
         return name.partition(" ")[0]  # "... (text)" denotes a part of that model
-    names = [each.partition(" ")[0] for each in (known.name, *known.aliases)]
+    ids = [each.partition(" ")[0] for each in (known.name, *known.aliases)]
     wanted = name.partition(" ")[0].casefold()
-    return next(each for each in names if each.rpartition("/")[2].casefold() == wanted)
+    # One of them is: `find_known` has found the model by the same comparison.
+    return next(each for each in ids if each.rpartition("/")[2].casefold() == wanted)

@@ -42,15 +42,17 @@ def kept_in_float32(model: Any, names: Iterable[str], dtype: torch.dtype) -> set
     """Return the tensors, by full name, that transformers keeps in float32 if it opens the model in another dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
-    plan = model._get_dtype_plan(dtype)
-    pattern = build_glob_alternation(list(plan))[0] if plan else None
-    return {name for name in names if pattern is not None and pattern.search(name)}
+    plan = model._get_dtype_plan(dtype)  # by patterns of names
+    if not plan:
+        return set()
+    pattern = build_glob_alternation(list(plan))[0]
+    return {name for name in names if pattern.search(name)}
 
 
 def created_in_float32(model: Any, names: Iterable[str]) -> set[str]:
     """Return the weights, by full name, that the model's own code creates in float32 though the model is built in bfloat16.
 
-    transformers leaves them so when it opens a folder. None are returned for a model that it cannot compute with them.
+    transformers leaves them so when it opens a folder. Empty for a model that cannot be computed with two dtypes.
     """
     with torch.device("meta"), torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,7 +73,7 @@ def _accepts_its_dtypes(model: Any) -> bool:
 
 
 def _keep_in_float32(model: Any) -> None:
-    """Convert the tensors that a file may have and that transformers keeps in float32."""
+    """Convert to float32 the parameters and saved buffers of a skeleton that transformers keeps in it (`kept_in_float32`)."""
     state = model.state_dict(keep_vars=True)
     for name in kept_in_float32(model, state, model.config.dtype or torch.get_default_dtype()):
         path, _, attribute = name.rpartition(".")

@@ -36,14 +36,17 @@ def _differ(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
         try:
             opened = [stack.enter_context(safe_open(path, framework="pt")) for path, _ in files]
             named = {name: file for file in opened for name in {head, table}.intersection(file.keys())}
-            found = [file.get_slice(name) for name, file in named.items()]
-            if len(found) < 2 or found[0].get_shape() != found[1].get_shape():
+            if len(named) < 2:
                 return False
-            return any(not torch.equal(one, other) for one, other in zip(*map(_parts, found), strict=True))
+            one, other = (file.get_slice(name) for name, file in named.items())
+            if one.get_shape() != other.get_shape():
+                return False
+            return any(not torch.equal(*parts) for parts in zip(_parts(one), _parts(other), strict=True))
         except (OSError, SafetensorError):  # reported when the weights are read
             return False
 
 
 def _parts(tensor: Any) -> Iterator[torch.Tensor]:
+    """Read a slice of safetensors a few rows at a time."""
     for first in range(0, tensor.get_shape()[0], _ROWS):
         yield tensor[first : first + _ROWS]

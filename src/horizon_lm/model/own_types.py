@@ -17,7 +17,7 @@ def own_type_remedy(folder: Path) -> str:
     config = read_settings(path) if path.is_file() else {}
     kind, names = config.get("model_type"), config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    own = next((kind for kind, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if each == name), None)
+    own = next((own for own, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if each == name), None)
     if own is None or not isinstance(kind, str) or kind in CONFIG_MAPPING:
         return ""
     return f"; transformers has {name} itself: to use it, set model_type: {own} in config.json, and remove its auto_map"

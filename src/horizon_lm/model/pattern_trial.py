@@ -58,22 +58,27 @@ def require_quick(patterns: Iterable[str], names: Iterable[str], place: object) 
     tried = list(patterns)
     if not tried:
         return
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, str(MAX_SECONDS), str(_MAX_BYTES)],
-            input=json.dumps([tried, list(names)]), capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    except OSError as error:
-        raise ConfigError(
-            f"a process that tries the patterns of {place} cannot be started ({error.strerror})"
-        ) from error
+    done = _try(tried, list(names), place)
     if done.returncode == 0:
         return
-    numbers = done.stdout.split()
-    pattern = tried[int(numbers[-1])] if numbers else tried[0]
+    begun = done.stdout.split()  # numbers of patterns, up to the one that was not finished
+    pattern = tried[int(begun[-1])] if begun else tried[0]
     shown = pattern if len(pattern) <= 80 else pattern[:77] + "..."
     if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
         limit = f"takes more than {counted(MAX_SECONDS, 'second')}"
     else:
         limit = f"ends the process that tries it, with status {done.returncode}, if it has"
     raise ConfigError(f"{place}: the pattern {shown} {limit} to compare with the names of the model; simplify it")
+
+
+def _try(patterns: list[str], names: list[str], place: object) -> subprocess.CompletedProcess[str]:
+    """Compare patterns with names in another process, and return how it has ended; raise ConfigError if it cannot be started."""
+    try:
+        return subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, str(MAX_SECONDS), str(_MAX_BYTES)],
+            input=json.dumps([patterns, names]), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigError(
+            f"a process that tries the patterns of {place} cannot be started ({error.strerror})"
+        ) from error

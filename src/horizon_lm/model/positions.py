@@ -28,4 +28,4 @@ def positions_of(model: Any) -> Positions | None:
         return None
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     sizes = {table.num_embeddings for table in tables if table is not model.get_input_embeddings()}
-    return Positions(number, any(number <= size <= number + _SPARE_ROWS for size in sizes))
+    return Positions(number, is_table=any(number <= size <= number + _SPARE_ROWS for size in sizes))

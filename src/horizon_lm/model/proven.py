@@ -18,7 +18,7 @@ class Proof:
 
     Attributes:
         name: name of the model's class.
-        missing: reason why the model is not in the table; empty if it is.
+        missing: reason why the table has no entry that holds for the model; empty if it has one.
         features: features that were proven, in addition to training on text with the default settings.
     """
 
@@ -35,21 +35,23 @@ class Proof:
 
 
 def find_proof(parts: ModelParts) -> Proof:
-    """Return the table's entry for a model."""
+    """Return the table's entry for a model, which is without features if it holds for other models only."""
     model = parts.model.get_base_model() if hasattr(parts.model, "get_base_model") else parts.model
     cls, kind = _class_of_transformers(type(model)), model.config.model_type
+    name, tie = cls.__name__, "tied" if parts.tied else "untied"
     entry = _table()["classifiers" if parts.classifies else "types"].get(kind)
-    if entry is None or entry["class"] != cls.__name__:
-        return Proof(cls.__name__, f"{cls.__name__} of type {kind!r} is not in the table of proven models", frozenset())
-    if cls is not type(model) and not hasattr(model, "_horizon"):
-        return Proof(cls.__name__, f"{type(model).__name__} changes transformers' {cls.__name__}", frozenset())
-    proof = Proof(cls.__name__, "", frozenset(entry["features"]))
-    tie = "tied" if parts.tied else "untied"
-    return proof if tie in proof.features else Proof(cls.__name__, proof.reason_against(f"{tie} weights"), frozenset())
+    missing = ""
+    if entry is None or entry["class"] != name:
+        missing = f"{name} of type {kind!r} is not in the table of proven models"
+    elif cls is not type(model) and not hasattr(model, "_horizon"):  # another subclass than that of a streamed model
+        missing = f"{type(model).__name__} changes transformers' {name}"
+    elif tie not in entry["features"]:
+        missing = f"{name} was not proven with {tie} weights"
+    return Proof(name, missing, frozenset() if missing else frozenset(entry["features"]))
 
 
 def require_proven(reason: str) -> None:
-    """Raise ModelNotSupportedError if there is a reason not to stream a model."""
+    """Raise ModelNotSupportedError if there is a reason why a model is unproven (`Proof.reason_against`)."""
     if reason:
         raise ModelNotSupportedError(
             f"{reason} (docs/models.md: compared with plain autograd, transformers {_table()['transformers']}). Set "
@@ -71,6 +73,7 @@ def warn_of_other_version() -> None:
 
 
 def _class_of_transformers(cls: type) -> type:
+    """Return the class of transformers that a class derives from; the class itself if there is none."""
     return next((each for each in cls.__mro__ if each.__module__.startswith("transformers.models.")), cls)
 
 

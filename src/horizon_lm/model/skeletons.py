@@ -17,9 +17,9 @@ from horizon_lm.model.opening import open_like_transformers
 
 
 def skeleton_of(config: Any, place: str, **options: Any) -> Any:
-    """Return the model of a config without weights; raise ConfigError, naming ``place``, if it cannot be built."""
+    """Return the model of a config without weights (`build_skeleton`); raise ConfigError, naming ``place``, if it cannot be built."""
     try:
-        return build_skeleton(config, **{k: v for k, v in options.items() if v is not None})
+        return build_skeleton(config, **{name: value for name, value in options.items() if value is not None})
     except HorizonError:
         raise
     except Exception as error:  # the model's own code, with any values of its config
@@ -36,9 +36,7 @@ def skeleton_of(config: Any, place: str, **options: Any) -> Any:
 
 
 def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
-    """Return the model in a folder without weights, with its generation config; raise ConfigError if it cannot be
-    built.
-    """
+    """Return the model in a folder without weights, with its generation config; raise ConfigError if one of them cannot be made."""
     from transformers import GenerationConfig
 
     model = skeleton_of(config, str(folder), **options)
@@ -70,8 +68,9 @@ class _LargeOnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.empty:
             kwargs["device"] = "meta"
-        elif func in _FACTORIES:  # of `torch.full`, the first argument alone is a size
-            sizes = [*args[: 1 if func is torch.full else None], kwargs.get("size", ())]
+        elif func in _FACTORIES:
+            num_sizes = 1 if func is torch.full else None  # its second argument is a value
+            sizes = [*args[:num_sizes], kwargs.get("size", ())]
             if self._limit is None:
                 require_small_buffer(sizes)
             elif num_elements(sizes) > self._limit:
@@ -81,8 +80,9 @@ class _LargeOnMeta(TorchFunctionMode):
 
 @contextmanager
 def parameters_on_meta(limit: int | None) -> Iterator[None]:
-    """Context manager: turn every registered parameter into a meta tensor, but compute buffers: all, or those within a limit.
+    """Context manager: turn every parameter that any module registers into a meta tensor, but compute buffers.
 
+    ``limit``: elements of the largest buffer that is computed; None computes all.
     ``torch.device("meta")`` would also put buffers (rotary frequencies, scales) on the meta device.
     """
     original, count = nn.Module.register_parameter, itertools.count(1)
@@ -116,14 +116,15 @@ def _buffers_on_meta(model: nn.Module) -> list[str]:
 
 
 def build_skeleton(config: Any, model_class: Any = None, **options: Any) -> nn.Module:
-    """Return the model of a Hugging Face config without weights, in evaluation mode: that of `auto_class`.
+    """Return the model of a Hugging Face config without weights, in evaluation mode, of the class that `auto_class` gives.
 
     Its buffers, and the dtypes of all its tensors, are those that transformers gives a model that is opened with the option
     ``dtype``; without this option, with the dtype of the config.
     """
+    # Large tensors are computed in a second try only, if a buffer or a computation needs them.
     try:
         model = _build(config, model_class, _LARGE, options)
-    except RuntimeError:  # it computes with a large table
+    except RuntimeError:
         model = None
     if model is None or _buffers_on_meta(model):
         model = _build(config, model_class, None, options)
@@ -138,8 +139,9 @@ def meta_copy(module: nn.Module) -> nn.Module:
     """Return a deep copy whose parameters are meta tensors, without duplicating weights even temporarily."""
     import copy
 
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()
+    memo: dict[int, Any] = {  # objects that the copy has in place of others, by their identities
+        id(param): nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        for param in module.parameters()
     }
     for part in module.modules():  # hooks may refer to anything, so share them with the copy
         memo |= {id(hooks): hooks for name, hooks in part.__dict__.items() if name.endswith("_hooks")}

@@ -27,16 +27,9 @@ class ModelSource:
     """
 
     def __init__(
-        self,
-        config: Any,
-        place: str,
-        folder: Path | None = None,
-        *,
-        model_class: Any = None,
-        trust_remote_code: bool = False,
-        attn_implementation: str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, config: Any, place: str, folder: Path | None = None, *, model_class: Any = None, trust_remote_code: bool = False,
+        attn_implementation: str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.place, self.folder = copy.deepcopy(config), place, folder
         self.quantization = take_quantization(self.config)
         self.attn_implementation = attn_implementation
@@ -63,6 +56,6 @@ class ModelSource:
         return self._skeleton
 
     def take_skeleton(self) -> Any:
-        """Return the model without weights, to be changed by the caller; another one is built if it is needed again."""
+        """Return the model without weights, to be changed by the caller; the next call of `skeleton` builds another one."""
         found, self._skeleton = self.skeleton(), None
         return found

@@ -13,10 +13,10 @@ def declare_untied(config: Any) -> None:
 
 
 def true_config(model: Any) -> Any:
-    """Return a copy of a model's config, which declares nothing tied if two parameters that it ties are not the same one."""
+    """Return a copy of a model's config. It declares nothing tied if the model has two parameters where its config ties one."""
     config = copy.deepcopy(model.config)
     for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        with suppress(AttributeError):  # inside layers of PEFT
+        with suppress(AttributeError):  # the name of a module that PEFT has wrapped, so that it has another name now
             if model.get_parameter(name) is not model.get_parameter(source):
                 declare_untied(config)
     return config
