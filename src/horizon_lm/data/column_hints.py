@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 _SAME_WORD = 0.8  # similarity from which two words are spellings of one
-_WORDS = {  # of names of each meaning, by the expected name that they may stand for
+_WORDS = {  # in the names of fields, by their meaning
     "rejected": ("rejected", "reject", "negative", "worse", "bad", "loser", "dispreferred"),
     "chosen": ("chosen", "accepted", "preferred", "positive", "better", "good", "winner"),
     "system": ("system",),
@@ -48,7 +48,8 @@ def suggest_columns(
         formats: the required and the optional fields of each.
         usual: the required fields of the format that is suggested if others are as likely.
     """
-    best: tuple[tuple[int, int, int, bool], dict[str, str]] | None = None
+    best: dict[str, str] = {}
+    best_rank = (-1, 0, 0, False)  # below that of any format
     for required, optional in formats:
         columns = _columns(row, required, optional)
         if columns is None:
@@ -57,9 +58,9 @@ def suggest_columns(
         misspelled = sum(len(_similar(theirs.casefold(), [ours])) for ours, theirs in columns.items())
         meant = sum(_is_meant(theirs, ours) for ours, theirs in columns.items())
         rank = (own, misspelled, meant, tuple(required) == tuple(usual))
-        if best is None or rank > best[0]:
-            best = rank, columns
-    return best[1] if best else {}
+        if rank > best_rank:
+            best, best_rank = columns, rank
+    return best
 
 
 def as_setting(columns: Mapping[str, str]) -> str:
@@ -77,7 +78,7 @@ def field_for(row: Mapping[str, Any], expected: str) -> str | None:
 
 
 def _columns(row: Mapping[str, Any], required: Sequence[str], optional: Collection[str]) -> dict[str, str] | None:
-    """Return the columns with which a row has all required fields; None if it has too few that could be renamed."""
+    """Return the row's own names by expected ones, so that it has all required fields; None if too few could be renamed."""
     free = {name: value for name, value in row.items() if name not in required and name not in optional}
     columns: dict[str, str] = {}
     missing = [field for field in required if field not in row]
@@ -99,20 +100,23 @@ def _columns(row: Mapping[str, Any], required: Sequence[str], optional: Collecti
 
 
 def _is_meant(name: str, expected: str) -> bool:
+    """Return whether a field's name has the meaning of an expected one; for a list of messages any has, since `_fits` knows them."""
     return expected in _LISTS or _meaning(name) == _MEANINGS.get(expected, "")
 
 
 def _fits(value: Any, expected: str) -> bool:
-    """Return whether a value is of a type that a field may have: text, or messages."""
+    """Return whether a value is of a type that an expected field may have: text, or messages."""
     first = value[0] if isinstance(value, list) and value else value
-    key = next((key for key in ("role", "from") if key in first), None) if isinstance(first, Mapping) else None
+    key = None  # that of the speaker, if the value is a message or a list of messages
+    if isinstance(first, Mapping):
+        key = next((key for key in ("role", "from") if key in first), None)
     if expected in _LISTS:
         return isinstance(value, list) and key == _LISTS[expected]
     return isinstance(value, str) or (key is not None and expected in _TEXT_OR_MESSAGES)
 
 
 def _meaning(name: str) -> str | None:
-    """Return the meaning of a field by the words of its name; None if it has no known word."""
+    """Return the meaning of a field by the words of its name; ``ambiguous`` for several meanings, and None without a known word."""
     name = name.casefold()
     words = [word for word in re.split(r"[\W_\d]+", name) if word]
     if name in _METADATA or words[-1:] in (["id"], ["url"]):
@@ -129,5 +133,5 @@ def _meaning(name: str) -> str | None:
 
 
 def _similar(word: str, known: Iterable[str]) -> list[str]:
-    """Return the most similar of some words, if it is the same but for spelling; else an empty list."""
-    return difflib.get_close_matches(word, list(known), 1, _SAME_WORD)
+    """Return a list of the known word that a word is a spelling of; an empty list if there is none."""
+    return difflib.get_close_matches(word, list(known), n=1, cutoff=_SAME_WORD)

@@ -77,8 +77,8 @@ def describe_type(value: Any) -> str:
         return "an empty list" if not value else "a list"
     if isinstance(value, bool):
         return "true or false"
-    names = {str: "text", dict: "an object", int: "a number", float: "a number"}
-    return names.get(type(value), f"of type {type(value).__name__}")
+    words = {str: "text", dict: "an object", int: "a number", float: "a number"}
+    return words.get(type(value), f"of type {type(value).__name__}")
 
 
 def read_messages(row: Mapping[str, Any], name: str) -> list[Message]:
@@ -94,20 +94,20 @@ def _message(entry: Any, where: str) -> Message:
     if not isinstance(entry, Mapping):
         raise RowError(f"{where} must be {{role, content}}, but is {describe_type(entry)}")
     entry = {key: value for key, value in entry.items() if value is not None}
-    is_sharegpt = "from" in entry and "role" not in entry
-    text = f"{where}.{'value' if is_sharegpt else 'content'}"
-    calls = text if is_sharegpt and entry["from"] == "function_call" else f"{where}.tool_calls"
-    if is_sharegpt:
+    content_place, calls_place = f"{where}.content", f"{where}.tool_calls"  # for errors, as the row has them
+    if "from" in entry and "role" not in entry:  # ShareGPT
+        content_place = f"{where}.value"
+        calls_place = content_place if entry["from"] == "function_call" else calls_place
         entry = _convert_sharegpt(entry, where)
     role = entry.get("role")
     _require_role(role, ROLES, f"{where}.role")
-    message: Message = {"role": role, "content": _content(entry, text)}
+    message: Message = {"role": role, "content": _content(entry, content_place)}
     for key, value in entry.items():
         if key in ("role", "content") or value in ("", [], {}):  # 0 and false are also values
             continue
         if key not in _OPTIONAL_KEYS.get(role, ()):
             raise RowError(f"{where}.{key} is not supported; remove it, or drop the row")
-        message[key] = _tool_calls(value, calls) if key == "tool_calls" else value
+        message[key] = _tool_calls(value, calls_place) if key == "tool_calls" else value
     return message
 
 
@@ -120,7 +120,7 @@ def _require_role(role: Any, known: Collection[str], where: str) -> None:
 
 
 def _content(entry: Mapping[str, Any], where: str) -> str:
-    """Return the text of a message: its content, or the texts in a list of parts joined. ``where``: place of the text."""
+    """Return the content of a message, or the texts in a list of parts joined; raise RowError, naming ``where``, if it is no text."""
     content = entry.get("content")
     if content is None and entry.get("tool_calls"):
         return ""
@@ -137,7 +137,7 @@ def _content(entry: Mapping[str, Any], where: str) -> str:
 
 
 def _tool_calls(value: Any, where: str) -> list[Any]:
-    """Return calls at ``where`` in OpenAI's form, with arguments that are JSON text parsed."""
+    """Return calls in OpenAI's form, and parse arguments that are JSON text. Raise RowError, naming ``where``, for others."""
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise RowError(f"{where} must be a list of calls, but is {describe_type(value)}")
     calls = []
@@ -148,7 +148,8 @@ def _tool_calls(value: Any, where: str) -> list[Any]:
         function = dict(function)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = _json(function["arguments"], f"{where}: arguments of {function['name']}")
-        calls.append({**{k: v for k, v in call.items() if k not in function}, "type": "function", "function": function})
+        others = {key: each for key, each in call.items() if key not in function}  # such as the call's id
+        calls.append({**others, "type": "function", "function": function})
     return calls
 
 
@@ -168,6 +169,7 @@ def _convert_sharegpt(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _json(text: str, where: str) -> Any:
+    """Return the value of a JSON text; raise RowError, naming ``where``, if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

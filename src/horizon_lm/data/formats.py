@@ -1,7 +1,7 @@
 """Convert rows of the known formats, recognized by their fields, to an `Example`."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -52,7 +52,7 @@ class RowFormat:
 
 
 def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with its fields renamed to the expected names; raise RowError if a renamed field is missing."""
+    """Return a row with fields under their expected names, too, given the own names of these; raise RowError if one is missing."""
     missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL_FIELDS]
     if missing:
         raise RowError(f"field {missing[0]!r} of columns is missing; the row has {_field_names(row)}")
@@ -72,7 +72,7 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
         row: the row, with renamed fields.
         wanted: name of the format, or None to recognize it by the fields of the row.
         objective: objective of the run, which limits the formats.
-        columns: renamed fields; formats that require one of these fields take precedence.
+        columns: expected names of renamed fields; formats that require one of them take precedence.
 
     Raises:
         RowError: the row has no known format, or one that the objective does not use.
@@ -88,14 +88,19 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
     for fmt in (*named, *usable):
         if fmt.matches(row):
             return fmt
-    other = next((fmt for fmt in FORMATS if fmt not in usable and fmt.matches(row)), None)
+    raise _no_format(row, usable, objective)
+
+
+def _no_format(row: Mapping[str, Any], usable: Sequence[RowFormat], objective: str) -> RowError:
+    """Return the error of a row that has none of the usable formats, with the remedy."""
     if "role" in row and "content" in row:
-        raise RowError(
+        return RowError(
             "the row is one message; write each conversation as one row: messages, a list of {role, content}"
         )
     expected = ", ".join(" + ".join(fields) for fmt in usable for fields in fmt.required)
+    other = next((fmt for fmt in FORMATS if fmt not in usable and fmt.matches(row)), None)
     if other is not None:
-        raise RowError(
+        return RowError(
             f"rows in {other.name} format are not supported with objective: {objective}; use objective: {other.objectives[0]}, or rows "
             f"with the fields {expected}"
         )
@@ -103,7 +108,7 @@ def find_format(row: Any, wanted: str | None, objective: str, columns: Collectio
     formats = [(fields, fmt.optional) for fmt in usable for fields in fmt.required]
     if found := suggest_columns(row, formats, _USUAL[objective]):
         problem += f". Rename fields with columns, the expected name first, such as {as_setting(found)}"
-    raise RowError(problem)
+    return RowError(problem)
 
 
 def _text_field(row: Mapping[str, Any], name: str, optional: bool = False) -> str:
@@ -149,12 +154,15 @@ def _alpaca_prompt(row: Mapping[str, Any]) -> list[Message]:
 def _history(row: Mapping[str, Any]) -> list[Message]:
     """Return the earlier turns of a row, which LLaMA-Factory stores as pairs of question and answer."""
     pairs = row.get("history") or []
-    if not isinstance(pairs, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(each, str) for each in pair) for pair in pairs
-    ):
+    if not isinstance(pairs, list) or not all(map(_is_pair_of_texts, pairs)):
         raise RowError("field 'history' must be a list of pairs of texts, question and answer")
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+
+
+def _is_pair_of_texts(value: Any) -> bool:
+    """Return whether a value is a list of two texts."""
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
 
 
 def _from_prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
@@ -162,6 +170,7 @@ def _from_prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion
 
 
 def _from_preference(row: Mapping[str, Any]) -> Preference:
+    """Return the two answers of a row, each with the prompt; raise RowError if neither is preferred."""
     row = _with_prompt(row)
     pair = Preference(_prompt_and_answer(row, "chosen"), _prompt_and_answer(row, "rejected"))
     if row["chosen"] == row["rejected"]:
@@ -170,9 +179,7 @@ def _from_preference(row: Mapping[str, Any]) -> Preference:
 
 
 def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a preference with a prompt, extracted from the start of both answers if needed, and with answers as
-    messages.
-    """
+    """Return a preference with a field ``prompt``, extracted from the start of both answers if needed; raise RowError if it has none."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if isinstance(row.get("conversations"), list):  # LLaMA-Factory: the conversation before the answers
         answers = {name: [row[name]] for name in ("chosen", "rejected") if isinstance(row.get(name), Mapping)}
@@ -180,10 +187,15 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if "instruction" in row and isinstance(chosen, str) and isinstance(rejected, str):
         answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
         return {**row, "prompt": _alpaca_prompt(row), **answers}
-    if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
-        return row
     # A text prompt next to two conversations usually repeats their start, so it is ignored unless they contain only
     # answers.
+    if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
+        return row
+    return _extract_prompt(row, chosen, rejected)
+
+
+def _extract_prompt(row: Mapping[str, Any], chosen: Any, rejected: Any) -> Mapping[str, Any]:
+    """Return a preference with the common start of both answers as its prompt; of two answers alone, with the row's text prompt."""
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list) or not value:
             raise RowError(f"field {name!r} must be text or a list of {{role, content}}, but is {describe_type(value)}")
@@ -216,6 +228,7 @@ def _require_common_prompt(row: Mapping[str, Any], chosen: str, rejected: str) -
 
 
 def _no_prompt(row: Mapping[str, Any]) -> str:
+    """Return the message for a preference without a prompt, with the remedy."""
     found = field_for(row, "prompt")
     remedy = f"name it with {as_setting({'prompt': found})}" if found else "add a field 'prompt'"
     return f"'chosen' and 'rejected' have no common start to use as the prompt; {remedy}"
@@ -246,7 +259,7 @@ def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Comp
 
 
 def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: int | None = None) -> Conversation:
-    """Return messages as a conversation, with the system prompt, tools and template options of the row.
+    """Return messages, at least one, as a conversation with the system prompt, tools and template options of the row.
 
     ``num_prompt``: number of messages that are the prompt; None if the row does not say.
     """
@@ -261,7 +274,8 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: i
     if system and first["role"] in ("system", "developer") and first["content"] != system:
         raise RowError("field 'system' and the system message differ; keep one of them")
     if system and first["role"] not in ("system", "developer"):
-        messages, num_prompt = [{"role": "system", "content": system}, *messages], num_prompt and num_prompt + 1
+        messages = [{"role": "system", "content": system}, *messages]
+        num_prompt = None if num_prompt is None else num_prompt + 1
     return Conversation(validate_messages(messages), _tools(row), dict(options), num_prompt)
 
 

@@ -53,19 +53,22 @@ def reject_placeholders(example: Example) -> None:
 
     A name with an end tag is a tag of HTML, which rows may talk about.
     """
-    pattern = _TEXT_PLACEHOLDER if isinstance(example, Text) else _PLACEHOLDER
+    is_text = isinstance(example, Text)
+    pattern = _TEXT_PLACEHOLDER if is_text else _PLACEHOLDER
     for text in _prompts(example):
         found = pattern.search(text)
-        name = found and next(filter(None, found.groups()))  # of the alternative that matched
-        if name and f"</{name}>" not in text:
+        if found is None:
+            continue
+        name = next(filter(None, found.groups()))  # of the alternative that matched
+        if f"</{name}>" not in text:
             raise RowError(
-                f"the {'text' if isinstance(example, Text) else 'prompt'} has the placeholder <{name}>, and only text is supported; drop the "
+                f"the {'text' if is_text else 'prompt'} has the placeholder <{name}>, and only text is supported; drop the "
                 f"row, or write `<{name}>` in backquotes if the tag is meant"
             )
 
 
 def _prompts(example: Example) -> Iterator[str]:
-    """Yield the texts of an example that the user wrote."""
+    """Yield the prompts of an example: texts of the user, or the whole of a text. Both answers of a preference have the same."""
     if isinstance(example, Preference):
         yield from _prompts(example.chosen)
     elif isinstance(example, Conversation):
@@ -75,9 +78,7 @@ def _prompts(example: Example) -> Iterator[str]:
 
 
 def unused_fields(row: Any, used: Collection[str]) -> list[str]:
-    """Return the fields of a row with a value that are not among the used ones."""
-    return (
-        [name for name, value in row.items() if value is not None and name not in used]
-        if isinstance(row, Mapping)
-        else []
-    )
+    """Return the fields of a row with a value that are not among the used ones; none of a row that is no object."""
+    if not isinstance(row, Mapping):
+        return []
+    return [name for name, value in row.items() if value is not None and name not in used]
