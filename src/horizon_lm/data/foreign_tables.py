@@ -36,21 +36,10 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
     if chained := next((file for file in files if "::" in str(file)), None):
         raise DataError(f"{chained}: names with '::' are addresses inside of others to datasets; rename the file")
     names = [glob.escape(str(file)) for file in files]  # of this file alone, not a pattern for others
-    options: dict[str, Any] = {"path": reader, "data_files": {"train": names}, "cache_dir": str(cache)}
     with _readable(config, files):
-        if reader in ("parquet", "arrow"):
-            declared = _declared_features(reader, files[0])
-            _require_text(config, declared)
-            options["features"] = _as_stored(declared)
-        if reader == "parquet":
-            options["batch_size"] = _BATCH_ROWS
-        if reader == "csv":
-            options |= _csv_options(files)
-        if reader == "text":
-            options["sample_by"] = config.sample_by
-        if reader in ("csv", "text") and (encoding := _encoding(files)) != "utf-8":
-            options["encoding"] = encoding
-        builder = datasets.load_dataset_builder(**options)
+        builder = datasets.load_dataset_builder(
+            reader, data_files={"train": names}, cache_dir=str(cache), **_reader_options(config, reader, files)
+        )
         builder.download_and_prepare()
         if not builder.info.splits["train"].num_examples:
             raise DataError(f"{config.path}: no rows found")
@@ -62,6 +51,24 @@ def read_files(config: DatasetConfig, reader: str, files: Sequence[Path], cache:
     if reader == "text":
         return table.filter(lambda texts: [bool(text.strip()) for text in texts], input_columns="text", batched=True)
     return table
+
+
+def _reader_options(config: DatasetConfig, reader: str, files: Sequence[Path]) -> dict[str, Any]:
+    """Return the options of a reader of `datasets` for these files; raise DataError if a column holds something else than text."""
+    options: dict[str, Any] = {}
+    if reader in ("parquet", "arrow"):
+        declared = _declared_features(reader, files[0])
+        _require_text(config, declared)
+        options["features"] = _as_stored(declared)
+    if reader == "parquet":
+        options["batch_size"] = _BATCH_ROWS
+    if reader == "csv":
+        options |= _csv_options(files)
+    if reader == "text":
+        options["sample_by"] = config.sample_by
+    if reader in ("csv", "text") and (encoding := _encoding(files)) != "utf-8":
+        options["encoding"] = encoding
+    return options
 
 
 def read_hub(config: DatasetConfig) -> Any:
@@ -90,17 +97,18 @@ def read_hub(config: DatasetConfig) -> Any:
 
 @contextmanager
 def _readable(config: DatasetConfig, files: Sequence[Path] = ()) -> Iterator[None]:
-    """Context manager: raise DataError for any error of a reader or the hub."""
+    """Context manager: raise DataError for any error of a reader of ``files``, or of the hub, which has no ``files``."""
     try:
         yield
     except HorizonError:
         raise
     except Exception as error:  # readers and the hub raise errors of many types
         inner = _innermost(error)
-        invalid = map(not_utf8, files) if isinstance(inner, UnicodeDecodeError) else iter(())
-        reason = f"cannot be read ({type(inner).__name__}: {first_line(inner)})"
-        hint = similar_path(config.path)  # of a name that is not on the hub
-        raise DataError(next(filter(None, invalid), f"{config.path}: {reason}{hint}")) from error
+        message = f"{config.path}: cannot be read ({type(inner).__name__}: {first_line(inner)})"
+        message += similar_path(config.path)  # of a name that is not on the hub
+        if isinstance(inner, UnicodeDecodeError):
+            message = next(filter(None, map(not_utf8, files)), message)
+        raise DataError(message) from error
 
 
 def _innermost(error: BaseException) -> BaseException:
@@ -115,7 +123,7 @@ def _own_files_only(config: DatasetConfig) -> Iterator[None]:
     """Context manager: let `datasets` find files of a dataset in its repository only, whoever names them."""
     from datasets import data_files
 
-    resolve, rejected = data_files.resolve_pattern, list[DataError]()
+    resolve, errors = data_files.resolve_pattern, list[DataError]()
 
     def resolve_own(pattern: str, base_path: str, *args: Any, **kwargs: Any) -> Any:
         if not base_path.startswith("hf://"):
@@ -124,11 +132,11 @@ def _own_files_only(config: DatasetConfig) -> Iterator[None]:
             )
         is_own = pattern.startswith(base_path) if "://" in pattern else not Path(pattern).is_absolute()
         if not is_own or ".." in Path(pattern).parts or "::" in pattern:
-            rejected.append(DataError(f"{config.path}: names {pattern}, which is no file of this dataset on the hub"))
-            raise rejected[0]
+            errors.append(DataError(f"{config.path}: names {pattern}, which is no file of this dataset on the hub"))
+            raise errors[-1]
         return resolve(pattern, base_path, *args, **kwargs)
 
-    with _replaced(data_files, "resolve_pattern", resolve_own, rejected):
+    with _replaced(data_files, "resolve_pattern", resolve_own, errors):
         yield
 
 
@@ -140,7 +148,7 @@ def _limited_cards(place: str) -> Iterator[None]:
     """
     import yaml  # of huggingface_hub
 
-    load, found = yaml.safe_load, list[DataError]()
+    load, errors = yaml.safe_load, list[DataError]()
 
     def load_small(text: Any) -> Any:
         try:
@@ -148,15 +156,15 @@ def _limited_cards(place: str) -> Iterator[None]:
                 raise ValueError(f"it has {len(text):,} characters")
             require_few_values(yaml.parse(text, Loader=yaml.SafeLoader), _MAX_CARD_VALUES)
         except (ValueError, RecursionError) as error:
-            found.append(
+            errors.append(
                 DataError(
                     f"{place}: the YAML of its card is rejected ({error}); download the files of rows, and name them"
                 )
             )
-            raise found[0] from error
+            raise errors[-1] from error
         return load(text)
 
-    with _replaced(yaml, "safe_load", load_small, found):
+    with _replaced(yaml, "safe_load", load_small, errors):
         yield
 
 
@@ -205,7 +213,7 @@ def _read_schema(reader: str, file: Path) -> Any:
 
 
 def _as_stored(feature: Any) -> Any:
-    """Return a feature with the types of its parts in storage, which nothing decodes."""
+    """Return a feature of `datasets`, or a structure of them, with the types of its parts in storage, which nothing decodes."""
     import datasets
 
     if isinstance(feature, datasets.Features):
@@ -220,6 +228,7 @@ def _as_stored(feature: Any) -> Any:
         return datasets.LargeList(_as_stored(feature.feature))
     if type(feature).__name__ in _KEPT_TYPES:
         return feature
+    # Through a schema without metadata, which has the types in storage only.
     schema = datasets.Features({"column": feature}).arrow_schema.remove_metadata()
     return datasets.Features.from_arrow_schema(schema)["column"]
 
@@ -245,11 +254,15 @@ def _require_text(config: DatasetConfig, features: Any) -> None:
 
 
 def _decoded_kind(feature: Any) -> str | None:
-    """Return the name of a type in a feature that `datasets` decodes into something else than plain values."""
-    parts = list(feature.values()) if isinstance(feature, dict) else feature if isinstance(feature, list) else []
-    inner = getattr(feature, "feature", None)
-    kinds = (_decoded_kind(part) for part in [*parts, *([] if inner is None else [inner])])
-    if found := next(filter(None, kinds), None):
+    """Return the name of a type in a feature that `datasets` decodes into something else than plain values; None if there is none."""
+    parts: list[Any] = []
+    if isinstance(feature, dict):
+        parts += feature.values()
+    elif isinstance(feature, list):
+        parts += feature
+    if (inner := getattr(feature, "feature", None)) is not None:  # of a list type
+        parts.append(inner)
+    if found := next(filter(None, map(_decoded_kind, parts)), None):
         return found
     is_decoded = hasattr(feature, "decode_example") and type(feature).__name__ not in _KEPT_TYPES
     return type(feature).__name__ if is_decoded else None
@@ -272,6 +285,7 @@ def _separator(file: Path) -> str:
 
 
 def _header(file: Path, separator: str) -> list[str]:
+    """Return the fields of the first line of a CSV file; raise DataError if it cannot be read."""
     try:
         with file.open(encoding=encoding_of(file), errors="replace", newline="") as stream:
             return next(csv.reader(stream, delimiter=separator), [])
@@ -280,13 +294,13 @@ def _header(file: Path, separator: str) -> list[str]:
 
 
 def _encoding(files: Sequence[Path]) -> str:
-    """Return the encoding of all files; UTF-8 may have a mark in some of them."""
+    """Return the encoding of all files. Those in UTF-8 may begin with a mark or not, since ``utf-8-sig`` reads both."""
     common = _same(files, lambda file: encoding_of(file).removesuffix("-sig"), "encoding")
-    return "utf-8-sig" if common == "utf-8" and any(encoding_of(file) != common for file in files) else common
+    return "utf-8-sig" if any(encoding_of(file) == "utf-8-sig" for file in files) else common
 
 
 def _same(files: Sequence[Path], describe: Callable[[Path], str], name: str) -> str:
-    """Return what all files have in common. Raise DataError for a file that differs, since one reader reads them all."""
+    """Return the property ``name`` that all files have. Raise DataError for a file with another, since one reader reads them all."""
     first = describe(files[0])
     for file in files[1:]:
         if (other := describe(file)) != first:

@@ -7,7 +7,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,9 @@ def find_files(config: DatasetConfig) -> dict[str, list[Path]] | None:
     if path.is_file():
         return {"train": [path]}
     if not path.is_dir():
-        named = config.path in READERS.values() and config.data_files
-        return {"train": _matching(config, Path())} if named else None
+        if config.path in READERS.values() and config.data_files:  # the name of a reader, with files for it
+            return {"train": _matching(config, Path())}
+        return None
     folder = path / config.data_dir if config.data_dir else path
     try:
         splits = _files_of_folder(config, folder)
@@ -63,7 +64,7 @@ def find_files(config: DatasetConfig) -> dict[str, list[Path]] | None:
 
 
 def _files_of_folder(config: DatasetConfig, folder: Path) -> dict[str, list[Path]]:
-    """Return the files of rows in a folder, by split. Without a wanted split all of them are ``train``."""
+    """Return the files of rows in a folder, by split. All of them are ``train`` if no split is wanted, or if none names one."""
     if config.data_files:
         return {"train": _matching(config, folder)}
     if (saved := _saved_splits(config, folder)) is not None:
@@ -74,19 +75,23 @@ def _files_of_folder(config: DatasetConfig, folder: Path) -> dict[str, list[Path
         raise DataError(f"{config.path}: no files of rows in this folder")
     splits = _by_split(folder, files)
     if config.split is None:
-        held_out = [file for name in splits if name not in ("", "train") for file in splits[name]]
-        if held_out and len(held_out) < len(files):
-            raise DataError(
-                f"{config.path}: {held_out[0].relative_to(folder)} looks like held-out rows; select files with data_files, or list each by its "
-                "own path"
-            )
-        splits = {"train": files}
-    elif list(splits) == [""]:
+        _reject_held_out(config, folder, splits)
+    if config.split is None or list(splits) == [""]:
         splits = {"train": files}
     splits.pop("", None)  # files that name no split, beside others that do
-    for name in splits:
-        _require_one_type(config, splits[name])
+    for files_of_split in splits.values():
+        _require_one_type(config, files_of_split)
     return splits
+
+
+def _reject_held_out(config: DatasetConfig, folder: Path, splits: Mapping[str, list[Path]]) -> None:
+    """Raise DataError if some files, but not all, name a split other than ``train``: a run would train on them."""
+    held_out = [file for name in splits if name not in ("", "train") for file in splits[name]]
+    if held_out and len(held_out) < sum(map(len, splits.values())):
+        raise DataError(
+            f"{config.path}: {held_out[0].relative_to(folder)} looks like held-out rows; select files with data_files, or list each by its "
+            "own path"
+        )
 
 
 def _walk(config: DatasetConfig, folder: Path) -> list[Path]:
@@ -97,7 +102,7 @@ def _walk(config: DatasetConfig, folder: Path) -> list[Path]:
         raise error
 
     for root, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]  # which `os.walk` enters
         found += [Path(root, name) for name in names if not name.startswith((".", "_"))]
         if len(found) > _MAX_FILES:
             raise DataError(
@@ -107,16 +112,17 @@ def _walk(config: DatasetConfig, folder: Path) -> list[Path]:
 
 
 def _by_split(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Return files by the split that a part of their path names: by the last in `_SPLIT_NAMES` if it names several, and ``""`` if none."""
+    """Return files by the split that a part of their path names; ``""`` for none, and for several the last one in `_SPLIT_NAMES`."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         parts = file.relative_to(folder).with_suffix("").parts
         names = [name for name, pattern in _SPLIT_NAMES.items() if any(map(pattern.search, parts))]
-        splits.setdefault(next(reversed(names), ""), []).append(file)
+        splits.setdefault(names[-1] if names else "", []).append(file)
     return splits
 
 
 def _require_one_type(config: DatasetConfig, files: Sequence[Path]) -> None:
+    """Raise DataError if files have several suffixes; JSON and JSONL are one type."""
     if len(suffixes := {file.suffix for file in files}) > 1 and not suffixes <= set(JSON_SUFFIXES):
         raise DataError(
             f"{config.path}: the folder has files of several types ({', '.join(sorted(suffixes))}); select files with data_files"
@@ -124,7 +130,7 @@ def _require_one_type(config: DatasetConfig, files: Sequence[Path]) -> None:
 
 
 def _matching(config: DatasetConfig, folder: Path) -> list[Path]:
-    """Return the files that ``data_files`` names: below the folder, or anywhere if a reader is named instead of a folder."""
+    """Return the files that ``data_files`` names: below the folder, or anywhere if that is ``Path()``, for a reader instead of a folder."""
     is_reader = folder == Path()
     files: set[Path] = set()
     for pattern in config.data_files or ():

@@ -22,8 +22,7 @@ _CHUNK_CHARS = 2**20  # characters per chunk of a JSON list
 
 
 def read_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a JSON list or a JSONL file, each after its place: ``rows.jsonl:LINE`` or ``rows.json, row
-    NUMBER``.
+    """Yield the place and the value of each row of a JSON list or a JSONL file. Places are ``rows.jsonl:LINE`` or ``rows.json, row NUMBER``.
 
     Raises:
         DataError: the file is not JSON, or not UTF-8 text.
@@ -49,7 +48,7 @@ def _first_character(stream: TextIO) -> str:
 
 
 def _read_lines(path: str, lines: TextIO) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a JSONL file, with their places."""
+    """Yield the places and the rows of a JSONL file. Blank lines are skipped, but counted."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -66,7 +65,7 @@ def _read_lines(path: str, lines: TextIO) -> Iterator[tuple[str, Any]]:
 
 
 def _read_list(path: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a JSON list while holding little more than one of them in memory."""
+    """Yield the places and the entries of a JSON list while holding little more than one of them in memory."""
     reader = _JsonListReader(path, stream)
     reader.skip("[")
     number = 0
@@ -93,10 +92,11 @@ class _JsonListReader:
 
     def __init__(self, path: str, stream: TextIO) -> None:
         self._path, self._stream, self._decoder = path, stream, json.JSONDecoder()
-        self._text, self.position, self._line, self._column = "", 0, 1, 1
+        self._text, self.position = "", 0
+        self._line, self._column = 1, 1  # of the first character that is kept
 
     def peek(self) -> str:
-        """Return the next character that is not whitespace, or an empty string at the end of the file."""
+        """Move on to the next character that is not whitespace, and return it; an empty string at the end of the file."""
         while True:
             while self.position < len(self._text):
                 if not self._text[self.position].isspace():
@@ -125,7 +125,8 @@ class _JsonListReader:
                 continue
             except (ValueError, RecursionError) as error:
                 self.fail(first_line(error), self.position)
-            if self._text[stop : stop + 1] in (*", ]\t\r\n",) or not self._read():  # a number may continue
+            is_ended = self._text[stop : stop + 1] in tuple(", ]\t\r\n")  # otherwise a number may continue
+            if is_ended or not self._read():
                 self.position = stop
                 return value
 
@@ -138,14 +139,14 @@ class _JsonListReader:
         )
 
     def _place(self, position: int) -> tuple[int, int]:
-        """Return line and column of a position in the text that is held, of which earlier chunks are gone."""
+        """Return the line and column in the file of a position in the text that is kept."""
         before = self._text[:position]
         newlines = before.count("\n")
         column = len(before) - before.rfind("\n") if newlines else self._column + len(before)
         return self._line + newlines, column
 
     def _read(self) -> bool:
-        """Drop the parsed text and read another chunk; return False at the end of the file."""
+        """Drop the parsed text, and append another chunk; at the end of the file change nothing, and return False."""
         # A value split across chunks is parsed again from its start, so chunks grow with it to keep the total work
         # linear.
         chunk = self._stream.read(max(_CHUNK_CHARS, len(self._text) - self.position))
@@ -157,24 +158,20 @@ class _JsonListReader:
 
 @contextmanager
 def progress_bars() -> Iterator[None]:
-    """Context manager: let `datasets` show progress bars on a terminal, and hide them otherwise."""
-    from datasets.utils.logging import (
-        CRITICAL,
-        disable_progress_bar,
-        enable_progress_bar,
-        get_verbosity,
-        is_progress_bar_enabled,
-        set_verbosity,
-    )  # fmt: skip
+    """Context manager: let `datasets` show progress bars on a terminal only, and log nothing."""
+    from datasets import logging
 
-    before, verbosity = is_progress_bar_enabled(), get_verbosity()
-    set_verbosity(CRITICAL)
-    (enable_progress_bar if sys.stderr.isatty() else disable_progress_bar)()
+    def show(is_shown: bool) -> None:
+        (logging.enable_progress_bar if is_shown else logging.disable_progress_bar)()
+
+    were_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    show(sys.stderr.isatty())
     try:
         yield
     finally:
-        set_verbosity(verbosity)
-        (enable_progress_bar if before else disable_progress_bar)()
+        logging.set_verbosity(verbosity)
+        show(were_shown)
 
 
 _JSON, _PLACE = "row", "place"  # columns of a table with rows read from JSON
@@ -189,7 +186,7 @@ class Source:
         table: a `datasets.Dataset`. Rows read from JSON are kept as JSON text with their place, since a table would
             force all rows into the same fields.
         fingerprint: hash of the content, or of the files' names, sizes and times.
-        is_json: True if the table has JSON text.
+        is_json: the table has JSON text.
     """
 
     config: DatasetConfig
@@ -205,7 +202,7 @@ class Source:
         return replace(self, table=self.table.select([]))
 
     def rows(self, columns: Mapping[str, Sequence[Any]]) -> list[Any]:
-        """Return the rows in some columns of the table, without null fields."""
+        """Return the rows of a part of the table, given as columns; without null fields if they are not kept as JSON."""
         if self.is_json:
             return [json.loads(text) for text in columns[_JSON]]
         names, values = list(columns), list(columns.values())
@@ -247,9 +244,10 @@ def open_source(config: DatasetConfig) -> Source:
 
 
 def _read_splits(config: DatasetConfig, splits: Mapping[str, list[Path]]) -> Source:
-    """Return the rows of local files that ``split`` selects, such as ``train[:10%]+test``."""
-    import datasets
+    """Return the rows of local files that ``split`` selects, such as ``train[:10%]+test``.
 
+    ``splits``: the files of each split, with ``train`` if ``split`` is None (`find_files`).
+    """
     if config.split is None:
         return _read_files(config, splits["train"])
     names = list(dict.fromkeys(part.partition("[")[0].strip() for part in config.split.split("+")))
@@ -262,18 +260,25 @@ def _read_splits(config: DatasetConfig, splits: Mapping[str, list[Path]]) -> Sou
         raise DataError(
             f"{config.path}: split: {config.split}: the splits have files of different types; list each by its own path"
         )
+    table = _select(config, sources)
+    state = digest(config.split, [source.fingerprint for source in sources.values()])
+    return Source(config, table, state, is_json.pop())
+
+
+def _select(config: DatasetConfig, sources: Mapping[str, Source]) -> Any:
+    """Return the rows that ``split`` selects from the sources of splits, as one table, in the order in which it names them."""
+    import datasets
+
     try:
         instruction = datasets.ReadInstruction.from_spec(config.split)
         chosen = instruction.to_absolute({name: len(source) for name, source in sources.items()})
-        ranges = [
-            (sources[each.splitname].table, range(len(sources[each.splitname]))[each.from_ : each.to])
-            for each in chosen
-        ]
     except (ValueError, AssertionError) as error:
         raise DataError(f"{config.path}: split: {config.split}: {first_line(error)}") from error
-    table = datasets.concatenate_datasets([table.select(rows) for table, rows in ranges])
-    state = digest(config.split, [source.fingerprint for source in sources.values()])
-    return Source(config, table, state, is_json.pop())
+    tables = []
+    for part in chosen:
+        source = sources[part.splitname]
+        tables.append(source.table.select(range(len(source))[part.from_ : part.to]))
+    return datasets.concatenate_datasets(tables)
 
 
 def _read_files(config: DatasetConfig, files: Sequence[Path]) -> Source:
@@ -303,13 +308,11 @@ def _file_states(files: Sequence[Path]) -> list[Any]:
 
 
 def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
-    """Return the rows of JSON files as a table of JSON texts and places, from the cache if they are there.
-
-    Texts, because the columns of a table have one type each, and rows may differ.
-    """
+    """Return the rows of JSON files as a table of JSON texts and places, from the cache if they are there."""
     import datasets
 
-    names = [config.path] if Path(config.path).expanduser().is_file() else [str(file) for file in files]
+    is_file = Path(config.path).expanduser().is_file()
+    names = [config.path] if is_file else [str(file) for file in files]  # as the user wrote it, for places
     fingerprint = digest(names, _file_states(files))
     if next(_generate_json_rows(names), None) is None:
         raise DataError(f"{', '.join(names)}: no rows found")
@@ -317,12 +320,8 @@ def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
     features = datasets.Features({_JSON: datasets.Value("large_string"), _PLACE: datasets.Value("string")})
     try:
         table = datasets.Dataset.from_generator(
-            _generate_json_rows,
-            features=features,
-            gen_kwargs={"files": names},
-            fingerprint=fingerprint,
-            cache_dir=str(cache),
-        )
+            _generate_json_rows, features=features, gen_kwargs={"files": names}, fingerprint=fingerprint, cache_dir=str(cache),
+        )  # fmt: skip
     except datasets.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, DataError):
             raise error.__cause__ from None
@@ -333,7 +332,7 @@ def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
 
 
 def cannot_be_cached(error: OSError) -> str:
-    """Describe an error of writing or reading the cache of `datasets`."""
+    """Return the message, with the remedy, about an error of writing or reading the cache of `datasets`."""
     return (
         f"cannot be cached ({first_line(error)}); set HF_DATASETS_CACHE to a folder with space that can be written to"
     )
@@ -352,7 +351,7 @@ def _cache_folder(key: str) -> Path:
 
 
 def _generate_json_rows(files: list[str]) -> Iterator[dict[str, str]]:
-    """Yield the rows of files as JSON text, with their places. Arrow holds no unpaired surrogates."""
+    """Yield the rows of files as JSON text, with their places. Raise DataError for unpaired surrogates, which Arrow cannot hold."""
     for file in files:
         for place, row in read_rows(file):
             text = json.dumps(row, ensure_ascii=False)

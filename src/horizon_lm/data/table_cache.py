@@ -15,7 +15,7 @@ _SUFFIX = ".xxh3"
 
 
 def record(table: Any) -> Any:
-    """Write the size and hash of the files of a `datasets.Dataset` beside them, unless they are there; return the table."""
+    """Write the size and hash of the files of a `datasets.Dataset` beside them, unless that was done before; return the table."""
     for path in (Path(each["filename"]) for each in table.cache_files):
         note = path.with_name(path.name + _SUFFIX)
         if path.suffix == ".arrow" and not note.exists():
@@ -32,7 +32,7 @@ def discard_altered(folder: Path) -> None:
 
 
 def discard_altered_beside(table: Any) -> None:
-    """Delete tables made from a `datasets.Dataset`, which are cached beside it, that are not as they were recorded."""
+    """Delete the cached tables in the folders of a `datasets.Dataset`, such as those made from it, that are not as they were recorded."""
     for folder in {Path(each["filename"]).parent for each in table.cache_files}:
         for path in _altered(folder):
             path.unlink(missing_ok=True)
