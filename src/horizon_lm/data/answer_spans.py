@@ -7,7 +7,6 @@ occur in headers and end tokens.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from horizon_lm.data.conversations import Conversation, Message, RowError, has_content
 from horizon_lm.errors import ConfigError
@@ -23,7 +22,7 @@ class TemplateStyle:
 
     Attributes:
         opening: text that starts an assistant turn (the generation prompt); empty if unknown.
-        trims: True if the template strips whitespace from answers.
+        trims: the template strips whitespace from answers.
     """
 
     opening: str = ""
@@ -50,8 +49,8 @@ def locate_answers(
     Raises:
         RowError: an answer is not in the text, or could be in several places.
     """
-    find = _place_by_search if ends is None else partial(_place_by_ends, ends=ends)
-    placed, spans, last = find(text, messages, style), [], -1
+    placed = _place_by_search(text, messages, style) if ends is None else _place_by_ends(text, messages, style, ends)
+    spans, last = [], -1
     for index, (start, end) in sorted(placed.items()):
         if messages[index]["role"] == "assistant":
             # Take the first opening after the previous message, since a turn may have several parts. If a message in between
@@ -67,10 +66,11 @@ def locate_answers(
 def locate_turns(
     text: str, conversation: Conversation, render: Callable[..., str], special_tokens: Collection[str]
 ) -> list[Span]:
-    """Return the same spans for a conversation with tool calls, by rendering it up to each turn, and up to the turn's end.
+    """Return the spans as `locate_answers` does, for a conversation with tool calls: by rendering it up to each turn, and up to the
+    turn's end.
 
-    Calls are printed in a way of each template, so they cannot be searched for as contents can. Where the text of the whole
-    begins with that of each start of the conversation, the starts show where a turn begins and ends. Other rows are rejected.
+    Each template prints calls in its own way, so they cannot be searched for as contents can. The texts of the first messages show
+    where a turn begins and ends if the whole text begins with them. Rows for which it does not are rejected.
 
     Args:
         text: the rendered conversation.
@@ -86,7 +86,8 @@ def locate_turns(
     for index, message in enumerate(conversation.messages):
         if message["role"] != "assistant" or not has_content(message):
             continue
-        before, after = (replace(conversation, messages=conversation.messages[: index + more]) for more in (0, 1))
+        before = replace(conversation, messages=conversation.messages[:index])
+        after = replace(conversation, messages=conversation.messages[: index + 1])
         try:
             opened, closed = render(before, add_generation_prompt=True), render(after).rstrip()
         except ConfigError:  # a limit was exceeded
@@ -95,8 +96,8 @@ def locate_turns(
             opened = closed = ""
         if not (text.startswith(closed) and closed.startswith(opened) and len(opened) < len(closed)):
             raise RowError(f"tool calls cannot be located in the rendered conversation; {USE_MARKS}")
-        ending = max((len(token) for token in special_tokens if closed.endswith(token)), default=0)
-        start, end = len(opened), len(closed) - ending
+        num_ending = max((len(token) for token in special_tokens if closed.endswith(token)), default=0)  # characters
+        start, end = len(opened), len(closed) - num_ending
         if not message.get("tool_calls") and message["content"].strip() not in text[start:end]:
             raise _changed_answer(message["content"])
         spans.append((start, end))
@@ -114,7 +115,10 @@ def _changed_answer(content: str) -> RowError:
 def _place_by_ends(
     text: str, messages: Sequence[Message], style: TemplateStyle, ends: Mapping[int, int]
 ) -> dict[int, Span]:
-    """Return the spans of the contents that end at known places."""
+    """Return the spans of the contents that end at known places, by the index of their message; raise RowError for a changed answer.
+
+    A content is there as it is, or stripped. A message of another role that is changed in another way is left out.
+    """
     placed = {}
     for index, end in ends.items():
         content, is_answer = messages[index]["content"], messages[index]["role"] == "assistant"
@@ -130,8 +134,10 @@ def _place_by_ends(
 
 
 def _place_by_search(text: str, messages: Sequence[Message], style: TemplateStyle) -> dict[int, Span]:
-    """Return the spans of the contents, which are placed in order and without overlap, once as early and once as late as
-    possible. If both placements agree, the placement is unique.
+    """Return the spans of the contents, by the index of their message; raise RowError if an answer could be in several places.
+
+    The contents are placed in order and without overlap, once as early and once as late as possible. An answer that both put at
+    the same place can be nowhere else.
     """
     contents = [_rendered_content(text, message, style.trims) for message in messages]
     anchors = [index for index, content in enumerate(contents) if content]
@@ -146,15 +152,18 @@ def _place_by_search(text: str, messages: Sequence[Message], style: TemplateStyl
 
 
 def _rendered_content(text: str, message: Message, trims: bool) -> str:
-    """Return the message content as rendered by the template, or an empty text if it cannot serve as an anchor."""
+    """Return the content as rendered by the template; empty if it is blank or not found. Raise RowError if an answer is not found."""
     content: str = message["content"]
     if not content.strip():
         return ""
-    if content not in text or (trims and message["role"] == "assistant"):
+    is_answer = message["role"] == "assistant"
+    if content not in text or (trims and is_answer):
         content = content.strip()
-    if content in text or message["role"] != "assistant":
-        return content if content in text else ""
-    raise _changed_answer(content)
+    if content in text:
+        return content
+    if is_answer:
+        raise _changed_answer(content)
+    return ""
 
 
 def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[int, int]:
@@ -180,4 +189,5 @@ def _latest_starts(text: str, contents: list[str], anchors: list[int]) -> dict[i
 
 
 def shorten(content: str) -> str:
+    """Return a text in quotes, cut to 40 characters, for messages."""
     return repr(content if len(content) <= 40 else content[:37] + "...")

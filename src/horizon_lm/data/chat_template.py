@@ -29,10 +29,13 @@ def with_offsets(tokenizer: Any) -> Any:
             "the folder"
         )
     processor = tokenizer.backend_tokenizer.post_processor
-    if processor is None or not _clear_trim_offsets(state := json.loads(processor.__getstate__())):
+    if processor is None:
+        return tokenizer
+    state = json.loads(processor.__getstate__())
+    if not _clear_trim_offsets(state):
         return tokenizer
     tokenizer = copy.deepcopy(tokenizer)
-    processor = tokenizer.backend_tokenizer.post_processor
+    processor = tokenizer.backend_tokenizer.post_processor  # a copy, which is put back below
     processor.__setstate__(json.dumps(state).encode())
     tokenizer.backend_tokenizer.post_processor = processor
     return tokenizer
@@ -42,11 +45,17 @@ def _clear_trim_offsets(state: Any) -> bool:
     """Clear ``trim_offsets`` in a post-processor and its parts; return whether it was set anywhere. Tokens do not
     change.
     """
-    parts = list(state.values()) if isinstance(state, dict) else state if isinstance(state, list) else []
-    found = bool(sum(map(_clear_trim_offsets, parts)))  # not any(), which would stop at the first
-    if isinstance(state, dict) and state.get("trim_offsets"):
-        state["trim_offsets"], found = False, True
-    return found
+    was_set = False
+    parts: list[Any] = []
+    if isinstance(state, list):
+        parts = state
+    elif isinstance(state, dict):
+        parts = list(state.values())
+        if state.get("trim_offsets"):
+            state["trim_offsets"], was_set = False, True
+    for part in parts:
+        was_set |= _clear_trim_offsets(part)
+    return was_set
 
 
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
@@ -61,8 +70,8 @@ class TokenizedConversation:
     Attributes:
         ids: token ids, shape (T,).
         assistant: mask of the tokens that the assistant generates, bool (T,).
-        has_end: True if an end-of-turn token follows every answer.
-        is_complete: True if the template rendered every part of the conversation.
+        has_end: an end-of-turn token follows every answer.
+        is_complete: the template rendered every part of the conversation.
     """
 
     ids: np.ndarray
@@ -110,8 +119,8 @@ class ChatRenderer:
             raise RowError(f"the chat template rejects this row: {first_line(error)}") from error
 
     def _tokenize(self, conversation: Conversation, found: RenderedConversation) -> TokenizedConversation:
-        """Find the assistant's tokens by the template's marks, otherwise by TRL's, otherwise by locating
-        the answers.
+        """Return the tokens of a rendered conversation. The assistant's are found by marks of its template; without marks by those of
+        TRL's template, if that renders the same text; otherwise by locating the answers in the text.
         """
         if self._has_generation_marks(found.conversation):
             return self._tokenize_with_marks(found.conversation, None)
@@ -130,12 +139,12 @@ class ChatRenderer:
         style = self._template_style(found.conversation)
         if not any(message.get("tool_calls") for message in found.conversation.messages):
             return locate_answers(found.text, found.messages, style, found.ends)
-        if not style.opening:  # so that the header of a turn cannot be told from what follows
+        if not style.opening:  # the header of a turn cannot be told from what the assistant generates
             raise RowError(f"tool calls cannot be located in the rendered conversation; {USE_MARKS}")
         return locate_turns(found.text, found.conversation, self._text_before_thinking, self._special_tokens)
 
     def _marked_template(self) -> str:
-        """Name TRL's template with generation marks, which renders a row in another way than the model's own."""
+        """Return the hint at TRL's template with generation marks, which renders a row in another way; empty if there is none."""
         file = None if self._training is None else training_template_file(self._training)
         return f", such as TRL's, which renders this row differently: set chat_template_path: {file}" if file else ""
 
@@ -155,6 +164,7 @@ class ChatRenderer:
         return str(self._apply(conversation, tokenize=False, **options))
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
+        """Apply the chat template of transformers to a conversation with its own options, of which ``options`` replace some."""
         options = {**conversation.template_options, **options, "tools": conversation.tools}
         return self._tokenizer.apply_chat_template(conversation.messages, **options)
 
@@ -170,12 +180,13 @@ class ChatRenderer:
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
         is_followed = np.append(assistant[1:], False)  # by another token of the same answer
+        # The end of a turn is trained only if the marks include it.
         last_tokens = np.flatnonzero(assistant & ~is_followed)
         has_end = all(self._ends_turn(ids[: index + 1]) for index in last_tokens)
         return TokenizedConversation(ids, assistant, has_end=has_end)
 
     def _ends_turn(self, ids: np.ndarray) -> bool:
-        """Return whether the last token other than whitespace is a special token."""
+        """Return whether tokens end with a special token, apart from whitespace after it."""
         for token in ids[::-1]:
             if token in self._special_ids:
                 return True
@@ -187,49 +198,50 @@ class ChatRenderer:
         """Tokenize a rendered text whose answers are given as character spans."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
-        assistant, ends = np.zeros(len(ids), dtype=bool), []
+        assistant, has_end = np.zeros(len(ids), dtype=bool), True
         for start, end in spans:
             inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
-            stop = self._end_of_turn(text, ids, offsets, end)
-            ends.append(stop is not None)
             assistant |= inside
-            if stop is not None and inside.any():
-                assistant[np.flatnonzero(inside)[-1] : stop + 1] = True
-        return TokenizedConversation(ids, assistant, all(ends))
+            end_token = self._end_of_turn(text, ids, offsets, end)
+            if end_token is None:
+                has_end = False
+            elif inside.any():
+                last = np.flatnonzero(inside)[-1]
+                assistant[last : end_token + 1] = True  # and spaces between them
+        return TokenizedConversation(ids, assistant, has_end)
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
-        """Return the index of the special token that follows a span, directly or after spaces, or None."""
-        after = np.flatnonzero(
-            (offsets[:, 0] >= end) & (offsets[:, 1] > offsets[:, 0]) & np.isin(ids, self._special_ids)
-        )
-        if not len(after) or text[end : offsets[after[0], 0]].strip(" "):
+        """Return the index of the special token that follows the character ``end``, directly or after spaces; None without any."""
+        is_visible = offsets[:, 1] > offsets[:, 0]
+        after = np.flatnonzero((offsets[:, 0] >= end) & is_visible & np.isin(ids, self._special_ids))
+        if not len(after):
             return None
-        return int(after[0])
+        first = int(after[0])
+        between = text[end : offsets[first, 0]]
+        return None if between.strip(" ") else first
 
     def _template_style(self, conversation: Conversation) -> TemplateStyle:
-        """Return the style of the template, determined by rendering test conversations once for each set of options."""
+        """Return the style of the template with a conversation's options, which is found once for each set of options."""
         key = json.dumps(conversation.template_options, sort_keys=True, default=str)
         if key not in self._styles:
             self._styles[key] = self._probe_template_style(conversation.template_options)
         return self._styles[key]
 
     def _probe_template_style(self, template_options: Mapping[str, Any]) -> TemplateStyle:
-        """Find out what a template puts before answers, and whether it trims them, by rendering short conversations."""
+        """Return the style of the template, found by rendering short conversations; that of no style if it rejects them."""
 
         def render(*contents: str, **options: Any) -> str:
             turns = zip(("user", "assistant") * 2, contents, strict=False)
             messages = [{"role": role, "content": content} for role, content in turns]
             return self.text(Conversation(messages, template_options=template_options), **options)
 
-        padded = f"\n\n {_ANSWER} \n\n"
+        padded = f"\n\n {_ANSWER} \n\n"  # an answer that a template may strip
         try:
             prompt, prompt_with_opening = render("?"), render("?", add_generation_prompt=True)
             trims = render("?", padded, "?", padded) == render("?", _ANSWER, "?", _ANSWER)
         except ConfigError:  # a limit was exceeded
             raise
-        except (
-            Exception
-        ):  # a template is a program and may raise any exception, for example for want of a system message
+        except Exception:  # a template is a program and may raise anything, as for want of a system message
             return TemplateStyle()
         starts_alike = prompt_with_opening.startswith(prompt)
         opening = prompt_with_opening.removeprefix(prompt) if starts_alike else ""
@@ -238,11 +250,14 @@ class ChatRenderer:
 
 
 def _empty_answer_mask(assistant: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-    """Return the mask of the tokens of empty answers, from which a model would learn to end its turn immediately."""
-    non_empty = [has_content(message) for message in messages if message["role"] == "assistant"]
-    turns = np.cumsum(assistant & ~np.insert(assistant[:-1], 0, False))  # number of the answer at each token, from 1
-    if all(non_empty):
+    """Return the mask of the tokens of empty answers, from which a model would learn to end its turn immediately. Raise RowError if
+    there are some, and the template does not mark one part of the text for each answer.
+    """
+    has_contents = [has_content(message) for message in messages if message["role"] == "assistant"]
+    if all(has_contents):
         return np.zeros(len(assistant), dtype=bool)
-    if not len(turns) or turns[-1] != len(non_empty):
+    begins = assistant & ~np.insert(assistant[:-1], 0, False)
+    answer = np.cumsum(begins)  # number of the answer at each token, from 1; 0 before the first
+    if not len(answer) or answer[-1] != len(has_contents):
         raise RowError("an answer of the assistant is empty and cannot be located; remove it")
-    return assistant & ~np.array([True, *non_empty])[turns]
+    return assistant & ~np.array([True, *has_contents])[answer]

@@ -24,9 +24,9 @@ class RenderedConversation:
         text: the rendered text.
         conversation: the conversation, with tool arguments in the form that the template expects.
         messages: the messages whose content is in the text.
-        is_complete: True if the text has every part of the conversation.
+        is_complete: the text has every part of the conversation.
         ends: the end of the content of each message in the text, apart from whitespace, by index in ``messages``; None if
-            it is not certain.
+            they are not certain.
     """
 
     text: str
@@ -38,6 +38,8 @@ class RenderedConversation:
 
 def render_checked(conversation: Conversation, render: Render) -> RenderedConversation:
     """Render a conversation and check that no answer or tool call is dropped.
+
+    Arguments of calls are given as they are, or as JSON text to templates that fail without, or print them in Python's syntax.
 
     Raises:
         RowError: the template drops an answer or a tool call.
@@ -53,24 +55,27 @@ def render_checked(conversation: Conversation, render: Render) -> RenderedConver
             continue
         marked = _render_with_markers(variant, render)
         first_rendered = first_rendered or (variant, text, marked)
-        # Some templates print a dict of arguments in Python's syntax. They need arguments as JSON text.
+        # In a dict that is printed in Python's syntax, the marker of arguments is in single quotes.
         if f"'{_marker('arguments')}': '" not in marked.casefold():
             return _check_coverage(variant, text, marked)
-    if first_rendered is None:
+    if first_rendered is None:  # no variant could be rendered
         assert first_error is not None
         raise first_error
     return _check_coverage(*first_rendered)
 
 
 def argument_variants(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation, then a copy with tool call arguments as JSON text, which some templates expect."""
+    """Yield a conversation, then if it has tool calls a copy with their arguments as JSON text, which some templates expect."""
     yield conversation
     if any(_calls(message) for message in conversation.messages):
         yield replace(conversation, messages=[_with_json_arguments(message) for message in conversation.messages])
 
 
 def _check_coverage(conversation: Conversation, text: str, marked: str) -> RenderedConversation:
-    """Return a conversation with its text, given with markers, too; raise RowError if an answer or a call is missing."""
+    """Return a conversation with its text, and the parts that are in it; raise RowError if an answer or a call is not.
+
+    ``marked``: the text with a marker behind each part.
+    """
     folded = marked.casefold()
     missing = [place for place in _parts(conversation) if _marker(*place) not in folded]
     for index, message in enumerate(conversation.messages):
@@ -100,19 +105,19 @@ def _content_ends(
         messages: messages whose content is in the text.
         indices: their indices in the conversation.
     """
-    places: dict[str, list[int]] = {}
+    if _MARKER.sub("", marked) != text:  # contents with markers have changed more than themselves
+        return None
+    places: dict[str, list[int]] = {}  # of each marker, in the text without markers
     removed = 0
     for match in _MARKER.finditer(marked):
         places.setdefault(match[0], []).append(match.start() - removed)
         removed += len(match[0])
-    if _MARKER.sub("", marked) != text:  # the template depends on more than where contents are put
-        return None
     ends: dict[int, int] = {}
     for number, (message, index) in enumerate(zip(messages, indices, strict=True)):
         found = places.get(_marker("content", index), [])
         if len(found) == 1:
             ends[number] = found[0]
-        elif found and message["role"] == "assistant":
+        elif found and message["role"] == "assistant":  # an answer that is there twice
             return None
     return ends
 
@@ -129,7 +134,7 @@ def _marker(*place: str | int) -> str:
 
 
 def _parts(conversation: Conversation) -> Iterator[_Part]:
-    """Yield the parts of a conversation that have content."""
+    """Yield the parts of a conversation that have content: the kind of each, and its index or indices."""
     for index, message in enumerate(conversation.messages):
         for name in TEXT_KEYS:
             if has_text(message.get(name)):
@@ -142,10 +147,10 @@ def _parts(conversation: Conversation) -> Iterator[_Part]:
 
 
 def _render_with_markers(conversation: Conversation, render: Render) -> str:
-    """Render a conversation with a marker on every part."""
+    """Return the text of a conversation with a marker behind every part; all markers alone if the template rejects them."""
     try:
         return render(_add_markers(conversation))
-    except Exception:  # the template rejects the markers: assume that no part is dropped
+    except Exception:  # assume that no part is dropped
         return " ".join(_marker(*place) for place in _parts(conversation))
 
 
@@ -163,26 +168,25 @@ def _add_markers(conversation: Conversation) -> Conversation:
             for number, call in enumerate(_calls(message))
         ]
         messages.append({**changed, "tool_calls": calls} if calls else changed)
-    tools = conversation.tools and [
-        _mark_tool(tool, _marker("tool", number)) for number, tool in enumerate(conversation.tools)
-    ]
+    tools = conversation.tools
+    if tools:
+        tools = [_mark_tool(tool, _marker("tool", number)) for number, tool in enumerate(tools)]
     return replace(conversation, messages=messages, tools=tools)
 
 
 def _mark_call(function: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    arguments, word = function.get("arguments"), _marker("arguments")
+    """Return the function of a call with a marker behind its name, and in its arguments if it has any."""
+    marked = {**function, "name": function["name"] + mark}
+    arguments = function.get("arguments")
     if isinstance(arguments, dict):
-        arguments = {**arguments, word: mark}
+        marked["arguments"] = {**arguments, _marker("arguments"): mark}
     elif isinstance(arguments, str):
-        arguments += mark
-    return {
-        **function,
-        "name": function["name"] + mark,
-        **({"arguments": arguments} if "arguments" in function else {}),
-    }
+        marked["arguments"] = arguments + mark
+    return marked
 
 
 def _mark_tool(tool: Any, mark: str) -> Any:
+    """Return a tool with a marker behind the name of its function, if it has one."""
     function = _tool_function(tool)
     if not isinstance(function.get("name"), str):
         return tool
@@ -191,6 +195,7 @@ def _mark_tool(tool: Any, mark: str) -> Any:
 
 
 def _tool_function(tool: Any) -> Mapping[str, Any]:
+    """Return the function that a tool is, or has under ``function``; an empty one if it is malformed."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
     return function if isinstance(function, Mapping) else {}
 
@@ -209,8 +214,8 @@ def _with_json_arguments(message: Message) -> Message:
 
 
 def _function_with_json(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the function of a call with its arguments as JSON text; those of a call without any are ``{}``."""
     arguments = function.get("arguments", {})
-    return {
-        **function,
-        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-    }
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**function, "arguments": arguments}

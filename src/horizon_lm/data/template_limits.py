@@ -45,15 +45,9 @@ class _Server:
         self._inherited: list[Any] = []  # kept, because dropping a process that is another one's child warns
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer to a request; raise ConfigError if a limit ended the process."""
+        """Return the answer to a request, and start the process if there is none; raise ConfigError if a limit ended it."""
         with self._lock:
-            if self._process is None or self._owner != os.getpid():  # a forked worker has its own
-                self._start()
-            elif self._process.poll() is not None:  # ended from elsewhere, between two texts
-                self._stop()
-                self._start()
-            process = self._process
-            assert process is not None
+            process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -62,25 +56,34 @@ class _Server:
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = ""
-            except BaseException:  # interrupted between question and answer
+            except BaseException:  # an interrupt: the next request must not read the answer to this one
                 self._stop()
                 raise
-            if answer.endswith("\n"):
-                return json.loads(answer)
-            raise ConfigError(_reason(self._stop()))
+            if not answer.endswith("\n"):  # it ended within this request
+                raise ConfigError(_reason(self._stop()))
+            return json.loads(answer)
 
     def close(self) -> None:
         """End the process, if this process has started one."""
         if self._process is not None and self._owner == os.getpid():
             self._stop()
 
-    def _start(self) -> None:
-        """Start the process that renders. One of a parent of this process is kept, but not used: two would read its answers."""
+    def _running(self) -> subprocess.Popen[str]:
+        """Return the process of this process, started anew if there is none or it has ended."""
+        if self._process is not None and self._owner == os.getpid():
+            if self._process.poll() is None:
+                return self._process
+            self._stop()  # it was ended from elsewhere, between two texts
+        self._process = self._start()
+        return self._process
+
+    def _start(self) -> subprocess.Popen[str]:
+        """Start a process that renders. One of a parent of this process is kept, but not used: two would read its answers."""
         self._inherited.append(self._process)
         self._process, self._owner = None, os.getpid()
         file = Path(__file__).with_name("template_server.py")
         try:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-P", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 text=True, encoding="utf-8", env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # a signal to the group of a run lets it finish its rows
@@ -102,7 +105,7 @@ class _Server:
 
 
 def _reason(code: int) -> str:
-    """Describe the end of a rendering process by its exit status."""
+    """Return the message, with the remedy, about the end of a rendering process, given its exit status."""
     if -code == signal.SIGXCPU:
         return f"the chat template takes more than {counted(MAX_SECONDS, 'second')} for one text; {_REMEDY}"
     return f"the process that renders the chat template ended with status {code}; {_REMEDY}"
@@ -130,13 +133,13 @@ class _LimitedTemplate:
         return str(self._ask(variables, marked=False)["text"])
 
     def generate(self, **variables: Any) -> Iterator[str]:
-        """Yield the text of a conversation, and give the places of generated parts to the active tracker."""
+        """Yield the text of a conversation in one piece, after adding the places of generated parts to those of the active tracker."""
         answer = self._ask(variables, marked=True)
         self.environment.spans.extend(map(tuple, answer["spans"]))
         yield str(answer["text"])
 
     def _ask(self, variables: Mapping[str, Any], marked: bool) -> Any:
-        """Let the process render, and return its answer; raise the template's error as it would be raised here."""
+        """Return the rendering process's answer, with the places of generated parts if ``marked``; raise the template's error here."""
         answer = _SERVER.ask(
             {"template": self._source, "variables": variables, "marked": marked, "seconds": MAX_SECONDS}
         )
@@ -160,7 +163,7 @@ class _Environment:
 
     @contextmanager
     def activate_tracker(self, blocks: list[str], spans: list[Any]) -> Iterator[None]:
-        """Context manager: collect the start and end of each generated part in ``spans``."""
+        """Context manager: collect the start and end of each generated part in ``spans``; ``blocks`` is for transformers' own."""
         self.spans = spans
         try:
             yield
@@ -175,7 +178,7 @@ class _Environment:
 
 
 def _as_error(kind: Any, message: str) -> Exception:
-    """Return an error of the rendering process, of the same type as far as it can be made from a message alone."""
+    """Return an error of the rendering process: of the same type, or a TemplateError if that cannot be made from a message alone."""
     is_error = isinstance(kind, type) and issubclass(kind, Exception)
     try:
         return kind(message) if is_error else jinja2.TemplateError(message)

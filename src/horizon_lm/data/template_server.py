@@ -41,9 +41,9 @@ def serve() -> None:
 
 
 def _render(template: Any, variables: dict[str, Any], marked: bool) -> dict[str, Any]:
-    """Return the text, and the start and end of each generated part in it if ``marked``."""
+    """Return the answer to a request: the text, and the start and end of each generated part in it if ``marked``."""
     blocks: list[str] = []
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []  # filled by the tracker, which measures ``blocks`` at each mark
     length = 0
     with template.environment.activate_tracker(blocks, spans):
         for block in template.generate(**variables):
@@ -61,17 +61,19 @@ def _limit_memory() -> None:
             held = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = held + MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    _set_limit(resource.RLIMIT_AS, held + MAX_BYTES)
 
 
 def _limit_seconds(seconds: int) -> None:
     """Let the kernel end this process after some more seconds of CPU."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    wanted = math.ceil(usage.ru_utime + usage.ru_stime) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    _set_limit(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime) + seconds)
+
+
+def _set_limit(kind: int, wanted: int) -> None:
+    """Set the soft limit of a resource, but not above the hard one, which stays."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 if __name__ == "__main__":

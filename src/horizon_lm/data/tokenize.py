@@ -70,7 +70,7 @@ def _flag(flag: RowFlag, is_set: object) -> RowFlag:
 
 
 def _turn_flags(example: Conversation | Completion) -> RowFlag:
-    """Return the flags of the first and the last turn of a conversation."""
+    """Return the flags of the first and the last turn of a conversation, which has a turn of the assistant; none of a completion."""
     if isinstance(example, Completion):
         return _NONE
     turns = [each["role"] for each in example.messages if each["role"] not in ("system", "developer")]
@@ -116,6 +116,7 @@ class ExampleTokenizer:
         return [replace(tokens, flags=tokens.flags | blank) for tokens in self._sequences(example)]
 
     def _sequences(self, example: Example) -> list[Tokens]:
+        """Return the truncated sequences of an example, with all flags except for `RowFlag.BLANK`."""
         if isinstance(example, Preference):
             return [
                 self._tokenize_answer(answer, "completion").truncate(self._max_length)
@@ -127,13 +128,14 @@ class ExampleTokenizer:
         return [replace(tokens, flags=tokens.flags | _turn_flags(example))]
 
     def _tokenize_text(self, example: Text) -> Tokens:
+        """Return the tokens of a text, all of which are trained; raise RowError if ``train_on`` asks for a part of it."""
         if self._train_on in ("assistant", "completion"):
             raise RowError(f"a text has no prompt or assistant for train_on: {self._train_on}; remove train_on")
         ids = np.array(self._tokenizer(self._with_eos(example.text))["input_ids"], dtype=np.int32)
         return Tokens(ids, np.ones(len(ids), dtype=bool), _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None))
 
     def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
-        """Return the tokens of a prompt and its answer. The default of ``train_on`` follows from the example."""
+        """Return the tokens of a prompt and its answer. Without ``train_on`` a completion is trained, or else the assistant's tokens."""
         if isinstance(example, Completion):
             return self._tokenize_completion(example, train_on)
         rendered = self.renderer.render(example)
@@ -167,31 +169,35 @@ class ExampleTokenizer:
         text = self._with_eos(example.prompt + example.completion)
         encoded = self._tokenizer(text, return_offsets_mapping=True)
         ids = np.array(encoded["input_ids"], dtype=np.int32)
-        # A token that spans both belongs to the completion, and so do tokens that the tokenizer appends.
-        completion = np.cumsum(np.array(encoded["offset_mapping"])[:, 1] > len(example.prompt)) > 0
+        # A token that spans both belongs to the completion, and so do all after it, such as those that the tokenizer appends.
+        ends = np.array(encoded["offset_mapping"])[:, 1]
+        completion = np.cumsum(ends > len(example.prompt)) > 0
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
         flags = _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
         return Tokens(ids, trained, flags | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None))
 
     def _with_eos(self, text: str) -> str:
+        """Return a text that ends with the tokenizer's end-of-sequence token, if it has one."""
         end = self._tokenizer.eos_token
         return text if end is None or text.endswith(end) else text + end
 
 
 def _completion_mask(assistant: np.ndarray, example: Conversation) -> np.ndarray:
-    """Return the mask of all tokens from the first answer after the prompt; without a prompt, from the last answer."""
+    """Return the mask of all tokens from the first answer after the prompt on; without a prompt, of the assistant's in the last answer.
+    Raise RowError if the assistant's tokens are in more or fewer parts than the conversation has answers.
+    """
     starts = np.flatnonzero(assistant & ~np.insert(assistant[:-1], 0, False))
-    answers = [(index, each) for index, each in enumerate(example.messages) if each["role"] == "assistant"]
-    answered = [index for index, answer in answers if has_content(answer)]  # empty answers have no tokens
-    if len(starts) != len(answered):
+    answers = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
+    non_empty = [index for index in answers if has_content(example.messages[index])]  # empty answers have no tokens
+    if len(starts) != len(non_empty):
         raise RowError(
-            f"the row has {len(answered)} answers, but the chat template renders {len(starts)}, so the start of the completion is "
+            f"the row has {len(non_empty)} answers, but the chat template renders {len(starts)}, so the start of the completion is "
             "ambiguous; use train_on: assistant, or another template"
         )
     if example.num_prompt is not None:
-        first = sum(index < example.num_prompt for index in answered)
+        first = sum(index < example.num_prompt for index in non_empty)  # there is one: completions have no empty answer
         return np.arange(len(assistant)) >= starts[first]
-    if answered[-1:] != [answers[-1][0]]:  # the last answer is empty
+    if answers[-1] not in non_empty:
         return np.zeros(len(assistant), dtype=bool)
     return assistant & (np.arange(len(assistant)) >= starts[-1])
 

@@ -17,7 +17,7 @@ _PANIC = "PanicException"  # of pyo3, which offers no import of it
 
 
 def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str | None = None) -> Any:
-    """Load the tokenizer in a folder. Raise ConfigError if there is none."""
+    """Load the tokenizer in a folder, with limits on its templates and texts. Raise ConfigError if there is none, or it exceeds one."""
     from transformers import AutoTokenizer
 
     limit_templates()
@@ -80,11 +80,14 @@ def _growth(normalizer: Any) -> float:
     parts = normalizer.get("normalizers")
     growth = 1.0
     for part in parts if isinstance(parts, list) else ():
-        growth = min(growth * _growth(part), 1e300)
+        growth = min(growth * _growth(part), 1e300)  # a number that can still be printed
     content, pattern = normalizer.get("content"), normalizer.get("pattern")
-    if isinstance(content, str) and isinstance(pattern, Mapping):
-        text = pattern.get("String")
-        growth *= max(1.0, len(content) / len(text) if isinstance(text, str) and text else len(content) + 1.0)
+    if isinstance(content, str) and isinstance(pattern, Mapping):  # replaces each match of the pattern by the content
+        replaced = pattern.get("String")
+        if isinstance(replaced, str) and replaced:
+            growth *= max(1.0, len(content) / len(replaced))
+        else:  # a regular expression, which may match between any two characters
+            growth *= len(content) + 1.0
     return growth
 
 

@@ -40,7 +40,7 @@ def training_template(tokenizer: Any) -> str | None:
         template: str | None = get_training_chat_template(tokenizer)
     except ConfigError:  # it exceeds a limit
         raise
-    except Exception:  # unknown to TRL, which renders it; a template is a program and may raise any exception
+    except Exception:  # TRL does not know the template, or rendering it has failed with any exception
         return None
     return template
 
