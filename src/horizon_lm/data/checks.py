@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.data.preprocess import ExampleCounts, Report
-from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.data.token_dataset import Part, TokenTable
 from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.errors import DataError
 from horizon_lm.model.positions import Positions
@@ -52,15 +52,7 @@ def describe(findings: Iterable[Finding]) -> list[str]:
 
 def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
     """Return the findings in the rows of a report, before packing; errors come first."""
-    doubled, thinking, copies = ExampleCounts(), ExampleCounts(), ExampleCounts()
-    patterns = _empty_thinking(tokenizer)
-    for part in report.rows.parts:
-        for indices, ends, ids, trained in part.chunks():
-            starts = np.concatenate([[0], ends[:-1]])
-            doubled.add(indices[_begins_twice(ids, starts, ends, tokenizer.bos_token_id)], part.place)
-            thinking.add(indices[_has_trained(ids, trained, ends, patterns)], part.place)
-    for part, is_copy in zip(report.rows.parts, _copies([part.row_hashes for part in report.rows.parts]), strict=True):
-        copies.add(part.indices[is_copy], part.place)
+    doubled, thinking = _count_in_tokens(report.rows.parts, tokenizer)
     findings = [
         Finding(
             "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text", doubled,
@@ -103,9 +95,30 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
             "train on an empty thinking block", "the model learns not to think; add the reasoning, or remove the blocks",
             thinking,
         ),
-        Finding("are copies of others", "remove them, or repeat a dataset with weight instead", copies),
+        Finding(
+            "are copies of others", "remove them, or repeat a dataset with weight instead", _count_copies(report.rows.parts),
+        ),
     ]  # fmt: skip
     return [finding for finding in findings if finding.rows.count]
+
+
+def _count_in_tokens(parts: Sequence[Part], tokenizer: Any) -> tuple[ExampleCounts, ExampleCounts]:
+    """Count the rows that begin with two begin-of-sequence tokens, and those that train on an empty thinking block."""
+    doubled, thinking = ExampleCounts(), ExampleCounts()
+    patterns = _empty_thinking(tokenizer)
+    for part in parts:
+        for indices, ends, ids, trained in part.chunks():
+            doubled.add(indices[_begins_twice(ids, ends, tokenizer.bos_token_id)], part.place)
+            thinking.add(indices[_has_trained(ids, trained, ends, patterns)], part.place)
+    return doubled, thinking
+
+
+def _count_copies(parts: Sequence[Part]) -> ExampleCounts:
+    """Count the rows that are copies of earlier ones, in any dataset."""
+    copies = ExampleCounts()
+    for part, is_copy in zip(parts, _copies([part.row_hashes for part in parts]), strict=True):
+        copies.add(part.indices[is_copy], part.place)
+    return copies
 
 
 def _untemplated(report: Report) -> Finding:
@@ -122,7 +135,7 @@ def _untemplated(report: Report) -> Finding:
 
 
 def check_lengths(rows: TokenTable, positions: Positions | None) -> list[Finding]:
-    """Return a finding if sequences are longer than the positions of a model, an error if there are no more."""
+    """Return a finding if sequences are longer than the positions of a model; it is an error if each position is a row of a table."""
     if positions is None:
         return []
     long = ExampleCounts()
@@ -153,10 +166,11 @@ def reject_errors(findings: Sequence[Finding]) -> None:
         raise DataError("\n".join(errors))
 
 
-def _begins_twice(ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, bos: int | None) -> np.ndarray:
-    """Return which rows (n,) begin with two begin-of-sequence tokens."""
+def _begins_twice(ids: np.ndarray, ends: np.ndarray, bos: int | None) -> np.ndarray:
+    """Return for each row whether it begins with two begin-of-sequence tokens, bool (n,). Each row has a token; see `Part.chunks`."""
     if bos is None or not len(ids):
-        return np.zeros(len(starts), dtype=bool)
+        return np.zeros(len(ends), dtype=bool)
+    starts = np.concatenate([[0], ends[:-1]])
     second = np.minimum(starts + 1, len(ids) - 1)  # inside of the array; a row of one token is left out below
     doubled: np.ndarray = (ids[starts] == bos) & (ids[second] == bos) & (ends - starts > 1)
     return doubled
@@ -170,10 +184,10 @@ def _empty_thinking(tokenizer: Any) -> list[np.ndarray]:
 
 
 def _has_trained(ids: np.ndarray, trained: np.ndarray, ends: np.ndarray, patterns: Sequence[np.ndarray]) -> np.ndarray:
-    """Return for each row whether it contains one of the patterns with all of its tokens as targets, bool (n,)."""
+    """Return for each row whether it contains one of the patterns with all of its tokens as targets, bool (n,); see `Part.chunks`."""
     found = np.zeros(len(ends), dtype=bool)
     for pattern in patterns:
-        count = len(ids) - len(pattern) + 1
+        count = len(ids) - len(pattern) + 1  # positions at which it could begin
         if count <= 0:
             continue
         matches = np.ones(count, dtype=bool)
@@ -184,14 +198,16 @@ def _has_trained(ids: np.ndarray, trained: np.ndarray, ends: np.ndarray, pattern
 
 
 def _rows_of(positions: np.ndarray, length: int, ends: np.ndarray) -> Iterator[int]:
-    """Yield the rows that contain a whole sequence of ``length`` tokens at one of the positions."""
-    first, last = (np.searchsorted(ends, positions + offset, side="right") for offset in (0, length - 1))
+    """Yield the rows that contain a whole sequence of ``length`` tokens at one of the positions; others reach into the next row."""
+    first = np.searchsorted(ends, positions, side="right")
+    last = np.searchsorted(ends, positions + length - 1, side="right")
     yield from np.unique(first[first == last]).tolist()
 
 
 def _copies(hashes: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return for each row of each dataset whether an earlier row has the same hash."""
     all_hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *hashes])
-    is_first = np.zeros(len(all_hashes), dtype=bool)
-    is_first[np.unique(all_hashes, return_index=True)[1]] = True
-    return np.split(~is_first, np.cumsum([len(each) for each in hashes])[:-1]) if hashes else []
+    _, first_places = np.unique(all_hashes, return_index=True)
+    is_copy = np.ones(len(all_hashes), dtype=bool)
+    is_copy[first_places] = False
+    return np.split(is_copy, np.cumsum([len(each) for each in hashes])[:-1]) if hashes else []

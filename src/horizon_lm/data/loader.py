@@ -15,12 +15,16 @@ from horizon_lm.data.token_dataset import Row, TokenTable
 
 
 def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -> Batch:
-    """Build the batch of some rows with their indices. The attention mask marks padding; no token id does.
+    """Build the batch of some rows, at least one. The attention mask marks padding; no token id does.
 
-    The batch is as long as its longest sequence, and at least ``length`` tokens.
+    Args:
+        rows: rows of one kind: with one sequence each, or preferences.
+        indices: their indices in the dataset, for `Batch.rows`.
+        length: the smallest length of the batch in tokens; a longer sequence makes it longer.
     """
-    sequences = [row.sequences[index] for index in range(len(rows[0].sequences)) for row in rows]
-    shape = (len(sequences), max(length, _longest(rows)))
+    # All first sequences before all second ones (of preferences: the chosen answers, then the rejected).
+    sequences = [row.sequences[number] for number in range(len(rows[0].sequences)) for row in rows]
+    shape = (len(sequences), max(length, *map(len, rows)))
     # The token id of padding has no effect, since attention and loss skip padding. Zero is in every vocabulary.
     input_ids = torch.zeros(shape, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.int64)
@@ -29,26 +33,17 @@ def collate(rows: Sequence[Row], indices: Sequence[int] = (), length: int = 0) -
         ids = torch.from_numpy(each.ids.astype(np.int64))
         input_ids[index, : len(ids)], attention_mask[index, : len(ids)] = ids, 1
         labels[index, : len(ids)] = torch.where(torch.from_numpy(each.trained), ids, IGNORE_INDEX)
-    packed = any(row.segments is not None for row in rows)
-    position_ids = _positions(rows, shape) if packed else None
     labels[:, 0] = IGNORE_INDEX
+    is_packed = any(row.segments is not None for row in rows)
+    position_ids = _positions(rows, shape) if is_packed else None
     if position_ids is not None:
         labels[position_ids == 0] = IGNORE_INDEX  # the first token of a packed row has no context
-    lengths = [len(each.ids) for each in sequences]
     return Batch(
-        input_ids,
-        None if packed else attention_mask,
-        position_ids,
-        labels,
+        input_ids=input_ids, attention_mask=None if is_packed else attention_mask, position_ids=position_ids, labels=labels,
         num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
-        num_tokens=sum(lengths),
-        rows=tuple(indices),
-        places=tuple(row.place for row in rows),
-    )
-
-
-def _longest(rows: Sequence[Row]) -> int:
-    return max(len(each.ids) for row in rows for each in row.sequences)
+        num_tokens=sum(len(each.ids) for each in sequences),
+        rows=tuple(indices), places=tuple(row.place for row in rows),
+    )  # fmt: skip
 
 
 def _positions(rows: Sequence[Row], shape: tuple[int, int]) -> torch.Tensor:
@@ -95,7 +90,7 @@ class Sampler:
         return max(1, math.ceil(num_epochs * self.steps_per_epoch))
 
     def rows(self, step: int) -> list[int]:
-        """Return the indices of the rows in step ``step``, counted from 0."""
+        """Return the indices of the rows in step ``step``, counted from 0; fewer in the last step of an epoch."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         start = step_of_epoch * self.rows_per_step
         return self.epoch_order(epoch)[start : start + self.rows_per_step].tolist()
@@ -106,17 +101,19 @@ class Sampler:
 
 
 def _num_extra(weight: float, size: int) -> int:
-    """Return the number of rows that an epoch uses one extra time; at least 1 if it would otherwise use no rows."""
-    return min(size, max(0 if int(weight) else 1, round((weight - int(weight)) * size)))
+    """Return the number of rows that an epoch uses one extra time, for the fraction of a weight; at least 1 if it has no other rows."""
+    fewest = 0 if int(weight) else 1
+    return min(size, max(fewest, round((weight - int(weight)) * size)))
 
 
 @lru_cache(maxsize=1)
 def _epoch_order(sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
-    """Return the row indices of an epoch in order."""
+    """Return the row indices of an epoch in order; see `Sampler`. The array is shared by all callers."""
     parts, start = [], 0
     for index, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         extra = np.random.default_rng((seed, epoch, index)).permutation(size)[: _num_extra(weight, size)]
-        parts.append(start + np.concatenate([np.tile(np.arange(size), int(weight)), extra]))
+        whole = np.tile(np.arange(size), int(weight))
+        parts.append(start + np.concatenate([whole, extra]))
         start += size
     rows = np.concatenate(parts)
     return rows[np.random.default_rng((seed, epoch)).permutation(len(rows))]
@@ -132,7 +129,7 @@ class Loader:
         unit: rows of a micro-batch, which is not cut between ranks.
 
     Attributes:
-        pads_to_step: whether the batches of all ranks are padded to the longest row of the step, because dropout depends on the
+        pads_to_step: pad the batches of all ranks to the longest row of the step, because random numbers of dropout depend on the
             length.
     """
 
@@ -150,7 +147,7 @@ class Loader:
         if not own:
             return stand_in(self.rows[indices[0]], indices[0])
         chosen = indices[own.start : own.stop]
-        length = _longest([self.rows[index] for index in indices]) if self.pads_to_step else 0
+        length = int(self.rows.lengths[indices].max()) if self.pads_to_step else 0
         batch = collate([self.rows[index] for index in chosen], chosen, length)
         return replace(batch, share=len(chosen) / len(indices))
 
@@ -172,6 +169,18 @@ def deal(tokens: Sequence[int], unit: int, num_ranks: int) -> list[range]:
     sums = [0, *accumulate(tokens)]
     costs = [sums[end] - sums[start] for start, end in pairwise([0, *ends])]
     most = -(-len(costs) // num_ranks)
+    counts = _fill(costs, _smallest_limit(costs, most, num_ranks), most)
+    while len(counts) < num_ranks and max(counts) > 1:  # a rank without rows would only wait
+        largest = counts.index(max(counts))
+        half = counts[largest] // 2
+        counts[largest : largest + 1] = [counts[largest] - half, half]
+    bounds = [0, *(ends[count - 1] for count in accumulate(counts))]
+    bounds += [len(tokens)] * (num_ranks + 1 - len(bounds))  # for ranks without rows
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _smallest_limit(costs: Sequence[int], most: int, num_ranks: int) -> int:
+    """Return the smallest limit of `_fill` with which the micro-batches take no more ranks than there are, found by bisection."""
     low, high = max(costs), sum(costs)
     while low < high:
         limit = (low + high) // 2
@@ -179,18 +188,14 @@ def deal(tokens: Sequence[int], unit: int, num_ranks: int) -> list[range]:
             high = limit
         else:
             low = limit + 1
-    counts = _fill(costs, high, most)
-    while len(counts) < num_ranks and max(counts) > 1:  # a rank without rows would only wait
-        largest = counts.index(max(counts))
-        half = counts[largest] // 2
-        counts[largest : largest + 1] = [counts[largest] - half, half]
-    bounds = [0, *(ends[count - 1] for count in accumulate(counts))]
-    bounds += [len(tokens)] * (num_ranks + 1 - len(bounds))
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    return high
 
 
 def _fill(costs: Sequence[int], limit: int, most: int) -> list[int]:
-    """Return the numbers of micro-batches of the ranks if each takes as many as its limits of tokens and numbers allow."""
+    """Return how many micro-batches each rank gets if one after the other takes as many as it may, on as many ranks as that takes.
+
+    A rank may take ``limit`` tokens, or else a single micro-batch, and ``most`` micro-batches. ``costs``: tokens of each.
+    """
     counts, used = [0], 0
     for cost in costs:
         if counts[-1] and (used + cost > limit or counts[-1] == most):
@@ -202,13 +207,13 @@ def _fill(costs: Sequence[int], limit: int, most: int) -> list[int]:
 
 
 def stand_in(row: Row, index: int) -> Batch:
-    """Return a batch without targets, which a rank computes while others have rows."""
+    """Return a batch of one row without targets, which a rank without rows computes while others have some."""
     batch = collate([row], [index])
     labels = torch.full_like(batch.labels, IGNORE_INDEX)
     return replace(batch, labels=labels, num_trained=0, num_tokens=0, places=(), share=0.0)
 
 
 def batch_from(rows: Sequence[Row], first: int, batch_size: int) -> Batch:
-    """Return the batch of a row and those after it, fewer at the end, for evaluation."""
+    """Return the batch of ``batch_size`` rows from index ``first`` on, fewer at the end of the rows, for evaluation."""
     indices = range(first, min(first + batch_size, len(rows)))
     return collate([rows[index] for index in indices], indices)

@@ -16,7 +16,7 @@ _ROW_COLUMN = "row_of_token"  # column with the index of each token's source row
 
 
 def pack(part: Part, strategy: str, length: int) -> Part:
-    """Pack the rows of a part in order into rows of at most ``length`` tokens. Rows without targets are not used."""
+    """Pack the rows in use of a part into rows of at most ``length`` tokens by TRL's ``strategy``, a batch of rows at a time."""
     import datasets
 
     table = part.table
@@ -44,31 +44,21 @@ def pack(part: Part, strategy: str, length: int) -> Part:
         usable_rows, batched=True, batch_size=batch_size, with_indices=True, remove_columns=table.column_names, features=features,
         new_fingerprint=fingerprint, desc="selecting rows to pack",
     )  # fmt: skip
-    # Rows are packed within a batch of rows; every file on the way is in the cache under a key of its own.
+    # Every file on the way is in the cache under a key of its own.
     packed = trl_compat.pack(
-        record(rows),
-        length,
-        strategy,
-        batch_size=batch_size,
-        new_fingerprint=digest(fingerprint, "packed"),
-        desc="packing",
-    )
+        record(rows), length, strategy, batch_size=batch_size, new_fingerprint=digest(fingerprint, "packed"), desc="packing",
+    )  # fmt: skip
     packed = record(packed).map(
-        _count_targets,
-        batched=True,
-        batch_size=100,
-        new_fingerprint=digest(fingerprint, "counted"),
-        desc="counting targets",
-    )
+        _count_targets, batched=True, batch_size=100, new_fingerprint=digest(fingerprint, "counted"), desc="counting targets",
+    )  # fmt: skip
 
     def place_of_packed(index: int) -> str:
         numbers = np.unique(packed.data.column(_ROW_COLUMN)[index].values.to_numpy()).tolist()
         return " + ".join(part.place(number) for number in numbers)
 
     # A long row is split into several, some of which may have no targets.
-    return Part(
-        record(packed), place_of_packed, np.flatnonzero(packed.data.column("num_targets").to_numpy()), part.weight
-    )
+    with_targets = np.flatnonzero(packed.data.column("num_targets").to_numpy())
+    return Part(record(packed), place_of_packed, with_targets, part.weight)
 
 
 def truncate(part: Part, length: int) -> Part:
@@ -91,10 +81,11 @@ def _truncate(columns: dict[str, list[Any]], length: int) -> dict[str, list[Any]
 
 
 def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[int]]:
-    """Return the number of targets of each row. The first token of a document has none before it that could predict it."""
+    """Return the number of targets of each packed row. The first token of a document is none, since no token before it predicts it."""
     counts = []
     for index, trained in enumerate(columns["trained"]):
         mask = np.asarray(trained, dtype=bool)
+        # The strategy ``wrapped`` keeps no borders between documents.
         segments = columns["seq_lengths"][index] if "seq_lengths" in columns else [len(mask)]
         firsts = np.cumsum([0, *segments[:-1]])
         counts.append(int(mask.sum() - mask[firsts].sum()))

@@ -58,7 +58,7 @@ class ExampleCounts:
     places: list[str] = field(default_factory=list)
 
     def add(self, indices: np.ndarray, place: Callable[[int], str]) -> None:
-        """Count rows by index; ``place`` maps an index to its place."""
+        """Count rows, given their indices (n,) and a function that returns the place of an index, and keep the first places."""
         self.count += len(indices)
         self.places += [place(int(index)) for index in indices[: _PLACES_SHOWN - len(self.places)]]
 
@@ -105,7 +105,7 @@ class _Problems:
         self._show(place, message)
 
     def add_all(self, source: Source, table: Any) -> None:
-        """Count the invalid rows of a tokenized table."""
+        """Count the rows of a tokenized table that have a text in the column ``problem``."""
         import pyarrow.compute as pc
 
         problems = table.data.column("problem")
@@ -116,17 +116,20 @@ class _Problems:
 
     def reject(self) -> None:
         """Raise DataError with the messages, each with the places of its rows, if any row is invalid."""
-        if self.count:
-            heading = "" if self.count == 1 else f"{self.count:,} invalid rows:\n"
-            lines = [f"{', '.join(places)}: {message}" for message, places in self.places.items()]
-            more = f"\n... and {self.count - _MAX_PROBLEMS_SHOWN:,} more" if self.count > _MAX_PROBLEMS_SHOWN else ""
-            raise DataError(heading + "\n".join(lines) + more)
+        if not self.count:
+            return
+        lines = [] if self.count == 1 else [f"{self.count:,} invalid rows:"]
+        lines += [f"{', '.join(places)}: {message}" for message, places in self.places.items()]
+        if self.count > _MAX_PROBLEMS_SHOWN:
+            lines.append(f"... and {self.count - _MAX_PROBLEMS_SHOWN:,} more")
+        raise DataError("\n".join(lines))
 
     @property
     def _num_shown(self) -> int:
         return sum(map(len, self.places.values()))
 
     def _show(self, place: str, message: str) -> None:
+        """Keep a message with its place, unless enough are kept."""
         if self._num_shown < _MAX_PROBLEMS_SHOWN:
             self.places.setdefault(message, []).append(place)
 
@@ -178,29 +181,31 @@ def pack_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
 
 
 def summary(rows: TokenTable, packed: TokenTable) -> str:
-    """Describe the number of rows, tokens and targets in one line."""
+    """Describe the number of rows, tokens and targets in one line. ``packed``: the packed rows; ``rows`` themselves without packing."""
     tokens, targets = int(packed.num_tokens.sum()), int(packed.num_targets.sum())
-    count = counted(len(rows), "row") + ("" if packed is rows else f" in {counted(len(packed), 'packed row')}")
-    if without_targets := sum(len(part.table) - len(part) for part in packed.parts) if packed is not rows else 0:
-        count += f" ({without_targets:,} more without a token to train on)"
+    count = counted(len(rows), "row")
+    if packed is not rows:
+        count += f" in {counted(len(packed), 'packed row')}"
+        if without_targets := sum(len(part.table) - len(part) for part in packed.parts):
+            count += f" ({without_targets:,} more without a token to train on)"
     return f"{count}, {tokens:,} tokens, {targets:,} trained on ({targets / max(1, tokens):.0%})"
 
 
 def _find_row_format(source: Source, objective: str) -> RowFormat:
     """Return the format of a dataset, recognized from its first row. Raise RowError if no format matches."""
     first, config = source.row(0), source.config
-    _require_columns(source)
+    _require_optional_columns(source)
     return find_format(_renamed(first, source), config.format, objective, config.columns or ())
 
 
-def _require_columns(source: Source) -> None:
+def _require_optional_columns(source: Source) -> None:
     """Raise RowError if ``columns`` names an optional field that none of the first rows has."""
     optional = {theirs for ours, theirs in (source.config.columns or {}).items() if ours in OPTIONAL_FIELDS}
-    first_rows = (source.row(index) for index in range(min(_ROWS_INSPECTED, len(source))))
-    for row in first_rows if optional else ():
-        optional -= set(row) if isinstance(row, dict) else set()
+    for index in range(min(_ROWS_INSPECTED, len(source))):
         if not optional:
             return
+        row = source.row(index)
+        optional -= set(row) if isinstance(row, dict) else set()
     if optional:
         raise RowError(f"field {min(optional)!r} of columns is in none of the first {_ROWS_INSPECTED:,} rows")
 
@@ -220,52 +225,45 @@ def _renamed(row: Any, source: Source) -> Any:
 
 
 def _tokenize_source(source: Source, row_format: RowFormat, tokenizer: Any, options: PreprocessConfig) -> Any:
-    """Return the token table of a dataset, from the cache if available."""
-    import datasets
-
+    """Return the token table of a dataset, from the cache if it is there; raise DataError if it cannot be written there."""
     length = _row_length_limit(options)
     fingerprint = digest(
         _CACHE_VERSION, source.fingerprint, source.config.columns, row_format.name, options.objective, options.train_on,
         length, _tokenizer_state(tokenizer),
     )  # fmt: skip
-    of_pairs = ("rejected_ids", "rejected_trained") if options.objective == "dpo" else ()
-    features = datasets.Features(
-        {
-            **{name: datasets.List(datasets.Value("int32")) for name in ("input_ids", *of_pairs[:1])},
-            **{name: datasets.List(datasets.Value("bool")) for name in ("trained", *of_pairs[1:])},
-            "num_targets": datasets.Value("int32"),
-            "flags": datasets.Value("int16"),
-            "problem": datasets.Value("string"),
-        }
-    )
     tokenize = partial(
-        _tokenize_rows,
-        source=source.without_table(),
-        row_format=row_format,
+        _tokenize_rows, source=source.without_table(), row_format=row_format, objective=options.objective,
         tokenizer=ExampleTokenizer(tokenizer, options.train_on, length),
-        objective=options.objective,
-    )
+    )  # fmt: skip
     try:
         discard_altered_beside(source.table)
-        return record(
-            source.table.map(
-                tokenize,
-                batched=True,
-                batch_size=_rows_per_batch(source.table),
-                num_proc=options.num_proc,
-                remove_columns=source.table.column_names,
-                features=features,
-                new_fingerprint=fingerprint,
-                load_from_cache_file=True,
-                desc=visible(f"tokenizing {source.config.path}"),
-            )
-        )
+        table = source.table.map(
+            tokenize, batched=True, batch_size=_rows_per_batch(source.table), num_proc=options.num_proc,
+            remove_columns=source.table.column_names, features=_token_features(options.objective),
+            new_fingerprint=fingerprint, load_from_cache_file=True, desc=visible(f"tokenizing {source.config.path}"),
+        )  # fmt: skip
+        return record(table)
     except OSError as error:
         raise DataError(f"{source.config.path}: {cannot_be_cached(error)}") from error
 
 
+def _token_columns(objective: str) -> list[tuple[str, str]]:
+    """Return the columns of a token table with the token ids and the target mask of each sequence of a row."""
+    columns = [("input_ids", "trained")]
+    return [*columns, ("rejected_ids", "rejected_trained")] if objective == "dpo" else columns
+
+
+def _token_features(objective: str) -> Any:
+    """Return the types of the columns of a token table."""
+    from datasets import Features, List, Value
+
+    columns = _token_columns(objective)
+    types = {ids: List(Value("int32")) for ids, _ in columns} | {trained: List(Value("bool")) for _, trained in columns}
+    return Features(types | {"num_targets": Value("int32"), "flags": Value("int16"), "problem": Value("string")})
+
+
 def _rows_per_batch(table: Any) -> int:
-    """Return the number of rows that contain about `_BATCH_BYTES` of text."""
+    """Return the number of rows that have about `_BATCH_BYTES` of text together, from 1 to 200."""
     return max(1, min(200, _BATCH_BYTES * len(table) // max(1, table.data.nbytes)))
 
 
@@ -287,18 +285,14 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
 
 
 def _tokenize_rows(
-    columns: dict[str, list[Any]],
-    *,
-    source: Source,
-    row_format: RowFormat,
-    tokenizer: ExampleTokenizer,
-    objective: str,
+    columns: dict[str, list[Any]], *, source: Source, row_format: RowFormat, tokenizer: ExampleTokenizer, objective: str
 ) -> dict[str, list[Any]]:
-    """Tokenize a batch of rows, and return the columns of the table.
+    """Tokenize a batch of rows, and return the columns of the token table.
 
     Errors go into the column ``problem``, so that they are all reported together; a row with one has no tokens.
     """
-    num_sequences = 1 + (objective == "dpo")
+    columns_of_sequences = _token_columns(objective)
+    no_tokens = [Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * len(columns_of_sequences)
     tokenized: list[tuple[list[Tokens], str | None]] = []
     for row in source.rows(columns):
         try:
@@ -310,16 +304,14 @@ def _tokenize_rows(
             reject_placeholders(example)
             tokenized.append((tokenizer.tokenize(example), None))
         except RowError as error:
-            tokenized.append(([Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * num_sequences, str(error)))
+            tokenized.append((no_tokens, str(error)))
     sequences = [tokens for tokens, _ in tokenized]
     result: dict[str, list[Any]] = {
         "num_targets": [_num_targets(each) for each in sequences],
         "flags": [int(reduce(or_, (tokens.flags for tokens in each))) for each in sequences],
         "problem": [problem for _, problem in tokenized],
     }
-    for index, (ids, trained) in enumerate(
-        (("input_ids", "trained"), ("rejected_ids", "rejected_trained"))[:num_sequences]
-    ):
+    for index, (ids, trained) in enumerate(columns_of_sequences):
         result[ids] = [each[index].ids for each in sequences]
         result[trained] = [each[index].trained for each in sequences]
     return result
@@ -344,13 +336,13 @@ def _num_chars(value: Any) -> int:
 
 
 def _num_targets(sequences: Sequence[Tokens]) -> int:
-    """Return the number of targets in a row, or 0 if either answer of a preference has no target."""
+    """Return the number of targets in a row; 0 if either answer of a preference has none, since the row is then not used."""
     counts = [each.num_targets for each in sequences]
     return sum(counts) if all(counts) else 0
 
 
 def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: Report) -> Part:
-    """Select the rows of a dataset to use, and count the flags of its rows in the report."""
+    """Select the rows with targets in the fraction of a dataset that is to be used, and count them and their flags in the report."""
     chosen = np.arange(len(table))
     if source.config.fraction is not None:
         number = max(1, round(source.config.fraction * len(table)))
@@ -359,7 +351,8 @@ def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: 
     flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
     report.without_targets.add(chosen[targets[chosen] == 0], source.place)
     with_targets = chosen[targets[chosen] > 0]
+    of_any_row = RowFlag.TRUNCATED | RowFlag.MISSING_EOS | RowFlag.BLANK  # others count only in rows that are used
     for flag, rows in report.flagged.items():
-        among = chosen if flag in RowFlag.TRUNCATED | RowFlag.MISSING_EOS | RowFlag.BLANK else with_targets
+        among = chosen if flag in of_any_row else with_targets
         rows.add(among[(flags[among] & flag) != 0], source.place)
     return Part(table, source.place, with_targets, source.config.weight)

@@ -63,7 +63,8 @@ class TokenTable(Sequence[Row]):
             raise IndexError(index)
         number = int(np.searchsorted(self._ends, index, side="right"))
         part = self._parts[number]
-        return part.row(int(part.indices[index - (self._ends[number] - len(part.indices))]))
+        first = self._ends[number] - len(part.indices)  # index of the part's first row
+        return part.row(int(part.indices[index - first]))
 
     @property
     def parts(self) -> Sequence["Part"]:
@@ -72,11 +73,13 @@ class TokenTable(Sequence[Row]):
 
     @property
     def needs_mask(self) -> bool:
-        """True if rows are packed or differ in length."""
+        """True if rows are packed or differ in length, so that batches have several segments or padding."""
         if any("seq_lengths" in part.table.column_names for part in self._parts):
             return True
-        per_row = max((part.num_sequences for part in self._parts), default=1)
-        return bool(len(self)) and int(self.num_tokens.min()) < per_row * int(self.lengths.max())
+        if not len(self):
+            return False
+        num_sequences = max(part.num_sequences for part in self._parts)  # of a row; the same in all parts
+        return int(self.num_tokens.min()) < num_sequences * int(self.lengths.max())
 
     def part_sizes(self) -> list[int]:
         """Return the number of rows in each dataset."""
@@ -97,7 +100,7 @@ class TokenTable(Sequence[Row]):
         return digest(*(part.content_hash for part in self._parts))
 
     def token_ids(self) -> Iterator[np.ndarray]:
-        """Yield all tokens of all rows, in chunks."""
+        """Yield the tokens of all tables in chunks, including rows that are not in use."""
         for part in self._parts:
             yield from part.token_ids()
 
@@ -125,9 +128,9 @@ class Part:
 
     def __init__(self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0) -> None:
         self.table, self._place, self.indices, self.weight = table, place, indices, weight
-        # (sequences of a row, rows)
-        each = np.stack([_list_lengths(table.data.column(name)) for name in self._id_columns])
-        self.lengths, self.num_tokens = each.max(0), each.sum(0)  # of a row: its longest sequence, and all of them
+        # Lengths of sequences, (sequences of a row, rows); then of a row its longest sequence, and all of them.
+        lengths = np.stack([_list_lengths(table.data.column(name)) for name in self._id_columns])
+        self.lengths, self.num_tokens = lengths.max(0), lengths.sum(0)
         self.num_targets = table.data.column("num_targets").to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
@@ -141,6 +144,7 @@ class Part:
 
     @property
     def _id_columns(self) -> list[str]:
+        """The columns with the token ids of the sequences of a row."""
         return [name for name in ("input_ids", "rejected_ids") if name in self.table.column_names]
 
     @property
@@ -150,30 +154,31 @@ class Part:
 
     @property
     def content_hash(self) -> str:
-        """A hash of the tokens, targets and segments of the rows in use and of their order."""
+        """A hash of the tokens, targets and segments of the table, and of the indices of the rows in use."""
         content = xxhash.xxh3_128(self.indices.astype(np.int64).data)
         for name in (*self._id_columns, "trained", "rejected_trained", "seq_lengths"):
-            if name in self.table.column_names:
-                content.update(name.encode())
-                for chunk in self.table.data.column(name).chunks:
-                    content.update(
-                        np.ascontiguousarray(chunk.value_lengths().to_numpy(zero_copy_only=False), np.int64).data
-                    )
-                for chunk in self.table.data.column(name).chunks:
-                    content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
+            if name not in self.table.column_names:
+                continue
+            content.update(name.encode())
+            chunks = self.table.data.column(name).chunks
+            for chunk in chunks:  # all lengths before all values, so that chunks do not matter
+                lengths = chunk.value_lengths().to_numpy(zero_copy_only=False)
+                content.update(np.ascontiguousarray(lengths, np.int64).data)
+            for chunk in chunks:
+                content.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
         return content.hexdigest()
 
     @property
     def longest(self) -> np.ndarray:
-        """The length of the longest sequence in each row of the table: of a packed row, that of a row in it."""
+        """The length of the longest sequence in each row of the table; of a packed row, that of the longest row in it."""
         if "seq_lengths" not in self.table.column_names:
             return self.lengths
-        longest = [
-            np.maximum.reduceat(chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths()) - chunk.value_lengths())
-            for chunk in self.table.data.column("seq_lengths").chunks
-            if len(chunk)
-        ]
-        return np.concatenate([*longest, np.zeros(0, dtype=np.int64)])
+        longest = [np.zeros(0, dtype=np.int64)]
+        for chunk in self.table.data.column("seq_lengths").chunks:
+            if len(chunk):
+                counts = chunk.value_lengths().to_numpy()  # rows in each packed row, at least one
+                longest.append(np.maximum.reduceat(chunk.flatten().to_numpy(), np.cumsum(counts) - counts))
+        return np.concatenate(longest)
 
     def select(self, indices: np.ndarray) -> "Part":
         """Return a part with a different set of rows in use."""
@@ -202,23 +207,26 @@ class Part:
         start, columns = 0, (self.table.data.column(name).chunks for name in ("input_ids", "trained"))
         for ids, trained in zip(*columns, strict=True):
             lengths = ids.value_lengths().to_numpy()
-            mask = used[start : start + len(lengths)]
-            if mask.any():
-                keep = np.repeat(mask, lengths)
-                values = (each.flatten().to_numpy(zero_copy_only=False)[keep] for each in (ids, trained))
-                yield start + np.flatnonzero(mask), np.cumsum(lengths[mask]), *values
+            is_used = used[start : start + len(lengths)]
+            if is_used.any():
+                keep = np.repeat(is_used, lengths)  # by token
+                tokens, targets = (each.flatten().to_numpy(zero_copy_only=False)[keep] for each in (ids, trained))
+                yield start + np.flatnonzero(is_used), np.cumsum(lengths[is_used]), tokens, targets
             start += len(lengths)
 
     @cached_property
     def row_hashes(self) -> np.ndarray:
-        """Return a hash of the tokens of each row in use, uint64 (n,)."""
-        hashes, used = np.zeros(len(self.lengths), dtype=np.uint64), np.sort(self.indices)
+        """A hash of the tokens of each row in use, uint64 (n,)."""
+        hashes = np.zeros(len(self.lengths), dtype=np.uint64)
+        used = np.zeros(len(self.lengths), dtype=bool)
+        used[self.indices] = True
         for name in self._id_columns:
-            start = 0
+            start = 0  # of the chunk, in the table
             for chunk in self.table.data.column(name).chunks:
-                values, ends = chunk.flatten().to_numpy(), np.cumsum(chunk.value_lengths())
-                for row in used[np.searchsorted(used, start) : np.searchsorted(used, start + len(chunk))] - start:
-                    content = hashes[start + row].tobytes() + values[ends[row - 1] if row else 0 : ends[row]].tobytes()
+                values, borders = chunk.flatten().to_numpy(), np.concatenate([[0], np.cumsum(chunk.value_lengths())])
+                for row in np.flatnonzero(used[start : start + len(chunk)]):
+                    tokens = values[borders[row] : borders[row + 1]]
+                    content = hashes[start + row].tobytes() + tokens.tobytes()  # with those of the sequence before it
                     hashes[start + row] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
                 start += len(chunk)
         return hashes[self.indices]

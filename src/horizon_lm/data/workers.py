@@ -25,7 +25,9 @@ _libc = ctypes.CDLL(None)
 
 @contextmanager
 def ending_with_us() -> Iterator[None]:
-    """Context manager: make every process that is forked inside a worker. After an error the remaining ones are killed."""
+    """Context manager: make a worker of every process that is forked in it (`_become_worker`). After an error those that remain are
+    killed.
+    """
     global _parent
     before, others = _parent, psutil.Process().children()
     _parent = os.getpid(), threading.get_ident()
@@ -41,11 +43,11 @@ def ending_with_us() -> Iterator[None]:
 
 
 def _become_worker() -> None:
-    """Set up a forked process."""
+    """Let a forked process end with its parent, if it was forked inside of `ending_with_us`. Called in every forked process."""
     global _parent
     if _parent is None:
         return
-    (process, thread), _parent = _parent, None
+    (process, thread), _parent = _parent, None  # what a worker forks itself is none
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL if number in _END else signal.SIG_IGN)
     # The system watches the thread that forked, not its process. A pool replaces dead workers in a thread that ends too early.
@@ -60,7 +62,7 @@ def _become_worker() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Wait until the parent ends this process."""
+    """End this process when its parent signals so, or a while after a signal from elsewhere."""
     if signal.sigwaitinfo(_END).si_pid != parent:
         signal.sigtimedwait(_END, _PATIENCE)  # two signals at the same time may arrive as one
     os._exit(1)
