@@ -1,5 +1,6 @@
 """Rows become examples, tokens with targets, and batches."""
 
+import io
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from horizon_lm.data.conversations import Completion, Conversation, Preference, 
 from horizon_lm.data.formats import FORMATS, find_format, rename_fields
 from horizon_lm.data.loader import Sampler, batch_from, collate
 from horizon_lm.data.preprocess import ExampleCounts, PreprocessConfig, cut_rows, prepare
-from horizon_lm.data.sources import open_source, read_rows
+from horizon_lm.data.sources import _JsonListReader, open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
 from horizon_lm.errors import ConfigError, DataError
@@ -251,6 +252,17 @@ def test_json_list_is_read_in_chunks(tmp_path_factory: pytest.TempPathFactory, r
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("horizon_lm.data.sources._CHUNK_CHARS", num_chars)
             assert [row for _, row in read_rows(str(path))] == rows
+
+
+def test_a_missing_comma_is_found_without_reading_the_rest_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horizon_lm.data.sources._CHUNK_CHARS", 64)
+    stream = io.StringIO('[{"a": 1}{"b": 2}' + ', {"c": 3}' * 1000 + "]")
+    reader = _JsonListReader("rows.json", stream)
+    reader.skip("[")
+    assert reader.value() == {"a": 1}
+    with pytest.raises(DataError, match=r"rows.json:1:10: not valid JSON \(expecting ','\)"):
+        reader.skip(",")
+    assert stream.tell() <= 2 * 64
 
 
 def test_system_message() -> None:

@@ -125,7 +125,8 @@ class _JsonListReader:
                 continue
             except (ValueError, RecursionError) as error:
                 self.fail(first_line(error), self.position)
-            is_ended = self._text[stop : stop + 1] in tuple(", ]\t\r\n")  # otherwise a number may continue
+            # A number may continue after the text that is kept. It is split at most a few characters before the end of that.
+            is_ended = self._text[stop : stop + 1] in tuple(", ]\t\r\n") or stop < len(self._text) - _MAX_LITERAL_CHARS
             if is_ended or not self._read():
                 self.position = stop
                 return value
