@@ -80,7 +80,7 @@ def require_quick_names(content: Mapping[str, Any], names: list[str], place: obj
 
 
 def _as_expressions(key: str, text: str) -> tuple[str, ...]:
-    """Return all regular expressions that PEFT makes of a text in its config, under a key."""
+    """Return all regular expressions that PEFT may make of the text of a setting of its config."""
     if key in _WHOLE:
         return (text,)
     return (

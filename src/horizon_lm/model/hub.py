@@ -25,14 +25,14 @@ def local_folder(name: str | Path, **download: Any) -> Path:
     if exists(str(name)) and (path := Path(name).expanduser()).is_dir():
         return path
     _require_hub_id(str(name))
-    typed, name = str(name), full_name(str(name))
+    hub_id = full_name(str(name))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(PATTERNS), **download))
+        return Path(snapshot_download(hub_id, allow_patterns=list(PATTERNS), **download))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise _not_found(typed, name, error) from error
+        raise _not_found(str(name), hub_id, error) from error
 
 
 def folder_here(name: str | Path) -> Path | None:
@@ -44,7 +44,9 @@ def folder_here(name: str | Path) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     hub_id = full_name(str(name))
-    config = try_to_load_from_cache(hub_id, "config.json") if _is_cached(hub_id) else None
+    if not _is_cached(hub_id):
+        return None
+    config = try_to_load_from_cache(hub_id, "config.json")  # a path, if it is a text
     return Path(config).parent if isinstance(config, str) else None
 
 
@@ -86,7 +88,7 @@ def _require_answer(name: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):  # its path
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))

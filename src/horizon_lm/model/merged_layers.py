@@ -241,7 +241,7 @@ class MergedLayers:
 
     def _require_vocabulary(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
         """Raise ConfigError if the adapters were trained with another number of tokens than the base has."""
-        tables = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
+        tables = (model.get_input_embeddings(), model.get_output_embeddings())
         module: Any
         for path, module in model.named_modules():
             if not any(module is each for each in tables):

@@ -15,7 +15,7 @@ from horizon_lm.model.routed_experts import RoutedExperts
 
 @contextmanager
 def some_experts(experts: RoutedExperts, size: int, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Context manager: compute with the weights of some experts, which are then numbered from 0.
+    """Context manager: let the module compute with the weights of some experts, which its calls number from 0.
 
     Args:
         experts: the experts of a block.

@@ -114,7 +114,7 @@ def _find_units(
     adapted: set[int],
 ) -> tuple[dict[Unit, list[ParamRef]], dict[int, frozenset[str]]]:  # fmt: skip
     """Return the parameters by unit, in the order of the model, and the names of adapters in each block, as in `ModelParts`."""
-    # The unit of each module, by identity. Later lines replace what earlier ones have said.
+    # The unit of each module, by identity. Later lines replace earlier ones.
     owner: dict[int, Unit] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     if adapted:
         _reject_shared_modules(name, model, blocks, owner)
@@ -123,16 +123,18 @@ def _find_units(
     owner |= {id(module): OUTER if is_adapter_layer(embed) else EMBED for module in embed.modules()}
     owner |= {id(tables[0]): EMBED} | {id(module): IDLE for module in tables[1:]}
     adapters: dict[int, set[str]] = {}
-    names = [EMBED, *(block(i) for i in range(len(blocks))), HEAD, OUTER, *([IDLE] if len(tables) > 1 else [])]
-    units: dict[Unit, list[ParamRef]] = {unit: [] for unit in names}
+    units: dict[Unit, list[ParamRef]] = {unit: [] for unit in (EMBED, *map(block, range(len(blocks))), HEAD, OUTER)}
+    if len(tables) > 1:
+        units[IDLE] = []
     for ref in _find_params(name, model):
-        first, *others = {owner.get(id(module), OUTER) for module, _ in ref.places}
-        if id(ref.param) in adapted and not others and first.is_block:
+        owners = {owner.get(id(module), OUTER) for module, _ in ref.places}
+        if id(ref.param) in adapted and len(owners) == 1 and all(unit.is_block for unit in owners):
+            (unit,) = owners
             units[OUTER].append(ref)
-            adapters.setdefault(first.block_index, set()).add(ref.name)
-            continue
-        is_head_weight = (head, "weight") in ref.places
-        units[_unit_of(name, ref, {first, *others}, tied, is_head_weight)].append(ref)
+            adapters.setdefault(unit.block_index, set()).add(ref.name)
+        else:
+            is_head_weight = (head, "weight") in ref.places
+            units[_unit_of(name, ref, owners, tied, is_head_weight)].append(ref)
     return units, {index: frozenset(names) for index, names in adapters.items()}
 
 
