@@ -220,7 +220,7 @@ def _count_unused(source: Source, row_format: RowFormat, report: Report) -> None
 
 
 def _renamed(row: Any, source: Source) -> Any:
-    """Return a row with the expected names of its fields, as ``columns`` gives them."""
+    """Return a row with the expected names of its fields, as ``columns`` gives them; other values than objects as they are."""
     return rename_fields(row, source.config.columns) if source.config.columns and isinstance(row, dict) else row
 
 

@@ -41,12 +41,12 @@ def discard_altered_beside(table: Any) -> None:
 
 def _altered(folder: Path) -> list[Path]:
     """Return the tables in a folder that are not as they were recorded."""
-    tables = {note: note.with_suffix("") for note in folder.rglob(f"*.arrow{_SUFFIX}")}
-    return [
-        path
-        for note, path in tables.items()
-        if not path.is_file() or note.read_text(encoding="ascii", errors="replace") != _describe(path)
-    ]
+    altered = []
+    for note in folder.rglob(f"*.arrow{_SUFFIX}"):
+        path = note.with_suffix("")
+        if not path.is_file() or note.read_text(encoding="ascii", errors="replace") != _describe(path):
+            altered.append(path)
+    return altered
 
 
 def _describe(path: Path) -> str:
