@@ -17,33 +17,9 @@ _ROW_COLUMN = "row_of_token"  # column with the index of each token's source row
 
 def pack(part: Part, strategy: str, length: int) -> Part:
     """Pack the rows in use of a part into rows of at most ``length`` tokens by TRL's ``strategy``, a batch of rows at a time."""
-    import datasets
-
-    table = part.table
-    features = datasets.Features(
-        input_ids=table.features["input_ids"],
-        trained=table.features["trained"],
-        **{_ROW_COLUMN: table.features["input_ids"]},
-    )
-    fingerprint = digest(part.fingerprint, strategy, length)
-    usable = np.zeros(len(table), dtype=bool)
-    usable[part.indices] = True
-
-    def usable_rows(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        """Return the usable rows of a batch, with the index in the table for each token, which packing itself does not keep."""
-        rows = zip(indices, columns["input_ids"], columns["trained"], strict=True)
-        used = [(index, ids, trained) for index, ids, trained in rows if usable[index]]
-        return {
-            "input_ids": [ids for _, ids, _ in used],
-            "trained": [trained for _, _, trained in used],
-            _ROW_COLUMN: [[index] * len(ids) for index, ids, _ in used],
-        }
-
     batch_size = max(1, min(1000, int(_TOKENS_PER_BATCH / max(1.0, float(part.lengths.mean())))))
-    rows = table.map(
-        usable_rows, batched=True, batch_size=batch_size, with_indices=True, remove_columns=table.column_names, features=features,
-        new_fingerprint=fingerprint, desc="selecting rows to pack",
-    )  # fmt: skip
+    fingerprint = digest(part.fingerprint, strategy, length)
+    rows = _rows_in_use(part, batch_size, fingerprint)
     # Every file on the way is in the cache under a key of its own.
     packed = trl_compat.pack(
         record(rows), length, strategy, batch_size=batch_size, new_fingerprint=digest(fingerprint, "packed"), desc="packing",
@@ -59,6 +35,31 @@ def pack(part: Part, strategy: str, length: int) -> Part:
     # A long row is split into several, some of which may have no targets.
     with_targets = np.flatnonzero(packed.data.column("num_targets").to_numpy())
     return Part(record(packed), place_of_packed, with_targets, part.weight)
+
+
+def _rows_in_use(part: Part, batch_size: int, fingerprint: str) -> Any:
+    """Return the tokens and target masks of the rows in use of a part, and for each token its row, which packing does not keep."""
+    import datasets
+
+    table = part.table
+    ids = table.features["input_ids"]
+    features = datasets.Features(input_ids=ids, trained=table.features["trained"], **{_ROW_COLUMN: ids})
+    is_used = np.zeros(len(table), dtype=bool)
+    is_used[part.indices] = True
+
+    def select(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        rows = zip(indices, columns["input_ids"], columns["trained"], strict=True)
+        used = [(index, ids, trained) for index, ids, trained in rows if is_used[index]]
+        return {
+            "input_ids": [ids for _, ids, _ in used],
+            "trained": [trained for _, _, trained in used],
+            _ROW_COLUMN: [[index] * len(ids) for index, ids, _ in used],
+        }
+
+    return table.map(
+        select, batched=True, batch_size=batch_size, with_indices=True, remove_columns=table.column_names, features=features,
+        new_fingerprint=fingerprint, desc="selecting rows to pack",
+    )  # fmt: skip
 
 
 def truncate(part: Part, length: int) -> Part:
