@@ -61,10 +61,7 @@ class MergedLayers:
 
         _require_mergeable(config, folder)
         _fill_places(model, dtypes, None if config.peft_type in _KNOW_NO_VALUES else read)
-        self._places: dict[str, Place] = {}
-        for name in model.state_dict():
-            path, _, attribute = name.rpartition(".")
-            self._places[name] = model.get_submodule(path), attribute
+        self._places = {name: _place_of(model, name) for name in model.state_dict()}
         start = str(getattr(config, "init_lora_weights", "")).lower()
         self._taking = start if start in _FROM_THE_BASE else None  # the initialization that took a part of the base
         if self._taking:
@@ -120,8 +117,8 @@ class MergedLayers:
             )
         found = {}
         for path, name in layer.names.items():
-            module, _, attribute = path.rpartition(".")
-            found[name] = getattr(merged.get_submodule(module), attribute).data.to(values[name].dtype)
+            module, attribute = _place_of(merged, path)
+            found[name] = getattr(module, attribute).data.to(values[name].dtype)
             self._set(name, _placeholder(values[name].shape, values[name].dtype))
         return found
 
@@ -234,9 +231,8 @@ class MergedLayers:
                     module._parameters[key] = rooms[id(param)]
                     places.add((module, key))
         for name in values.keys() - params.keys():  # buffers
-            path, _, key = name.rpartition(".")
             with contextlib.suppress(AttributeError):  # an unexpected name, which PEFT reports
-                places.add((model.get_submodule(path), key))
+                places.add(_place_of(model, name))
         return places
 
     def _require_vocabulary(self, model: Any, state: Mapping[str, torch.Tensor]) -> None:
@@ -264,6 +260,12 @@ class MergedLayers:
             raise
         except Exception as error:  # PEFT raises anything
             raise ConfigError(f"{self._folder}: PEFT cannot {action} ({first_line(error)})") from error
+
+
+def _place_of(model: nn.Module, name: str) -> Place:
+    """Return the module and the attribute that a name in a model's state stands for; raise AttributeError if there is no such module."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
 
 
 def _fill_places(
