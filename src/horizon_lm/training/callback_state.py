@@ -71,7 +71,7 @@ def tracker_environment(saved: Mapping[str, Any] | None, wandb_project: str | No
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)  # MLflow removes the run that it continues
             else:
                 os.environ[name] = value
 
