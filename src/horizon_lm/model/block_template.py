@@ -363,7 +363,10 @@ def structure_key(block: nn.Module) -> tuple[Any, ...]:
             for name, value in module.__dict__.items()
             if name not in _INTERNAL and name not in _OF_PLACE and _is_plain(value)
         }
-        params = tuple((n, tuple(p.shape), p.dtype) for n, p in module._parameters.items() if p is not None)
+        # A graph keeps more for a trained weight than for a frozen one.
+        params = tuple(
+            (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module._parameters.items() if p is not None
+        )
         buffers = tuple((n, tuple(b.shape), b.dtype) for n, b in module._buffers.items() if b is not None)
         key.append((path, type(module), tuple((name, plain[name]) for name in sorted(plain)), params, buffers))
     return tuple(key)
