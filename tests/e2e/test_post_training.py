@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from horizon_lm.objective.base import Loss
 from horizon_lm.preflight.admission import make_request
 from horizon_lm.preflight.inputs import RowShape, fetch_source, open_source
 from horizon_lm.training import callbacks as run_callbacks
-from horizon_lm.training import metrics, trackers
+from horizon_lm.training import metrics, trackers, train
 from horizon_lm.training.evaluation import Evaluation
 from horizon_lm.training.metrics import StepResult
 from horizon_lm.training.rows import load_data
@@ -338,6 +339,27 @@ def test_wandb_project(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     assert (seen, os.environ["WANDB_PROJECT"]) == (["nights"], "before")
     with pytest.raises(ConfigError, match="wandb_project: 'nights': is not used without report_to: wandb"):
         horizon_lm.train({**base, "wandb_project": "nights"}, **QUIET)
+
+
+def test_metrics_begin_with_the_first_step(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probabilities of DPO's reference, which may take hours, are computed before."""
+    prepared_at, started_at = [], []
+    make_objectives = train.make_objectives
+
+    def noting_the_end(*args: Any) -> Any:
+        objectives = make_objectives(*args)
+        prepared_at.append(time.perf_counter())
+        return objectives
+
+    class Loop(train.Loop):
+        def __init__(self, run: Any, training: Any) -> None:
+            started_at.append(training.metrics.started)
+            super().__init__(run, training)
+
+    monkeypatch.setattr(train, "make_objectives", noting_the_end)
+    monkeypatch.setattr(train, "Loop", Loop)
+    horizon_lm.train({**base, "max_steps": 1}, **QUIET)
+    assert started_at > prepared_at
 
 
 def test_report_to_without_its_package(base: dict[str, Any]) -> None:

@@ -178,7 +178,6 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
         reporter.print(*resume.require_same_model(point, resume.model_settings(model), config))
     reporter.print("preparing the optimizer's kernels and moments")
     optimizer, scheduler = build_optimizer(model, config, num_steps)
-    metrics = Metrics(num_steps, run.intervals.steps_per_epoch, plan, setup.open_meter(model))
     reference = None
     if point is None:
         optimizer.allocate_moments()
@@ -187,8 +186,9 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
         reference = read_tensors(point.folder / ARRAYS)
     state = RunState(point)
     state.keep("scheduler", scheduler)
-    state.keep("metrics", metrics)
     run.session.run_dir.begin(config, plan)
     objectives = make_objectives(config, model, data, reporter, objective, reference)
     setup.check_gradients(model, objectives, data.loader.batch(0), config, reporter)
+    # Last, because the time and the energy of the first line of metrics begin here.
+    metrics = state.keep("metrics", Metrics(num_steps, run.intervals.steps_per_epoch, plan, setup.open_meter(model)))
     return Training(model, optimizer, scheduler, objectives, metrics, state)
