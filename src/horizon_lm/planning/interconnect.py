@@ -44,24 +44,27 @@ class Interconnect:
         )
 
     def reduce_rate(self, ranks: int, copies: int, itemsize: int = 4) -> float:
-        """Return the bytes per second that a rank receives when gradients are summed, if each rank received its range from all others.
+        """Return the rate of a sum of gradients, in bytes per second of what a rank would receive if it got its range from all others.
 
-        Within a machine they do, and then receive it from the same ranks of the other copies. If a copy spans machines with several
-        devices, the devices of each machine add up all ranges, and pass them on in float32; a machine in the middle receives the most.
+        If a copy of the model spans machines with several devices, the sums go along a chain of these machines instead, and a machine in
+        the middle receives the most.
 
         Args:
             ranks: ranks that share a copy of the model.
             copies: number of copies.
             itemsize: bytes of an element of the gradients.
         """
-        # Ranks of a copy within a machine, and machines of a copy.
-        neighbours, spanned = min(ranks, self.gpus), max(1, ranks // self.gpus)
-        # A rank's own range, in a ring with the same ranks of the other copies.
+        # All that follows are shares of the bytes of all ranks. Each rank of a copy sums its own range, in a ring, with the same ranks of
+        # the other copies.
         over_copies = 2 * (copies - 1) / copies / ranks
-        within, into_machine = (neighbours - 1) / ranks, self.gpus * (ranks - neighbours) / ranks
-        if spanned > 1 and self.gpus > 1:
-            within = (self.gpus - 1) / self.gpus
-            into_machine = 4 / itemsize + (1 / spanned if spanned > 2 else 0.0)  # partial sums, and what comes home
+        num_machines = max(1, ranks // self.gpus)  # of a copy
+        if num_machines > 1 and self.gpus > 1:
+            within = (self.gpus - 1) / self.gpus  # the parts of all ranges that a device adds up for its machine
+            # The sums so far of all ranges, in float32. One between two others also gets its own ranges back from the last one.
+            into_machine = 4 / itemsize + (1 / num_machines if num_machines > 2 else 0.0)
+        else:
+            neighbours = min(ranks, self.gpus)  # ranks of a copy within a machine
+            within, into_machine = (neighbours - 1) / ranks, self.gpus * (ranks - neighbours) / ranks
         if self.machines > 1:
             into_machine += self.gpus * over_copies
         else:
@@ -96,19 +99,8 @@ def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Int
     Raises:
         ConfigError: the profile does not describe a machine with several devices, or its network.
     """
-    if hardware.on_host:
-        raise ConfigError("gpus and nodes plan for GPUs; choose a profile of a GPU")
+    _require_links(hardware, gpus, machines)
     server = hardware.server
-    if gpus > 1 and "host_bandwidth" not in server:
-        raise ConfigError(
-            f"the profile of {hardware.name} describes a machine with one GPU; add a server with several to a file, "
-            'MACHINE.json: "server": {"host_memory": 2e12, "host_bandwidth": 4e11, "cores": 112, "peer": 3.4e11} (docs/planning.md)'
-        )
-    if machines > 1 and "network" not in server:
-        raise ConfigError(
-            f'the profile of {hardware.name} has no network; add "server": {{"network": 1e10}}, in bytes per second, to a file, '
-            "MACHINE.json (docs/planning.md)"
-        )
     cores, memory, bandwidth = hardware.cores, float(hardware.host_memory), hardware.host_rate
     if gpus > 1:
         cores, memory, bandwidth = int(server["cores"]), server["host_memory"], server["host_bandwidth"]
@@ -122,4 +114,21 @@ def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Int
         disk_read=hardware.disk_read / gpus,
     )
     network = server["network"] if machines > 1 else 0.0
-    return share, Interconnect(gpus, machines, server.get("peer", 0.0), network)
+    return share, Interconnect(gpus, machines, peer=server.get("peer", 0.0), network=network)
+
+
+def _require_links(hardware: Hardware, gpus: int, machines: int) -> None:
+    """Raise ConfigError if a profile does not describe a machine with several devices, or its network."""
+    server = hardware.server
+    if hardware.on_host:
+        raise ConfigError("gpus and nodes plan for GPUs; choose a profile of a GPU")
+    if gpus > 1 and "host_bandwidth" not in server:
+        raise ConfigError(
+            f"the profile of {hardware.name} describes a machine with one GPU; add a server with several to a file, "
+            'MACHINE.json: "server": {"host_memory": 2e12, "host_bandwidth": 4e11, "cores": 112, "peer": 3.4e11} (docs/planning.md)'
+        )
+    if machines > 1 and "network" not in server:
+        raise ConfigError(
+            f'the profile of {hardware.name} has no network; add "server": {{"network": 1e10}}, in bytes per second, to a file, '
+            "MACHINE.json (docs/planning.md)"
+        )
