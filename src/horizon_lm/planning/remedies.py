@@ -66,7 +66,17 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     if not plan.memory_deficit:
         return []
     changes = list(_changes(plan))
-    found: dict[frozenset[int], Remedy] = {}
+    return (
+        _small_remedies(plan, changes, outline_for)
+        or _minimal_remedy(plan, changes, outline_for)
+        or _minimal_remedy(plan, [*changes, _ONE_ROW], outline_for)
+        or _much_shorter_rows(plan, outline_for)
+    )
+
+
+def _small_remedies(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
+    """Return the first remedies of one change, of two, and of three, none of which has all changes of another."""
+    found: dict[frozenset[int], Remedy] = {}  # by the indices of the changes
     for count in range(1, min(_MOST, len(changes)) + 1):
         for chosen in combinations(range(len(changes)), count):
             parts = [changes[i] for i in chosen]
@@ -78,23 +88,19 @@ def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
                 found[frozenset(chosen)] = remedy
             if len(found) == _MOST:
                 return list(found.values())
-    return (
-        list(found.values())
-        or _minimal_remedy(plan, changes, outline_for)
-        or _minimal_remedy(plan, [*changes, _ONE_ROW], outline_for)
-        or _much_shorter_rows(plan, outline_for)
-    )
+    return list(found.values())
 
 
 def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
-    """Take the strongest change of each setting, and drop unnecessary changes, starting with the costliest."""
+    """Return the strongest change of each setting, which is its last one, without unnecessary changes; none if they do not suffice."""
     parts: list[Change] = []
     for change in reversed(changes):
         if not any(change.settings.keys() & part.settings.keys() for part in parts):
             parts.insert(0, change)
-    best: Remedy | None = None
-    for without in [None, *reversed(parts)]:  # None: all of them together
-        fewer = [part for part in parts if part is not without]
+    best = _remedy_of(plan, parts, outline_for)
+    # The costliest is dropped first. This may help even if all together are no remedy: the model may not support one of them.
+    for unnecessary in reversed(parts):
+        fewer = [part for part in parts if part is not unnecessary]
         if (remedy := _remedy_of(plan, fewer, outline_for)) is not None:
             best, parts = remedy, fewer
     return [best] if best else []
@@ -110,6 +116,7 @@ def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
         return []
     # Below half of the length: `_shorter_rows` has the half itself.
     lengths = [2**power for power in range(_SHORTEST_ROWS.bit_length() - 1, (length // 2 - 1).bit_length())]
+    # The remedy for the shortest rows, if they need one. Its changes are made for all lengths.
     others = Remedy({}, "", _shortened(plan, plan.request, lengths[0], outline_for))
     if others.plan.memory_deficit:
         found = find_remedies(others.plan, partial(outline_for, length=lengths[0]))
@@ -121,7 +128,7 @@ def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     def fits_not(tokens: int) -> bool:
         return bool(_shortened(plan, others.plan.request, tokens, outline_for).memory_deficit)
 
-    # The run fits with the shortest, so the search begins after it.
+    # Longer rows take more memory, and the run fits with the shortest: search for the first length with which it does not fit.
     longest = lengths[bisect_left(lengths, True, lo=1, key=fits_not) - 1]
     cost = "; ".join(filter(None, ["longer examples are truncated", others.cost]))
     shortened = _shortened(plan, others.plan.request, longest, outline_for)
@@ -129,7 +136,9 @@ def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
 
 
 def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFor) -> Plan:
-    """Return the plan of a request, that of a plan or a changed one, for rows and batches without gradients of at most this many tokens."""
+    """Return the plan of ``request``, which is that of ``plan`` or has further changes, with rows, also in batches without gradients, of at
+    most this many tokens.
+    """
     forwards = tuple(
         replace(each, length=min(before.length, tokens))
         for each, before in zip(request.forwards, plan.request.forwards, strict=True)
@@ -196,11 +205,11 @@ def _less_at_once(plan: Plan) -> Iterator[Change]:
     request, micro_batch = plan.request, plan.step.settings.slices[0]
     if request.head == "whole":
         yield Change({"head": "chunked"}, "loss over chunks of tokens, so no logits are returned")
-    for size in sorted({max(1, micro_batch // 4), 1}, reverse=True):
+    for size in sorted({max(1, micro_batch // 4), 1}, reverse=True):  # a quarter, and one row
         if size < micro_batch:
             yield Change({"device_micro_batch_size": size}, "more and smaller micro-batches: slightly slower")
     for index, batch in enumerate(request.forwards):
-        if batch.setting and batch.rows > request.sequences:
+        if batch.setting and batch.rows > request.sequences:  # it has more than one example
             size = max(1, batch.rows // request.sequences // 8)
             others = list(request.forwards)
             others[index] = replace(batch, rows=size * request.sequences)
