@@ -73,34 +73,47 @@ class StepCost:
     def _transfer(self, op: Op) -> float:
         """Return the bytes that a transfer moves: those of a rank's share, or those that it receives from other ranks. Of a tile, or of a
         block without its tiles, those of the rank with the largest share, which sends more than it receives.
-
-        An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
         """
         if op.kind in (Kind.OFFLOAD, Kind.FETCH):
             return self._step.boundary
-        ranks, part = self._settings.shard.count, self._tiles.largest_part(op)
-        sizes = self._outline.trained if op.kind in _OF_GRADS else self._outline.sizes
-        elements, in_float32 = self._elements(op, sizes), _in_float32(op.unit, sizes)
-        packed, decoded = self._quantized(op) if op.kind in (Kind.STREAM_IN, Kind.GATHER) else (0, 0)
-
-        def moved(itemsize: int) -> float:
-            return (elements - decoded) * itemsize + in_float32 * (4 - itemsize) + packed
-
+        ranks, share = self._settings.shard.count, self._tiles.largest_part(op)
         if op.kind == Kind.GATHER:
-            decoding = self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
-            return moved(self._outline.compute_bytes) * (ranks - 1) * part + decoding
+            return self._gathered(op, ranks, share)
         if op.kind == Kind.GATHER_MATRICES:
-            return moved(self._summed_bytes(op.unit)) * (ranks - 1) / ranks
+            return self._grad_bytes(op, self._summed_bytes(op.unit)) * (ranks - 1) / ranks
         if op.kind == Kind.REDUCE:
             copies = self._settings.num_replicas
-            parts = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
-            return moved(self._summed_bytes(op.unit)) * parts * part
-        itemsize = self._settings.grad_bytes if op.kind in _OF_GRADS else WEIGHT_BYTES[self._settings.precision]
-        own = moved(itemsize) * part
-        if self._step.gathers_packed:  # decoded once it is gathered
+            received = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
+            return self._grad_bytes(op, self._summed_bytes(op.unit)) * received * share
+        if op.kind in _OF_GRADS:
+            return self._grad_bytes(op, self._settings.grad_bytes) * share
+        return self._streamed_in(op, share)
+
+    def _grad_bytes(self, op: Op, itemsize: int) -> float:
+        """Return the bytes of the gradients, of all ranks, that an operation moves; in float32 for weights that are kept in it."""
+        trained = self._outline.trained
+        return self._elements(op, trained) * itemsize + _in_float32(op.unit, trained) * (4 - itemsize)
+
+    def _weight_bytes(self, op: Op, itemsize: int) -> float:
+        """Return the bytes of the weights, of all ranks, that an operation moves: quantized ones as codes and scales."""
+        sizes, (packed, decoded) = self._outline.sizes, self._quantized(op)
+        return (self._elements(op, sizes) - decoded) * itemsize + _in_float32(op.unit, sizes) * (4 - itemsize) + packed
+
+    # An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
+
+    def _gathered(self, op: Op, ranks: int, share: float) -> float:
+        """Return the bytes of weights that a rank receives from the others, in which they are decoded."""
+        packed, decoded = self._quantized(op)
+        decoding = self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
+        return self._weight_bytes(op, self._outline.compute_bytes) * (ranks - 1) * share + decoding
+
+    def _streamed_in(self, op: Op, share: float) -> float:
+        """Return the bytes of weights that cross the link to the device."""
+        own = self._weight_bytes(op, WEIGHT_BYTES[self._settings.precision]) * share
+        if self._step.gathers_packed:  # they are decoded once they are gathered
             return own
         hardware = self._hardware
-        decoding = self._decoding_seconds(packed, decoded) * min(hardware.link_in, hardware.host_rate)
+        decoding = self._decoding_seconds(*self._quantized(op)) * min(hardware.link_in, hardware.host_rate)
         # A GPU decodes a part while the next one crosses the link.
         return own + decoding if hardware.on_host else max(own, decoding)
 
@@ -114,7 +127,7 @@ class StepCost:
         return sum(sizes_of(op.unit, sizes))
 
     def _quantized(self, op: Op) -> tuple[float, float]:
-        """Return the bytes of the codes and scales that are moved, and the elements of what they are decoded to."""
+        """Return the bytes of the codes and scales that are moved with weights, and the elements of what they are decoded to."""
         if not (op.unit.is_block or op.unit.is_tile):
             return 0, 0
         quantized = self._outline.sizes.packed_of(op.unit.block_index)
@@ -131,7 +144,8 @@ class StepCost:
         settings = self._settings
         if unit == HEAD:
             return 4 if settings.chunked_head else self._outline.compute_bytes
-        return settings.grad_bytes if unit == EMBED else settings.grad_slots[1]
+        _accumulates, slot_bytes = settings.grad_slots
+        return settings.grad_bytes if unit == EMBED else slot_bytes
 
     def _decoding_seconds(self, num_bytes: float, numel: float) -> float:
         """Return the seconds that decoding takes."""
@@ -170,13 +184,13 @@ class StepCost:
             parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
         settings, hardware = self._settings, self._hardware
         in_matrices = sum(map(math.prod, self._matrices(op.unit)))
-        first, last = matrix_update_bytes(settings, hardware)
+        before, after = matrix_update_bytes(settings, hardware)
         if op.kind == Kind.ADVANCE:
-            return in_matrices * first / settings.shard.count
-        moved = (parameters - in_matrices) * update_bytes(settings, hardware) + in_matrices * last
-        if in_float32 := _in_float32(op.unit, self._outline.trained):
-            own = replace(settings, precision="float32", grad_bytes=4)
-            moved += in_float32 * (update_bytes(own, hardware) - update_bytes(settings, hardware))
+            return in_matrices * before / settings.shard.count
+        moved = (parameters - in_matrices) * update_bytes(settings, hardware) + in_matrices * after
+        if in_float32 := _in_float32(op.unit, self._outline.trained):  # counted above as the others
+            of_float32 = replace(settings, precision="float32", grad_bytes=4)
+            moved += in_float32 * (update_bytes(of_float32, hardware) - update_bytes(settings, hardware))
         return moved / settings.shard.count
 
     def _matrices(self, unit: Unit) -> list[MatrixShape]:
@@ -198,7 +212,7 @@ class StepCost:
         return self._block_seconds(op)
 
     def _embedding_bytes(self, kind: Kind) -> int:
-        """Return the device bytes of looking up the rows of tokens, or of adding up their gradients."""
+        """Return the device bytes read and written in looking up the rows of tokens, or in adding up their gradients."""
         rows = self._step.table_rows * self._outline.sizes.hidden * self._outline.compute_bytes
         return rows + self._step.hidden * (2 if kind == Kind.FORWARD else 6)
 
@@ -307,11 +321,9 @@ def _measured(num_bytes: int, settings: StepSettings, hardware: Hardware) -> flo
 
 
 def rates(
-    hardware: Hardware,
-    computing_threads: int | None = None,
-    interconnect: Interconnect | None = None,
+    hardware: Hardware, computing_threads: int | None = None, interconnect: Interconnect | None = None,
     settings: Request | None = None,
-) -> Rates:
+) -> Rates:  # fmt: skip
     """Return the rates of a machine for `schedule.simulate`.
 
     Args:
@@ -324,14 +336,7 @@ def rates(
         disk=hardware.disk_write or float("inf"),
     )  # fmt: skip
     if hardware.on_host:
-        computing = computing_threads or hardware.cores
-        updating = max(1, hardware.cores - computing)
-        share = min(1.0, hardware.cores / (computing + updating))  # more threads than cores share them
-        known = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
-        alone = max(known, default=hardware.host_rate)
-        found = replace(
-            found, link_both=None, inline=True, compute_share=share, update_share=share * alone / hardware.host_rate
-        )
+        found = _sharing_cores(found, hardware, computing_threads or hardware.cores)
     if interconnect is not None and settings is not None:
         ranks = settings.shard.count
         found = replace(
@@ -341,3 +346,14 @@ def rates(
             through_host=interconnect.through_host,
         )
     return found
+
+
+def _sharing_cores(found: Rates, hardware: Hardware, computing: int) -> Rates:
+    """Return the rates of a machine whose cores run both ``computing`` threads of computation and, on the others, the updates."""
+    updating = max(1, hardware.cores - computing)
+    share = min(1.0, hardware.cores / (computing + updating))  # of a core that each thread gets
+    bandwidths = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
+    of_updates = max(bandwidths, default=hardware.host_rate)
+    return replace(
+        found, link_both=None, inline=True, compute_share=share, update_share=share * of_updates / hardware.host_rate
+    )
