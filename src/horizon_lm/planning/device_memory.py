@@ -18,15 +18,9 @@ from horizon_lm.units import HEAD
 
 
 def working(
-    footprints: Sequence[Sequence[Footprint]],
-    *,
-    hidden: int,
-    boundary: int,
-    tokens: int,
-    head_peak: Linear[int],
-    chunk_tokens: int | None,
-    first: int = 0,
-) -> Working:
+    footprints: Sequence[Sequence[Footprint]], *, hidden: int, boundary: int, tokens: int, head_peak: Linear[int],
+    chunk_tokens: int | None, first: int = 0,
+) -> Working:  # fmt: skip
     """Return the bytes that computations need, excluding weights and gradients.
 
     Args:
@@ -62,9 +56,12 @@ def _head_bytes(head_peak: Linear[int], hidden: int, tokens: int, chunk_tokens: 
 
 def _block_bytes(micro_batches: Sequence[Footprint], hidden: int) -> tuple[int, int, int]:
     """Return the bytes of a block's graph, its peak, and the peak of its backward pass if the graph is kept."""
-    # Several micro-batches are concatenated: the output of a block in the forward pass, the gradient of its input in
-    # the backward pass. The output of a single micro-batch is already the next block's boundary or the head's input.
-    concatenated, counted_output = (2 * hidden, 0) if len(micro_batches) > 1 else (0, hidden)
+    if len(micro_batches) > 1:
+        # They are concatenated: the output of a block in the forward pass, the gradient of its input in the backward pass.
+        concatenated, counted_output = 2 * hidden, 0
+    else:
+        # The output is counted elsewhere: it is the next block's boundary, or the head's input.
+        concatenated, counted_output = 0, hidden
     largest, peak = micro_batches[0], _peak(micro_batches) + concatenated
     if largest.experts:  # with tiles no graph is kept
         return 0, peak, peak
@@ -75,7 +72,8 @@ def _block_bytes(micro_batches: Sequence[Footprint], hidden: int) -> tuple[int, 
 def _peak(micro_batches: Sequence[Footprint]) -> int:
     """Return the peak of a block's forward and backward pass.
 
-    With tiles, all micro-batches come as far as the experts before any goes on. The graph of a single one exists meanwhile.
+    With tiles, all micro-batches come as far as the experts before any goes on. A single one keeps its graph meanwhile; several are
+    computed again.
     """
     largest = micro_batches[0]
     graph = largest.graph if len(micro_batches) == 1 else 0
@@ -109,13 +107,9 @@ def step_working(step: Step) -> Working:
     outline, settings = step.outline, step.settings
     return working(
         [outline.footprints(rows, settings.expert_tile) for rows in settings.slices],
-        hidden=step.hidden,
-        boundary=step.boundary,
-        tokens=step.tokens,
-        head_peak=outline.head_peak[settings.head],
-        chunk_tokens=settings.chunk_tokens,
-        first=outline.first_differentiated,
-    )
+        hidden=step.hidden, boundary=step.boundary, tokens=step.tokens, head_peak=outline.head_peak[settings.head],
+        chunk_tokens=settings.chunk_tokens, first=outline.first_differentiated,
+    )  # fmt: skip
 
 
 def device_use(step: Step) -> DeviceUse:
@@ -139,7 +133,7 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
     """Return the bytes of a batch without gradients: it keeps no boundary, and uses the micro-batches of training."""
     outline, settings = step.outline, step.settings
     relative_length = batch.length / outline.length
-    # The outlined sequences that take as much as one of the batch. Eager attention materializes the scores, (T, T) per head.
+    # Sequences of the outline that take as much memory as one of the batch. Eager attention has scores of T x T for each head.
     per_row = relative_length * max(1.0, relative_length) if outline.attention == "eager" else relative_length
     rows_at_once = settings.rows_at_once(batch.rows)
     tokens = batch.rows * batch.length
@@ -151,7 +145,9 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
         )
     head = outline.head_peak[settings.head]
     at_head = head.at(min(tokens, settings.chunk_tokens or tokens))
+    # Those of training are in `DeviceUse.shared`.
     masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
+    # Of the whole batch, a block's input, its output in micro-batches, and these concatenated.
     return int(3 * hidden + max(in_block, at_head) + max(0, masks) + batch.kept_bytes)
 
 
@@ -176,37 +172,46 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> PlannedMe
     base = sum(use.buffers.values()) + use.shared
     seconds: list[float] = [0.0]
     device: list[float] = [base]
-    for moment, change in sorted(_changes(step, spans)):
+    for moment, change in sorted(_changes(step, spans)):  # at the same moment, memory is freed first
         seconds.append(moment)
         device.append(max(base, device[-1] + change))
     return PlannedMemory(seconds, device, [host_base] * len(seconds))
 
 
 def _changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
-    """Yield the moments at which computations change the memory in use on the device, and the changes."""
-    outline, residency, needed = step.outline, step.settings.residency, step_working(step)
-    of_slices = [outline.footprints(rows, step.settings.expert_tile) for rows in step.settings.slices]
+    """Yield the moments at which computations change the memory in use on the device, and the changes in bytes."""
+    outline, settings, needed = step.outline, step.settings, step_working(step)
+    of_slices = [outline.footprints(rows, settings.expert_tile) for rows in settings.slices]
     for span in spans:
-        unit, kind = span.op.unit, span.op.kind
-        if span.op.stream == Stream.COMPUTE and unit == HEAD and span.end > span.start:
+        unit = span.op.unit
+        if span.op.stream != Stream.COMPUTE:
+            continue
+        if unit == HEAD and span.end > span.start:
             yield span.start, needed.head
             yield span.end, -needed.head
-        if span.op.stream != Stream.COMPUTE or not unit.is_block:
-            continue
-        index = unit.block_index
-        is_tiled, has_graph = index in needed.tiled, residency.keeps_graph(index, outline.num_blocks)
-        forward = sum(each[index].held for each in of_slices) if is_tiled else of_slices[0][index].graph
-        backward = needed.backward_peaks[index] if has_graph else needed.peaks[index]
-        kept = 0  # from the forward pass to the end of the backward pass
-        if index >= outline.first_differentiated:
-            kept += step.boundary if residency.keeps_boundary(index, outline.num_blocks) else 0
-            kept += needed.graphs[index] if has_graph else 0
-        # The experts' tiles are computed between two operations of the block, of which the first allocates.
-        if kind == (Kind.ROUTE if is_tiled else Kind.FORWARD):
-            yield span.start, forward
-        if kind == Kind.FORWARD:
-            yield span.end, kept - forward
-        if kind == (Kind.RECOMPUTE if is_tiled else Kind.BACKWARD):
-            yield span.start, backward
-        if kind == Kind.BACKWARD:
-            yield span.end, -kept - backward
+        if unit.is_block:
+            yield from _changes_by_block(step, needed, [each[unit.block_index] for each in of_slices], span)
+
+
+def _changes_by_block(
+    step: Step, needed: Working, footprints: Sequence[Footprint], span: Span
+) -> Iterator[tuple[float, int]]:
+    """Yield the changes by an operation of a block, whose micro-batches have these footprints."""
+    index, kind, num_blocks = span.op.unit.block_index, span.op.kind, step.outline.num_blocks
+    residency = step.settings.residency
+    is_tiled, has_graph = index in needed.tiled, residency.keeps_graph(index, num_blocks)
+    forward = sum(each.held for each in footprints) if is_tiled else footprints[0].graph
+    backward = needed.backward_peaks[index] if has_graph else needed.peaks[index]
+    kept = 0  # from the forward pass to the end of the backward pass
+    if index >= step.outline.first_differentiated:
+        kept += step.boundary if residency.keeps_boundary(index, num_blocks) else 0
+        kept += needed.graphs[index] if has_graph else 0
+    # The experts' tiles are computed between two operations of the block, of which the first allocates.
+    if kind == (Kind.ROUTE if is_tiled else Kind.FORWARD):
+        yield span.start, forward
+    if kind == Kind.FORWARD:
+        yield span.end, kept - forward
+    if kind == (Kind.RECOMPUTE if is_tiled else Kind.BACKWARD):
+        yield span.start, backward
+    if kind == Kind.BACKWARD:
+        yield span.end, -kept - backward
