@@ -81,8 +81,9 @@ class ModelSizes:
 
     def file_bytes(self, itemsize: float) -> int:
         """Return the bytes of all weights in a checkpoint, of which quantized tensors keep their codes and scales."""
-        packed, decoded = sum(each.num_bytes for each in self.packed), sum(sum(each.tensors) for each in self.packed)
-        return round((self.num_parameters - decoded) * itemsize) + packed
+        packed_bytes = sum(each.num_bytes for each in self.packed)
+        num_quantized = sum(sum(each.tensors) for each in self.packed)
+        return round((self.num_parameters - num_quantized) * itemsize) + packed_bytes
 
     def matrices_of(self, index: int) -> list[MatrixShape]:
         """Return the trained matrices of a block."""
@@ -91,7 +92,7 @@ class ModelSizes:
     def only_matrices(self) -> "ModelSizes":
         """Return the sizes with 0 for all weights but the trained matrices of blocks."""
         blocks = [
-            [prod(shape or (0,)) for shape in self.matrices[index]] if self.matrices_of(index) else []
+            [prod(shape) if shape else 0 for shape in self.matrices[index]] if self.matrices_of(index) else []
             for index in range(len(self.blocks))
         ]
         return replace(self, blocks=blocks, table=(), own_head=(), outer=(), idle=())
@@ -118,9 +119,9 @@ class ModelSizes:
         ]
 
     def tile_numel(self, size: int) -> int:
-        """Return the elements of a slot for tiles of at most this many experts."""
-        found = zip(self.blocks, self.experts, strict=True)
-        return max((slab_elements(each.tile(tensors, size)) for tensors, each in found if each), default=0)
+        """Return the elements of a slot for tiles of at most this many experts of any block; 0 if no block can be cut into tiles."""
+        blocks = zip(self.blocks, self.experts, strict=True)
+        return max((slab_elements(experts.tile(tensors, size)) for tensors, experts in blocks if experts), default=0)
 
     def packed_of(self, index: int) -> PackedSizes:
         """Return the quantized tensors of a block; none in a model without them."""
@@ -129,8 +130,9 @@ class ModelSizes:
     def cuts(self, shard: Shard) -> list[UnitCuts]:
         """Return the places at which the slabs of each unit are cut, in the order of `units`."""
         # The first unit is the table, which is cut between rows; the blocks follow.
-        packed = {1 + index: each.tensors for index, each in enumerate(self.packed)}
+        first_block = 1
+        packed = {first_block + index: each.tensors for index, each in enumerate(self.packed)}
         return [
-            UnitCuts(tensors, packed.get(number, ()), None if number else self.hidden, shard)
+            UnitCuts(tensors, packed.get(number, ()), self.hidden if number == 0 else None, shard)
             for number, tensors in enumerate(self.units)
         ]

@@ -196,12 +196,14 @@ class ModelOutline:
 
     def footprints(self, rows: int, tile: int | None = None) -> Sequence[Footprint]:
         """Return the footprint of each block. The arguments are those of `BlockKind.footprint_with`."""
-        found = {id(kind): kind.footprint_with(rows, tile) for kind in self.kinds}
-        return [found[id(self.kind(index))] for index in range(self.num_blocks)]
+        of_blocks: dict[int, Footprint] = {}
+        for kind in self.kinds:
+            of_blocks |= dict.fromkeys(kind.indices, kind.footprint_with(rows, tile))
+        return [of_blocks[index] for index in range(self.num_blocks)]
 
     def step_flops(self, tokens: int) -> float:
-        """Return the model's operations in a training step, not counting recomputation: three times those of a forward pass,
-        or twice those of its products with weights if the base is frozen, which gets no gradients.
+        """Return the model's operations in a training step of ``tokens``, not counting recomputation: three times those of a forward
+        pass. If the base is frozen, products with weights count twice: there are none for their gradients.
         """
         rows = tokens / self.length
         attention = sum((kind.forward.at(rows) * len(kind.indices)).attention for kind in self.kinds)

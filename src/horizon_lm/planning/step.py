@@ -112,49 +112,37 @@ class Step:
 
     @property
     def gathers_packed(self) -> bool:
-        """True if ranks gather codes and scales of quantized weights, and decode them there."""
+        """True if several ranks gather the codes and scales of quantized weights, and decode them on their devices."""
         return any(self.settings.shard.packed_slot(each.slab_bytes)[-1] for each in self.outline.sizes.packed)
 
     def buffer_settings(self) -> BufferSettings:
         """Return the settings that determine the engine's device buffers."""
         settings = self.settings
         return BufferSettings(
-            tokens=self.tokens,
-            compute_bytes=self.outline.compute_bytes,
-            grad_bytes=settings.grad_bytes,
-            micro_batches=settings.in_micro_batches,
-            chunked_head=settings.chunked_head,
-            offloaded=self.waiting,
-            resident=settings.residency.weights,
-            expert_tile=settings.expert_tile,
+            tokens=self.tokens, compute_bytes=self.outline.compute_bytes, grad_bytes=settings.grad_bytes,
+            micro_batches=settings.in_micro_batches, chunked_head=settings.chunked_head, offloaded=self.waiting,
+            resident=settings.residency.weights, expert_tile=settings.expert_tile, shard=settings.shard,
             table_rows=self.table_rows,
             forward_table_rows=max(
                 (self._distinct(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
             ),
-            shard=settings.shard,
-        )
+        )  # fmt: skip
 
     @property
     def layout(self) -> build.Layout:
         """The properties of the step that shape its schedule."""
         settings = self.settings
+        accumulates, _slot_bytes = settings.grad_slots
         return build.Layout(
-            num_blocks=self.outline.num_blocks,
-            tied=self.outline.trained.tied,
-            offloaded=self.offloaded,
-            resident=settings.residency.weights,
-            accumulates=settings.grad_slots[0],
-            update_in_backward=settings.update_in_backward,
-            adapters=self.outline.has_adapters,
-            sharded=settings.num_ranks > 1,
-            packed=self.gathers_packed,
-            tiles=self.num_tiles,
-        )
+            num_blocks=self.outline.num_blocks, tied=self.outline.trained.tied, offloaded=self.offloaded,
+            resident=settings.residency.weights, accumulates=accumulates, update_in_backward=settings.update_in_backward,
+            adapters=self.outline.has_adapters, sharded=settings.num_ranks > 1, packed=self.gathers_packed, tiles=self.num_tiles,
+        )  # fmt: skip
 
     def passes(self) -> list[Schedule]:
         """Return the forward, backward and update passes of one step among many."""
         settings, trained, layout = self.settings, self.outline.trained, self.layout
-        blocks = range(self.outline.first_differentiated, layout.num_blocks)
+        differentiated = range(self.outline.first_differentiated, layout.num_blocks)
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
         is_trained = {unit: sum(sizes_of(unit, trained)) > 0 for unit in (EMBED, *units)}
         # The table, and with it a tied head, is updated in the next forward pass.
@@ -162,19 +150,20 @@ class Step:
         head_grads = settings.chunked_head and is_trained[HEAD]
         forward = build.forward(
             layout,
-            keeps=blocks,
+            keeps=differentiated,
             blocks_changed=any(is_trained[block(u)] for u in range(layout.num_blocks)),
             table_update=is_trained[EMBED],
             head_grads=head_grads,
         )
         backward = build.backward(
-            layout, blocks=blocks, trainable=[u for u in (EMBED, *units) if is_trained[u]], head_grads=head_grads
+            layout,
+            blocks=differentiated,
+            trainable=[u for u in (EMBED, *units) if is_trained[u]],
+            head_grads=head_grads,
         )
-        return [
-            forward,
-            backward,
-            *([] if settings.update_in_backward else [build.update(layout, updated, self.orthogonalized)]),
-        ]
+        if settings.update_in_backward:
+            return [forward, backward]
+        return [forward, backward, build.update(layout, updated, self.orthogonalized)]
 
     @property
     def orthogonalized(self) -> list[Unit]:
@@ -185,9 +174,11 @@ class Step:
     def passes_with_save(self) -> list[Schedule]:
         """Return the passes of a whole step, and among them those of a checkpoint that is begun before it."""
         forward, *others = self.passes()
-        table = bool(self.outline.trained.table)
-        save = build.save(self.layout, [unit for unit in self.saved_units if unit != EMBED or not table])
-        return [save, forward, *([build.save_table(self.layout)] if table else []), *others]
+        if not self.outline.trained.table:
+            return [build.save(self.layout, self.saved_units), forward, *others]
+        # The table is saved once its last update is over, which runs in the forward pass.
+        save = build.save(self.layout, [unit for unit in self.saved_units if unit != EMBED])
+        return [save, forward, build.save_table(self.layout), *others]
 
     @property
     def saved_units(self) -> list[Unit]:
@@ -204,4 +195,6 @@ def sizes_of(unit: Unit, sizes: ModelSizes) -> Sequence[int]:
     if unit == HEAD:
         return sizes.head  # which has them already
     own = sizes.outer if unit == OUTER else sizes.blocks[unit.block_index]
-    return own if sizes.in_float32 is None else [*own, *sizes_of(unit, sizes.in_float32)]
+    if sizes.in_float32 is None:
+        return own
+    return [*own, *sizes_of(unit, sizes.in_float32)]

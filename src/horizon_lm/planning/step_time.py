@@ -22,12 +22,9 @@ def staged(hardware: Hardware) -> Hardware:
     host memory bandwidth.
     """
     copying = hardware.host_rate / 2
-    return replace(
-        hardware,
-        link_in=min(hardware.link_in, copying),
-        link_out=1 / (1 / hardware.link_out + 1 / copying),
-        link_both=min(hardware.link_both, copying),
-    )
+    link_out = 1 / (1 / hardware.link_out + 1 / copying)
+    link_in, link_both = min(hardware.link_in, copying), min(hardware.link_both, copying)
+    return replace(hardware, link_in=link_in, link_out=link_out, link_both=link_both)
 
 
 _MOST_TOKENS = 2**30  # returned for transfers that no number of tokens hides
@@ -75,12 +72,8 @@ class Simulation:
     """
 
     def __init__(
-        self,
-        step: Step,
-        hardware: Hardware,
-        computing_threads: int | None = None,
-        interconnect: Interconnect | None = None,
-    ) -> None:
+        self, step: Step, hardware: Hardware, computing_threads: int | None = None, interconnect: Interconnect | None = None
+    ) -> None:  # fmt: skip
         self._step, self._passes = step, step.passes()
         self._cost = StepCost(step, hardware, interconnect)
         self._rates = rates(hardware, computing_threads, interconnect, step.settings)
@@ -97,23 +90,20 @@ class Simulation:
         seconds = end - begin
         spans = [span for schedule in timeline.passes for span in schedule if span.end > begin and span.start < end]
         moves = _MOVES if step.layout.sharded else {name: _MOVES[name] for name in ("copy_in", "copy_out", "update")}
+        # The seconds that a step would be shorter if operations of these kinds took no time.
         saved = {
             name: max(0.0, seconds - step_seconds(passes, without(cost, *kinds), self._rates))
             for name, kinds in moves.items()
         }
         settings = step.settings
         return StepTime(
-            seconds=seconds,
-            tokens_per_second=(settings.tokens_per_step or step.tokens) * settings.num_ranks / seconds,
-            model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12,
-            limited_by=_limited_by(saved, seconds),
-            exposed_seconds=exposed_seconds(spans),
-            exposed_update_seconds=saved["update"],
-            busy=_utilization(timeline, begin, seconds),
-            hidden_from_tokens=self._thresholds(),
+            seconds=seconds, tokens_per_second=(settings.tokens_per_step or step.tokens) * settings.num_ranks / seconds,
+            model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12, limited_by=_limited_by(saved, seconds),
+            exposed_seconds=exposed_seconds(spans), exposed_update_seconds=saved["update"],
+            busy=_utilization(timeline, begin, seconds), hidden_from_tokens=self._thresholds(),
             run_seconds=None if settings.num_steps is None else seconds * settings.num_steps,
             spans=[Span(each.op, each.start - begin, each.end - begin, each.reached - begin) for each in spans],
-        )
+        )  # fmt: skip
 
     def save_time(self) -> SaveTime:
         """Simulate a checkpoint between two of the steps."""
@@ -136,15 +126,16 @@ class Simulation:
         The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
         proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
         """
-        cost, speed, passes = self._cost, self._rates, self._passes
+        cost, speed, (forward_pass, *_) = self._cost, self._rates, self._passes
+        # The forward pass overlaps loads and updates; with `update_in_backward`, the backward pass overlaps updates.
         forward = partial(cost.blocks_seconds, backward=False)
         overlapping_updates = partial(cost.blocks_seconds, backward=self._step.settings.update_in_backward)
-        updated = sum(cost(op) for each in passes for op in each.ops if op.kind in UPDATES)
-        of_blocks = [op for op in passes[0].ops if op.unit.is_block or op.unit.is_tile]
+        updated = sum(cost(op) for each in self._passes for op in each.ops if op.kind in UPDATES)
+        of_blocks = [op for op in forward_pass.ops if op.unit.is_block or op.unit.is_tile]
         loaded = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
         gathered = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)
         found = {"update": _tokens_for(updated / speed.host, overlapping_updates)}
-        if speed.through_host:
+        if speed.through_host:  # the links to the device carry what is gathered, too
             loaded += gathered
         elif gathered:
             found["gather"] = _tokens_for(gathered / speed.gather, forward)
@@ -156,20 +147,15 @@ class Simulation:
 def _utilization(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
     """Return the share of a step in which each stream is busy. Updates count as work of the host, in whatever stream they run."""
     end = begin + seconds
-    running = [
-        (
-            Stream.HOST if span.op.kind in UPDATES else span.op.stream,
-            replace(span, start=max(span.start, begin), end=min(span.end, end)),
-        )
-        for span in timeline.spans
-        if span.end > begin and span.start < end
-    ]
+    in_step: dict[Stream, list[Span]] = {}
+    for span in timeline.spans:
+        if span.end > begin and span.start < end:
+            stream = Stream.HOST if span.op.kind in UPDATES else span.op.stream
+            part = replace(span, start=max(span.start, begin), end=min(span.end, end))
+            in_step.setdefault(stream, []).append(part)
     used = {span.op.stream for span in timeline.spans}
     streams = [stream for stream in Stream if stream not in SOMETIMES or stream in used]
-    return {
-        str(stream): busy_seconds([span for of_stream, span in running if of_stream == stream]) / seconds
-        for stream in streams
-    }
+    return {str(stream): busy_seconds(in_step.get(stream, [])) / seconds for stream in streams}
 
 
 def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
@@ -179,7 +165,10 @@ def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
 
 
 def _tokens_for(seconds: float, computed: Callable[[float], float]) -> int:
-    """Return the smallest number of tokens whose computation takes this long, up to a thousandth."""
+    """Return the smallest number of tokens whose computation takes this long, with an error of a thousandth.
+
+    ``computed`` returns the seconds for a number of tokens. `_MOST_TOKENS` if no number is enough.
+    """
     low, high = 0.0, 1.0
     while computed(high) < seconds:
         low, high = high, 2 * high
