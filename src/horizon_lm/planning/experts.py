@@ -55,7 +55,7 @@ class ExpertSizes:
         ]
 
     def ranges(self, tensors: Sequence[int], size: int, number: int | None) -> list[slice]:
-        """Return the elements of a slab with all tensors of a block that a tile has, or the block without its tiles.
+        """Return the ranges of elements that a tile, or the block without its tiles, has in a slab of all tensors of the block.
 
         Args:
             tensors: elements of each tensor.
@@ -63,11 +63,12 @@ class ExpertSizes:
         """
         found, offset = [], 0
         for place, numel in enumerate(tensors):
-            one = numel // self.count
+            of_expert = numel // self.count
             if number is None and place not in self.places:
                 found.append(slice(offset, offset + numel))
             elif number is not None and place in self.places:
-                found.append(slice(offset + number * size * one, offset + min(self.count, (number + 1) * size) * one))
+                first, end = number * size, min(self.count, (number + 1) * size)
+                found.append(slice(offset + first * of_expert, offset + end * of_expert))
             offset += slab_elements([numel])
         return found
 

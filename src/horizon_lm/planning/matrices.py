@@ -14,11 +14,12 @@ def orthogonalizing_work(matrices: Iterable[MatrixShape]) -> Work:
     total = Work()
     for count, rows, columns in matrices:
         short, long = sorted((rows, columns))
-        products = 4 * short * short * long + 2 * short**3  # with its transpose, of that with itself, and of both
+        # In a step, the matrix is multiplied by its transpose, that product by itself, and a sum of both by the matrix.
+        products = 4 * short * short * long + 2 * short**3
         touched = 2 * (4 * short * long + 5 * short * short)
         steps = count * ORTHOGONALIZING_STEPS
         groups = -(-count // _at_once(count, rows, columns))
-        # Around the steps it is rounded, measured, divided and written back.
+        # Before and after the steps, the matrix is rounded, measured, divided by its norm and written back.
         total += Work(
             products=steps * products,
             product_bytes=steps * touched,

@@ -33,8 +33,10 @@ class TileCost:
         return experts.share(size, op.unit.tile_number) if op.unit.is_tile else 0.0
 
     def elements(self, op: Op, experts: ExpertSizes, tensors: Sequence[int]) -> float:
-        """Return the elements that an operation moves, of the tensors of a block."""
-        return self.share(op, experts) * sum(experts.of(tensors)) if op.unit.is_tile else sum(experts.others(tensors))
+        """Return the elements that an operation moves, of the ``tensors`` of a block: those of its tile, or all but the experts'."""
+        if op.unit.is_tile:
+            return self.share(op, experts) * sum(experts.of(tensors))
+        return sum(experts.others(tensors))
 
     def largest_part(self, op: Op) -> float:
         """Return the share of the busiest rank in what all of them move in an operation: the others wait for it.
@@ -47,14 +49,16 @@ class TileCost:
         tensors, size = self._step.outline.sizes.blocks[op.unit.block_index], self._step.settings.expert_tile
         assert size is not None
         moved = experts.ranges(tensors, size, op.unit.tile_number if op.unit.is_tile else None)
-        owned = [
-            sum(max(0, min(each.stop, own.stop) - max(each.start, own.start)) for each in moved)
+        of_ranks = [
+            sum(
+                max(0, min(part.stop, own.stop) - max(part.start, own.start)) for part in moved
+            )  # what both ranges have
             for own in UnitCuts(tensors, shard=shard).ranges
         ]
-        return max(owned) / sum(owned)
+        return max(of_ranks) / sum(of_ranks)
 
     def work(self, op: Op, kind: BlockKind, experts: ExpertSizes) -> Work:
-        """Return the work of the block's own code, summed over micro-batches."""
+        """Return the work of the block's own code in an operation of its core or of a tile, summed over micro-batches."""
         core, total = kind.core, Work()
         assert core is not None  # or the block would have no experts that can be cut into tiles
         if op.kind == Kind.STAGE:  # only rounds gradients, whose bytes `StepCost` adds
@@ -64,6 +68,7 @@ class TileCost:
         return total
 
     def _of_core(self, op: Op, core: CoreCosts, rows: int) -> Work:
+        """Return the work of an operation of the block's core for a micro-batch of ``rows``."""
         forward = core.forward.at(rows)
         if op.kind == Kind.ROUTE:
             return core.before.at(rows)
@@ -75,6 +80,7 @@ class TileCost:
         return core.backward.at(rows) + (forward if len(self._slices) > 1 else Work())
 
     def _of_tile(self, op: Op, kind: BlockKind, core: CoreCosts, rows: int, experts: ExpertSizes) -> Work:
+        """Return the work of a tile for a micro-batch of ``rows``. Its backward pass computes its forward pass again."""
         of_experts = _difference(kind.forward, core.forward, rows)
         if op.kind == Kind.BACKWARD:
             of_experts += _difference(kind.backward, core.backward, rows)
@@ -82,12 +88,13 @@ class TileCost:
         return replace(of_experts * self.share(op, experts), num_ops=of_experts.num_ops)
 
     def rows_bytes(self, op: Op, experts: ExpertSizes) -> float:
-        """Return the device bytes that the engine reads and writes around a tile, of the rows of its tokens."""
-        # Forwards inputs are gathered, and outputs put in their place and added; backwards also the gradients of outputs.
+        """Return the device bytes that the engine reads and writes around a tile: rows (H,) of the tokens that it computes."""
+        # In the forward pass inputs are gathered, and outputs put in their place and added; in the backward pass the gradients of outputs
+        # are gathered, too.
         accesses = 7 if op.kind == Kind.BACKWARD else 5
         return accesses * self.share(op, experts) * experts.per_token * self._step.hidden
 
 
 def _difference(whole: Linear[Work], core: Linear[Work], rows: int) -> Work:
-    """Return the work of all experts."""
+    """Return the work of all experts of a block: that of the whole block without that of its core."""
     return whole.at(rows) - core.at(rows)

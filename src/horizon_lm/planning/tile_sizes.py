@@ -29,20 +29,21 @@ def require_tiles(outline: ModelOutline, request: Request) -> None:
 
 
 def _problem(request: Request) -> str:
-    """Return why a run cannot have tiles; empty if it can."""
+    """Return why the settings of a run exclude tiles; empty if they do not."""
     if request.compile is True:
         return NOT_COMPILED
     return NO_MATRICES_OF_TILES if request.optimizer.orthogonalizes else ""
 
 
 def tile_sizes(outline: ModelOutline, request: Request) -> list[int]:
-    """Return the sizes to try, largest first: powers of two that make at most 64 tiles; none if a run cannot have tiles, or the costs
-    of the model are unknown.
+    """Return the sizes to try, largest first: powers of two that make at most `_MOST_TILES` tiles; none if a run cannot have tiles, or the
+    costs of the model are unknown.
     """
     if _problem(request) or outline.unknown:
         return []
-    most = max((each.count for each in outline.sizes.experts if each), default=0)
-    return [2**power for power in reversed(range(most.bit_length())) if most / _MOST_TILES <= 2**power < most]
+    num_experts = max((each.count for each in outline.sizes.experts if each), default=0)
+    powers = (2**exponent for exponent in reversed(range(num_experts.bit_length())))
+    return [size for size in powers if num_experts / _MOST_TILES <= size < num_experts]
 
 
 _MOST_TILES = 64  # of a block: smaller ones are slower, and what does not fit then is something else
