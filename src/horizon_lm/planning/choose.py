@@ -39,7 +39,7 @@ def device_room(machine: Machine) -> int | None:
 
 
 def with_device_room(machine: Machine, room: int) -> Machine:
-    """Return the machine with this many device bytes available to a step."""
+    """Return the machine with this `device_room`."""
     limit = (room + machine.reserved_bytes) / (1 - DEVICE_MARGIN)
     return replace(machine, device_limits=[Limit("less than a step ran out of", math.ceil(limit))])
 
@@ -69,7 +69,7 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
     chosen: dict[str, Any] = {
         "device_micro_batch_size": micro_batch,
         "head_chunk_tokens": chunk,
-        # Compiled code has no place between a block and its tiles.
+        # Code of a whole block cannot be interrupted for its tiles.
         "compiled": request.compiled and request.expert_tile is None,
         **Residency(*request.requested_residency(outline.num_blocks, auto_on_device=room is None)).options(),
     }
@@ -83,7 +83,7 @@ def _choose_micro_batch(
     outline: ModelOutline, request: Request, machine: Machine, room: int | None
 ) -> tuple[Step, str]:
     """Return a step with the micro-batch that was requested, or with the largest that fits while nothing stays on the device, and
-    the reason.
+    the reason. If none fits, return the smallest.
     """
     if request.device_micro_batch_size:
         step = Step(outline, _settings(outline, request, request.device_micro_batch_size, room))
@@ -91,13 +91,10 @@ def _choose_micro_batch(
     sizes = list(_sizes(outline, request, machine))
     for size in sizes:
         step = Step(outline, _settings(outline, request, size if size < request.rows else None, room))
-        fits = _fits(step, machine, room)
-        if fits:
-            break
-    batch = _describe_batch(step.settings)
-    if not fits:
-        return step, f"{batch}, which does not fit"
-    return step, f"{batch}, the largest that fit" if size < sizes[0] else batch
+        batch = _describe_batch(step.settings)
+        if _fits(step, machine, room):
+            return step, f"{batch}, the largest that fit" if size < sizes[0] else batch
+    return step, f"{batch}, which does not fit"
 
 
 def _describe_batch(settings: StepSettings) -> str:
@@ -114,7 +111,7 @@ def _describe_batch(settings: StepSettings) -> str:
 
 
 def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterator[int]:
-    """Yield micro-batch sizes to try, largest first: only that of the run if the memory of activations is unknown."""
+    """Yield micro-batch sizes to try, largest first. If the memory of activations is unknown, only the batch size of the run."""
     if outline.whole_batch_only:
         yield request.rows
         return
@@ -123,7 +120,7 @@ def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterato
         yield per_device
         return
     most = per_device if machine.on_host else max(1, _ENOUGH_TOKENS // outline.length)
-    # Each size once: several numbers of micro-batches give the same.
+    # The largest micro-batches of 1, 2, 3, ... in a step; a size that several numbers have is yielded once.
     sizes = dict.fromkeys(-(-request.rows // count) for count in range(1, request.rows + 1))
     yield from (size for size in sizes if size <= most)
 
@@ -144,7 +141,7 @@ def _fits(step: Step, machine: Machine, room: int | None) -> bool:
 
 
 def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[Residency, str]:
-    """Return what stays on the device, and the reason."""
+    """Return what stays on the device, and the reason. The settings of the step have what was requested, or as little as possible."""
     num_blocks, requested = step.outline.num_blocks, step.settings.residency
     if step.outline.unknown:
         return requested, "residency on the device is decided with the first batch"
@@ -157,11 +154,12 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"
     needed, weights = step_working(step), weights_of_blocks(step)
-    if request.resident_blocks is not None or request.resident_graphs is not None:
+    if request.resident_blocks is not None or request.resident_graphs is not None:  # only the checkpoints are open
         boundaries = fitting_boundaries(num_blocks, requested.graphs, left, needed)
         found = replace(requested, boundaries=requested.graphs if boundaries is None else boundaries)
         return found, _describe(found, num_blocks, why)
     found = choose_residency(left, weights, needed)
+    # Resident weights are buffers of the engine, which `device_memory` limits. A resident graph needs its block's weights.
     weights_room = left if request.device_memory is None else max(0, request.device_memory - buffers)
     while found.weights and sum(weights[num_blocks - found.weights :]) > weights_room:
         found = Residency(found.boundaries, found.weights - 1, min(found.graphs, found.weights - 1))

@@ -15,14 +15,14 @@ _READ_AND_WRITTEN = ("weights", "low_halves", "moments")  # by an update
 
 
 def plain_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[str]:
-    """Return the bytes and the time of plain training if the GPU is large enough for it; nothing if it is not."""
+    """Return a sentence with the bytes and the time of plain training; none if the GPU is too small for it, or this is unknown."""
     settings = step.settings
     if machine.on_host or not machine.device_limits or settings.num_ranks > 1 or step.outline.unknown:
         return []
     if step.outline.trains_decoded:  # what it would take decoded is not what is planned here
         return []
-    kept = host_bytes(step)
-    state = {kind: num_bytes for kind, num_bytes in kept.items() if kind != "boundaries"}
+    # Weights, gradients and moments are there instead of in host memory, and all activation checkpoints.
+    state = {kind: num_bytes for kind, num_bytes in host_bytes(step).items() if kind != "boundaries"}
     use = device_use(replace(step, settings=settings.keeping(Residency(step.outline.num_blocks))))
     available = min(limit.bytes for limit in machine.device_limits)
     needed = sum(state.values()) + use.checkpoints + use.activations + use.shared + machine.device_context_bytes

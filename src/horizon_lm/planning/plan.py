@@ -143,7 +143,7 @@ class _Planner:
         return replace(chosen, request=request)
 
     def _with_tile(self, request: Request, priced: bool) -> Plan:
-        """Return the plan of a request whose moments and tile are settled."""
+        """Return the plan of a request whose moments and tile are settled; ``priced``: simulate its step."""
         require_tiles(self._outline, request)
         machine, hardware = self._machine, self._machine.hardware
         choice = choose(self._outline, request, machine)
@@ -154,19 +154,11 @@ class _Planner:
         has_checkpoints = request.saves.num > 0 and not request.saves.only_model
         is_disk_known = hardware is not None and hardware.disk_write > 0
         return Plan(
-            request=request,
-            machine=machine,
-            step=step,
-            reasons=list(_reasons(choice, typical, machine, host, time)),
-            host=host,
-            device=device_budget(step, use, machine),
-            disk=disk_budget(step, machine),
-            download=download_budget(step, machine),
-            buffers=buffer_budget(step, use),
-            time=time,
-            save=simulation.save_time() if simulation is not None and has_checkpoints and is_disk_known else None,
-            problems=file_problems(step, machine),
-        )
+            request=request, machine=machine, step=step, reasons=list(_reasons(choice, typical, machine, host, time)),
+            host=host, device=device_budget(step, use, machine), buffers=buffer_budget(step, use),
+            disk=disk_budget(step, machine), download=download_budget(step, machine), problems=file_problems(step, machine),
+            time=time, save=simulation.save_time() if simulation and has_checkpoints and is_disk_known else None,
+        )  # fmt: skip
 
     def _typical_step(self, step: Step) -> Step:
         """Return the step with sequences of typical length."""
@@ -220,9 +212,9 @@ class _Planner:
         return self._priced and self._machine.hardware is not None and not self._typical.unknown
 
     def _estimated_seconds(self, plan: Plan) -> float:
-        """Return about the seconds of a typical step of a plan, with known rates."""
+        """Return about the seconds of a typical step of a plan. Call this only if `_has_rates`."""
         simulation = _simulation(self._typical_step(plan.step), self._machine)
-        assert simulation is not None  # see `_has_rates`
+        assert simulation is not None
         return simulation.estimated_seconds()
 
 
@@ -294,11 +286,12 @@ def _expert_reasons(outline: ModelOutline, hardware: Hardware | None) -> list[st
 
 
 def _shorter_step_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[str]:
-    """Return a change that would shorten a step limited by its optimizer updates, if there is one."""
+    """Return a sentence about the change that would shorten a step limited by its optimizer updates; none if it would not."""
     if time is None or time.limited_by != "update" or step.settings.moments != "float32":
         return []
     lighter = _simulation(replace(step, settings=replace(step.settings, moments="bfloat16")), machine)
-    saved = 0.0 if lighter is None else 1 - lighter.step_time().seconds / time.seconds
+    assert lighter is not None  # because the step itself was simulated
+    saved = 1 - lighter.step_time().seconds / time.seconds
     if saved < _NOTABLE_SHARE:
         return []
     return [f"optimizer updates are not fully overlapped: moments: bfloat16 would make a step {saved:.0%} shorter"]

@@ -35,7 +35,7 @@ class Residency:
         return index >= num_blocks - self.graphs
 
     def options(self) -> dict[str, Any]:
-        """Return the options of this residency, by name."""
+        """Return the options of a model that have this residency, by name."""
         return {
             "activation_checkpoints": self.boundaries,
             "resident_blocks": self.weights,
@@ -109,7 +109,7 @@ _MOST_CHUNK_BYTES = 4 * 2**30  # larger chunks are no faster
 
 
 def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
-    """Return the tokens per chunk of logits: about 64 MiB of fp32 logits if memory is not limited."""
+    """Return the tokens of a chunk of logits, which takes a share of the ``spare`` bytes; None if memory is not limited: about 64 MiB."""
     if spare is None:
         return max(64, 64 * 2**20 // (4 * vocabulary))
     num_bytes = min(spare // _CHUNK_SHARE, _MOST_CHUNK_BYTES)
@@ -171,14 +171,15 @@ def choose_residency(spare: int, weights: Sequence[int], working: Working) -> Re
     num_blocks = len(weights)
     boundaries = fitting_boundaries(num_blocks, 0, spare, working) or 0
     if boundaries < num_blocks:
-        return Residency(boundaries, 0, 0)
+        return Residency(boundaries)
     resident = graphs = 0
-    for num_bytes in reversed(weights):
-        if num_blocks - 1 - graphs in working.tiled or spare - num_bytes < working.step_peak(num_blocks, graphs + 1):
+    for num_bytes in reversed(weights):  # graphs, each with the weights of its block
+        index = num_blocks - 1 - graphs
+        if index in working.tiled or spare - num_bytes < working.step_peak(num_blocks, graphs + 1):
             break
         spare, resident, graphs = spare - num_bytes, resident + 1, graphs + 1
     spare -= working.step_peak(num_blocks, graphs)
-    for num_bytes in reversed(weights[: num_blocks - resident]):
+    for num_bytes in reversed(weights[: num_blocks - resident]):  # weights of earlier blocks
         if spare < num_bytes:
             break
         spare, resident = spare - num_bytes, resident + 1
