@@ -65,7 +65,7 @@ def _buffer_items(use: DeviceUse) -> list[Item]:
 
 
 def _named_items(bytes_by_kind: Mapping[str, int], names: Mapping[str, tuple[str, str]]) -> list[Item]:
-    """Return the bytes of each kind, given the name and the note of each."""
+    """Return an item for each kind of bytes, with the kind's name and note from ``names``."""
     items = []
     for kind, num_bytes in bytes_by_kind.items():
         name, note = names[kind]
@@ -99,7 +99,7 @@ _HOST_NAMES = {
 
 
 def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
-    """Return the host memory of a run, with that of the device if it computes there."""
+    """Return the host memory of a run, and the device memory if the device computes in host memory."""
     names = {**_HOST_NAMES, "moments": ("moments", _moments_note(step.settings.optimizer))}
     items = _named_items(host_bytes(step), names)
     if machine.on_host:
@@ -134,7 +134,7 @@ def transferred_bytes(host: Budget) -> int:
 
 
 def disk_budget(step: Step, machine: Machine) -> Budget:
-    """Return the disk space of a run, with that of the download unless it goes to another disk."""
+    """Return the disk space of a run, and that of the download unless it goes to another disk."""
     saved, width = _exported(step)
     exported = saved.num_parameters * width
     of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
@@ -173,6 +173,8 @@ _LARGEST_FILE = 50 * 10**9  # of an exported model, which is cut into several ab
 
 def file_problems(step: Step, machine: Machine) -> list[str]:
     """Return why the run could not write a file, although there is room on the disk."""
+    if machine.file_limit is None:
+        return []
     saved, width = _exported(step)
     files = [("the exported model", min(saved.num_parameters * width, _LARGEST_FILE))]
     if step.settings.saves.num and not step.settings.saves.only_model:
@@ -181,7 +183,7 @@ def file_problems(step: Step, machine: Machine) -> list[str]:
         f"A file may have at most {format_bytes(machine.file_limit)} (ulimit -f), and {name} needs one of {format_bytes(num_bytes)}; "
         "raise the limit: ulimit -f unlimited."
         for name, num_bytes in files
-        if machine.file_limit is not None and num_bytes > machine.file_limit
+        if num_bytes > machine.file_limit
     ]
 
 

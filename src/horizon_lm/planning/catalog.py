@@ -122,9 +122,8 @@ def parse_profile(content: Any, place: str) -> Hardware:
                 raise ConfigError(f"{place}: {name} is missing")
         elif problem := _problem(name, hints[name], content[name]):
             raise ConfigError(f"{place}: {name} is {content[name]!r}; {problem}")
-    whole: dict[str, Any] = {
-        name: int(content[name]) for name, hint in hints.items() if hint is int
-    }  # JSON's 128e9 is a float
+    # Whole numbers, all of which are required: JSON's 128e9 is a float.
+    whole: dict[str, Any] = {name: int(content[name]) for name, hint in hints.items() if hint is int}
     return Hardware(**{**content, **whole})
 
 
@@ -135,17 +134,17 @@ def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise ConfigError(f"{place}: base is {base!r}{_meant(str(base))}; choose one of {', '.join(published())}")
     inherited = asdict(published()[base])
     sources = {name: source for name, source in inherited.pop("sources").items() if name not in own}
-    if "server" not in own and own.keys() & set(_HOST):  # its host is also that of several GPUs
+    if "server" not in own and own.keys() & set(_HOST):  # a server with several GPUs has the same host
         inherited["server"] = _with_host({**inherited, **own})
         sources.pop("server", None)
     return {**inherited, "sources": sources, **own}
 
 
 def _with_host(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the links of a profile's server with the profile's own host, which any number of GPUs share."""
+    """Return the server of a profile: its links, with the profile's own cores, memory and bandwidth of the host."""
     bandwidth = content["host_bandwidth"]
     host = {name: content[name] for name in _HOST if name != "host_bandwidth"}
-    if isinstance(bandwidth, dict):  # any other value is reported with the field
+    if isinstance(bandwidth, dict):  # `parse_profile` rejects any other value
         host["host_bandwidth"] = max(filter(_is_amount, bandwidth.values()), default=0)
     return {**content["server"], **host}
 

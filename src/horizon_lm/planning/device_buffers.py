@@ -48,8 +48,8 @@ def block_bytes(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     slots = [numel * settings.compute_bytes for numel in _block_slots(sizes, settings)]
     if sizes.in_float32 is None:
         return slots
-    others = block_bytes(sizes.in_float32, replace(settings, compute_bytes=4, expert_tile=None))
-    return [sum(both) for both in zip(slots, others, strict=True)]
+    in_float32 = block_bytes(sizes.in_float32, replace(settings, compute_bytes=4, expert_tile=None))
+    return [sum(both) for both in zip(slots, in_float32, strict=True)]
 
 
 def _block_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
@@ -67,7 +67,7 @@ def _packed_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     """Return the bytes of the slot in which ranks gather codes and scales of each block, or of what is left of it beside its
     tiles. A single rank gathers none.
     """
-    # The last of the places in a slot is its end.
+    # `Shard.packed_slot` returns the places in a slot, of which the last one is its end.
     blocks = [settings.shard.packed_slot(packed.slab_bytes)[-1] for packed in sizes.packed]
     if settings.expert_tile is None or settings.shard.is_whole:
         return blocks
@@ -92,14 +92,15 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
         **_unit_buffers(sizes, trained, settings, slot_grad, accumulates),
         "packed_slots": 2 * max(_packed_slots(sizes, settings), default=0),
         **_activation_buffers(sizes, trained, settings),
-        **_tile_buffers(sizes, trained, settings, 4 if accumulates else slot_grad),
+        # The slots of a tile are its accumulator.
+        **_tile_buffers(sizes, trained, settings, tile_grad=4 if accumulates else slot_grad),
     }
     if sizes.in_float32 is not None:
         assert trained.in_float32 is not None
-        # Weights in float32 have buffers of the same kinds beside those of the others.
-        in_float32 = replace(settings, compute_bytes=4, expert_tile=None)
-        beside = _unit_buffers(sizes.in_float32, trained.in_float32, in_float32, 4, accumulates)
-        buffers |= {kind: buffers[kind] + num_bytes for kind, num_bytes in beside.items()}
+        # Weights in float32 have buffers of their own, of the same kinds.
+        own = replace(settings, compute_bytes=4, expert_tile=None)
+        in_float32 = _unit_buffers(sizes.in_float32, trained.in_float32, own, slot_grad=4, accumulates=accumulates)
+        buffers |= {kind: buffers[kind] + num_bytes for kind, num_bytes in in_float32.items()}
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
 
 
@@ -119,7 +120,7 @@ def _tile_buffers(sizes: ModelSizes, trained: ModelSizes, settings: BufferSettin
 
     Args:
         sizes, trained, settings: as in `device_buffers`.
-        tile_grad: bytes per element of a gradient, which is summed over micro-batches in its slot.
+        tile_grad: bytes per element of a gradient in its slot, where it is summed over micro-batches.
     """
     if settings.expert_tile is None:
         return {}
@@ -147,14 +148,14 @@ def _unit_buffers(
     table, *_, own_head, outer, _ = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
     slots = _block_slots(sizes, settings)
     head, trained_head = (table, trained.table) if sizes.tied else (own_head, trained.own_head)
-    landed = trained.blocks if settings.expert_tile is None else trained.cores()
-    grad_slots = max(slots) if any(map(sum, landed)) else 0
+    trained_blocks = trained.blocks if settings.expert_tile is None else trained.cores()
+    grad_slot = max(slots) if any(map(sum, trained_blocks)) else 0
     first_resident = len(sizes.blocks) - settings.resident
     return {
-        "weight_slots": 2 * max(slots) * compute if first_resident else 0,
+        "weight_slots": 2 * max(slots) * compute if first_resident else 0,  # none if all blocks are resident
         "resident_weights": sum(slots[first_resident:]) * compute,
-        "grad_slots": (1 if accumulates else 2) * grad_slots * slot_grad,
-        "grad_accumulator": grad_slots * 4 if accumulates else 0,
+        "grad_slots": (1 if accumulates else 2) * grad_slot * slot_grad,
+        "grad_accumulator": grad_slot * 4 if accumulates else 0,
         "head_weights": head * compute,
         "head_grads": head * (4 if settings.chunked_head else compute) if trained_head else 0,
         "outer_weights": outer * compute,

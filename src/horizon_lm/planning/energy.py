@@ -42,16 +42,13 @@ def energy_as_json(plan: Plan, prices: Prices) -> dict[str, Any]:
     if per_token is not None and prices.per_kwh is not None:
         electricity = per_token * 1e6 / _JOULES_PER_KWH * prices.per_kwh
     return {
-        "watts": watts,
-        "joules_per_step": joules,
-        "joules_per_token": per_token,
-        "rent_per_million_tokens": rent,
-        "electricity_per_million_tokens": electricity,
-    }
+        "watts": watts, "joules_per_step": joules, "joules_per_token": per_token,
+        "rent_per_million_tokens": rent, "electricity_per_million_tokens": electricity,
+    }  # fmt: skip
 
 
 def energy_lines(plan: Plan, prices: Prices) -> Iterator[str]:
-    """Yield the estimate as text: what is known of it."""
+    """Yield the known figures of the estimate as text."""
     known = energy_as_json(plan, prices)
     if known["joules_per_step"] is not None:
         limits = " and ".join(f"{_NAMES[part]} ({watts:,.0f} W)" for part, watts in known["watts"].items())

@@ -39,20 +39,20 @@ def _split_by_precision(step: Step) -> list[Step]:
 
 
 def _slab_bytes(step: Step, has_masters: Sequence[bool]) -> dict[str, int]:
-    """Return the bytes of all slabs by kind, and of those in which gradients land."""
+    """Return the bytes of all slabs and landing slots by kind, of weights in one precision. ``has_masters`` is of the whole model."""
     settings, sizes, trained = step.settings, step.outline.sizes, step.outline.trained
     cuts = sizes.cuts(settings.shard)
     ranges = _trained_ranges(cuts, trained)
-    with_slab = ranges
-    if settings.update_in_backward:  # gradients go through landing slots, but for those of a tied table
-        with_slab = ranges[:1] if trained.tied else []
-    masters = [each for each, saved in zip(cuts, has_masters, strict=True) if saved]
+    grads = ranges
+    if settings.update_in_backward:  # they go through landing slots, but for those of a tied table, the first unit
+        grads = ranges[:1] if trained.tied else []
+    masters = [each for each, has_master in zip(cuts, has_masters, strict=True) if has_master]
     packed = [settings.shard.own(settings.shard.cuts(each.slab_bytes, PACKED_ALIGNMENT)) for each in sizes.packed]
     return {
         "weights": _own_bytes(cuts, WEIGHT_BYTES[settings.precision]),
         "packed_weights": used_bytes(packed, 1),
         "low_halves": _own_bytes(masters, _LOW_HALF_BYTES[settings.precision]),
-        "grads": used_bytes(with_slab, settings.grad_bytes),
+        "grads": used_bytes(grads, settings.grad_bytes),
         "moments": _moments(step),
         "landing": _landing_slot_bytes(step, ranges) if settings.update_in_backward else 0,
     }
@@ -66,7 +66,7 @@ def checkpoint_bytes(step: Step) -> int:
 
 
 def _saved_bytes(step: Step, has_masters: Sequence[bool]) -> int:
-    """Return the bytes of the slabs in a checkpoint, of weights in one precision."""
+    """Return the bytes of the slabs in a checkpoint: weights in one precision, and their moments."""
     precision = step.settings.precision
     units = zip(step.outline.sizes.units, has_masters, strict=True)
     saved = [UnitCuts(tensors) for tensors, is_saved in units if is_saved]
@@ -115,7 +115,7 @@ def _moments(step: Step) -> int:
 
 
 def _own_bytes(cuts: Iterable[UnitCuts], itemsize: int) -> int:
-    """Return the bytes of the pages that hold this rank's ranges of the weights of these units."""
+    """Return the bytes of the pages that hold this rank's ranges of these units, with elements of ``itemsize`` bytes."""
     return used_bytes((each.own for each in cuts), itemsize)
 
 

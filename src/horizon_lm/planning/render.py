@@ -11,12 +11,7 @@ from horizon_lm.disk import Disk, write_file
 from horizon_lm.planning.budgets import describe_deficit
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.plan_file import (
-    PlanFile,
-    PlannedModel,
-    PlannedRun,
-    PlannedStep,
-)
+from horizon_lm.planning.plan_file import PlanFile, PlannedModel, PlannedRun, PlannedStep
 from horizon_lm.planning.remedies import Remedy, smallest
 from horizon_lm.planning.request import Budget
 from horizon_lm.quantities import counted, format_bytes, format_seconds
@@ -24,12 +19,8 @@ from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES
 from horizon_lm.schedule.trace import write_chrome
 
 _TITLES = {
-    "host": "host memory",
-    "device": "device memory",
-    "buffers": "device buffers",
-    "disk": "disk",
-    "download": "download disk",
-}
+    "host": "host memory", "device": "device memory", "buffers": "device buffers", "disk": "disk", "download": "download disk",
+}  # fmt: skip
 _WIDTH = 40
 
 
@@ -97,6 +88,7 @@ def _budget_lines(place: str, budget: Budget, num_processes: int) -> Iterator[st
 
 
 def _time_lines(plan: Plan) -> Iterator[str]:
+    """Yield the times of a step, of a checkpoint, of loading the weights and of the run, or why they are unknown."""
     time, hardware = plan.time, plan.machine.hardware
     if plan.step.outline.unknown:
         return
@@ -151,7 +143,7 @@ _SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
 
 
 def _save_advice(plan: Plan) -> str:
-    """Return a `save_steps` with which checkpoints cost at most `_SAVE_SHARE` of the time; empty if they cost no more already."""
+    """Return the advice to set a ``save_steps`` with which checkpoints cost at most `_SAVE_SHARE` of the time; empty if they cost no more."""
     assert plan.save is not None
     assert plan.time is not None
     save_steps = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
@@ -188,7 +180,7 @@ def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
         yield "Make room on the disk, or choose another output_dir."
     if plan.memory_deficit and not remedies:
         yield "No settings make it fit: use a smaller model (horizon-lm plan --largest lists those that fit) or more memory."
-    if plan.memory_deficit and all("use_peft" in each.settings for each in remedies):
+    if plan.memory_deficit and all("use_peft" in each.settings for each in remedies):  # full training does not fit
         yield from _least_lines(plan)
     if remedies:
         yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
@@ -238,28 +230,19 @@ def _seconds(seconds: float) -> str:
 
 
 def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
-    """Return everything in a plan as JSON values. ``device``: the run's setting."""
+    """Return everything in a plan as JSON values, with the run's setting ``device``."""
     machine, time = plan.machine, plan.time
     step = (
         None if time is None else PlannedStep(**{each.name: getattr(time, each.name) for each in fields(PlannedStep)})
     )
     content = PlanFile(
-        fits=plan.fits,
-        model=_model(plan.step.outline),
-        run=_run(plan, device),
-        host=plan.host,
-        device=plan.device,
-        buffers=plan.buffers,
-        disk=plan.disk,
-        download=plan.download,
+        fits=plan.fits, model=_model(plan.step.outline), run=_run(plan, device),
+        host=plan.host, device=plan.device, buffers=plan.buffers, disk=plan.disk, download=plan.download,
         hardware=None if machine.hardware is None else asdict(machine.hardware),
         interconnect=None if machine.interconnect is None else asdict(machine.interconnect),
         save=None if plan.save is None else asdict(plan.save),
-        step=step,
-        memory=plan.curve,
-        problems=list(plan.problems),
-        remedies=[_remedy(remedy) for remedy in remedies],
-    )
+        step=step, memory=plan.curve, problems=list(plan.problems), remedies=[_remedy(remedy) for remedy in remedies],
+    )  # fmt: skip
     return asdict(content)
 
 
@@ -273,22 +256,11 @@ def _model(outline: ModelOutline) -> PlannedModel:
 def _run(plan: Plan, device: str) -> PlannedRun:
     outline, request, settings = plan.step.outline, plan.request, plan.step.settings
     return PlannedRun(
-        rows=request.rows,
-        length=outline.length,
-        tokens=plan.step.tokens,
-        num_steps=request.num_steps,
-        num_ranks=request.num_ranks,
-        dp_shard_size=request.shard.count,
-        processes_per_machine=plan.machine.num_processes,
-        precision=request.precision,
-        device=device,
-        settings={
-            **settings.choices(),
-            "slices": settings.slices,
-            "attn_implementation": outline.attention,
-        },
-        reasons=list(plan.reasons),
-    )
+        rows=request.rows, length=outline.length, tokens=plan.step.tokens, num_steps=request.num_steps,
+        num_ranks=request.num_ranks, dp_shard_size=request.shard.count, processes_per_machine=plan.machine.num_processes,
+        precision=request.precision, device=device, reasons=list(plan.reasons),
+        settings={**settings.choices(), "slices": settings.slices, "attn_implementation": outline.attention},
+    )  # fmt: skip
 
 
 def _remedy(remedy: Remedy) -> dict[str, Any]:
