@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,14 +40,21 @@ def find_second_place(config: RunConfig, num_bytes: int) -> Path | None:
     return folder
 
 
-def _candidates(output_dir: Path) -> Iterator[Path]:
-    """Yield folders, those on other disks than ``output_dir`` first. Those in memory would take it from the model."""
-    found = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~")), output_dir.parent]
+def _candidates(output_dir: Path) -> list[Path]:
+    """Return folders to try, those on other disks than ``output_dir`` first."""
+    folders = [Path(tempfile.gettempdir()), Path(os.path.expanduser("~")), output_dir.parent]
+    found = [each for each in folders if _is_on_disk(each)]
     with suppress(OSError):
         own = file_system(output_dir)
         found.sort(key=lambda each: file_system(each) == own)
-        found = [each for each in found if not is_in_memory(each)]
-    yield from found
+    return found
+
+
+def _is_on_disk(folder: Path) -> bool:
+    """Return whether a folder can be reached, and takes no memory from the model."""
+    with suppress(OSError):
+        return not is_in_memory(folder)
+    return False
 
 
 def _has_room(folder: Path, num_bytes: int) -> bool:
