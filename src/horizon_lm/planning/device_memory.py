@@ -35,14 +35,10 @@ def working(
     blocks = [_block_bytes(micro_batches, hidden) for micro_batches in zip(*footprints, strict=True)]
     graphs, peaks, backward_peaks = zip(*blocks, strict=True)
     return Working(
-        graphs=graphs,
-        peaks=peaks,
-        backward_peaks=backward_peaks,
+        graphs=graphs, peaks=peaks, backward_peaks=backward_peaks, boundary=boundary, first=first,
         head=_head_bytes(head_peak, hidden, tokens, chunk_tokens),
-        boundary=boundary,
-        first=first,
         tiled=frozenset(index for index, each in enumerate(footprints[0]) if each.experts),
-    )
+    )  # fmt: skip
 
 
 def _head_bytes(head_peak: Linear[int], hidden: int, tokens: int, chunk_tokens: int | None) -> int:

@@ -138,13 +138,14 @@ def _scales(trained: ModelSizes, ranges: Sequence[slice]) -> list[slice]:
 
 
 def _landing_slot_bytes(step: Step, ranges: Sequence[slice]) -> int:
-    """Return the bytes of the landing slots: two for blocks, one for each other unit. A tied table has a gradient slab
-    instead.
+    """Return the bytes of the landing slots: two for blocks, one for each other unit. A tied table, and with it the head, has a gradient
+    slab instead.
     """
     trained = step.outline.trained
     _table, *blocks, head, outer, _idle = (own.stop - own.start for own in ranges)
     elements = 2 * max(blocks) + outer
     if not trained.tied:
         elements += head
+        # A table has a slot for the rows that are read, and a row of zeros for all others.
         elements += (step.table_rows + 1) * trained.hidden if trained.table else 0
     return elements * step.settings.grad_bytes

@@ -143,7 +143,7 @@ _SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
 
 
 def _save_advice(plan: Plan) -> str:
-    """Return the advice to set a ``save_steps`` with which checkpoints cost at most `_SAVE_SHARE` of the time; empty if they cost no more."""
+    """Return the advice to save less often if checkpoints cost more than `_SAVE_SHARE` of the time; empty if they do not."""
     assert plan.save is not None
     assert plan.time is not None
     save_steps = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))

@@ -102,13 +102,13 @@ class StepCost:
     # An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
 
     def _gathered(self, op: Op, ranks: int, share: float) -> float:
-        """Return the bytes of weights that a rank receives from the others, in which they are decoded."""
+        """Return the bytes of weights that a rank receives from the others, with the seconds of decoding them as bytes."""
         packed, decoded = self._quantized(op)
         decoding = self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
         return self._weight_bytes(op, self._outline.compute_bytes) * (ranks - 1) * share + decoding
 
     def _streamed_in(self, op: Op, share: float) -> float:
-        """Return the bytes of weights that cross the link to the device."""
+        """Return the bytes of weights that cross the link to the device, with the seconds of decoding them as bytes."""
         own = self._weight_bytes(op, WEIGHT_BYTES[self._settings.precision]) * share
         if self._step.gathers_packed:  # they are decoded once they are gathered
             return own
