@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
@@ -36,12 +38,12 @@ class BadRows:
     unit: Unit | None = None
 
     def describe(self, places: Sequence[str]) -> str:
-        """Return a sentence about the rows, whose ``places`` are those of the whole batch."""
+        """Return a sentence about the rows, with their origins out of all ``places``; empty if none was found, but not all were tried."""
         if not self.rows:
             return "No single row causes it by itself." if self.is_complete else ""
         shown = ", ".join(f"{row + 1} ({places[row]})" for row in self.rows[:_MOST_SHOWN])
         more = "" if self.is_complete and len(self.rows) <= _MOST_SHOWN else " and perhaps others"
-        held_by = ", ".join(str(each + 1) for each in self.micro_batches[:_MOST_SHOWN])
+        held_by = ", ".join(str(number + 1) for number in self.micro_batches[:_MOST_SHOWN])
         word = "micro-batch" if len(self.micro_batches) == 1 else "micro-batches"
         return f"It comes from row {shown}{more} of {len(places)}, in {word} {held_by} of {self.num_micro_batches}."
 
@@ -49,7 +51,7 @@ class BadRows:
 def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradient: bool) -> BadRows | None:
     """Return the rows that make a step's loss, or its gradient, not finite. Gradients are empty afterwards.
 
-    Halves of the batch are computed with the present weights, and halves of those that are not finite, down to single rows.
+    The batch is computed again with the present weights, and then the halves of each part that is not finite, down to single rows.
 
     Args:
         model: the streamed model.
@@ -64,43 +66,46 @@ def find_bad_rows(model: Any, objective: Objective, batch: Batch, *, with_gradie
     in_backward = engine_of(model).updates.optimizer_in_backward is not None
     if isinstance(objective, CustomObjective) or (with_gradient and in_backward):
         return None
-    model.zero_grad()
+    model.zero_grad()  # a backward pass would add to the gradients of the step
+    is_finite = _gradient_is_finite if with_gradient else _loss_is_finite
 
     def is_bad(rows: Sequence[int]) -> bool:
-        """Return whether loss or gradient of some rows of the batch is not finite."""
+        """Return whether the loss or the gradient of a batch of these rows is not finite."""
         part = select_rows(batch, rows)
-        if not part.num_trained:  # a mean over nothing
+        if not part.num_trained:  # its loss is a mean over nothing
             return False
         try:
-            return not (_gradient_is_finite if with_gradient else _loss_is_finite)(model, objective, part)
+            return not is_finite(model, objective, part)
         finally:
             model.zero_grad()
 
     rows, is_complete = search(len(batch.places), is_bad, _MOST_PASSES)
-    per_pass = engine_of(model).options.rows_at_once(len(batch.input_ids))
-    held_by = sorted({each // per_pass for each in _sequences(batch, rows)})
+    num_sequences = len(batch.input_ids)
+    micro_batch = engine_of(model).options.rows_at_once(num_sequences)
+    held_by = sorted({index // micro_batch for index in _sequences(batch, rows)})
     unit = _first_bad_unit(model, objective, select_rows(batch, rows[:1])) if rows and not with_gradient else None
-    return BadRows(rows, held_by, -(-len(batch.input_ids) // per_pass), is_complete, unit)
+    return BadRows(rows, held_by, -(-num_sequences // micro_batch), is_complete, unit)
 
 
-def search(num_rows: int, is_bad: Callable[[Sequence[int]], bool], most: int) -> tuple[list[int], bool]:
-    """Return the rows that are bad by themselves, in order, and whether all were tried within ``most`` calls of ``is_bad``."""
+def search(num_rows: int, is_bad: Callable[[Sequence[int]], bool], max_calls: int) -> tuple[list[int], bool]:
+    """Return the rows that are bad by themselves, in order, and whether ``max_calls`` of ``is_bad`` sufficed to try all."""
     found: list[int] = []
-    open_parts: list[Sequence[int]] = [range(num_rows)]
-    while open_parts and most:
-        rows, most = open_parts.pop(), most - 1
+    open_parts: list[Sequence[int]] = [range(num_rows)]  # a stack
+    calls_left = max_calls
+    while open_parts and calls_left:
+        rows, calls_left = open_parts.pop(), calls_left - 1
         if not is_bad(rows):
             continue
         if len(rows) == 1:
             found.append(rows[0])
         else:
             middle = len(rows) // 2
-            open_parts += [rows[middle:], rows[:middle]]
+            open_parts += [rows[middle:], rows[:middle]]  # the first half is searched first
     return found, not open_parts
 
 
 def _sequences(batch: Batch, rows: Sequence[int]) -> list[int]:
-    """Return the indices of the sequences of some rows: one for each row, or two, chosen and rejected."""
+    """Return the indices of the sequences of some rows: one for each row, or the chosen and the rejected one of a pair."""
     num_rows = len(batch.places)
     return [start + row for start in range(0, len(batch.input_ids), num_rows) for row in rows]
 
@@ -108,13 +113,12 @@ def _sequences(batch: Batch, rows: Sequence[int]) -> list[int]:
 def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return a batch of some rows of another, with the same padding."""
     chosen = torch.tensor(_sequences(batch, rows))
-    tensors: dict[str, Any] = {
-        name: None if (tensor := getattr(batch, name)) is None else tensor[chosen]
-        for name in ("input_ids", "attention_mask", "position_ids", "labels")
-    }
-    labels, mask = tensors["labels"], tensors["attention_mask"]
+    labels = batch.labels[chosen]
+    mask = None if batch.attention_mask is None else batch.attention_mask[chosen]
+    positions = None if batch.position_ids is None else batch.position_ids[chosen]
     return replace(
-        batch, **tensors, num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),
+        batch, input_ids=batch.input_ids[chosen], attention_mask=mask, position_ids=positions, labels=labels,
+        num_trained=int((labels[:, 1:] != IGNORE_INDEX).sum()),  # nothing predicts the first token
         num_tokens=labels.numel() if mask is None else int(mask.sum()),
         rows=tuple(batch.rows[row] for row in rows), places=tuple(batch.places[row] for row in rows),
     )  # fmt: skip
@@ -126,32 +130,35 @@ def _loss_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
 
 
 def _gradient_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
-    """Return whether the gradients of some rows are finite, as their landing has summed them."""
+    """Return whether the gradients of a batch are finite, by their sums of squares. The caller removes them."""
     engine = engine_of(model)
     objective(model, batch).value.backward()
     engine.access.wait_for_grads()
-    return all(math.isfinite(engine.grads.squared_norms.of(unit) or 0.0) for unit in engine.store.units)
+    # None: a unit without a gradient.
+    squared_norms = (engine.grads.squared_norms.of(unit) for unit in engine.store.units)
+    return all(norm is None or math.isfinite(norm) for norm in squared_norms)
 
 
 def _first_bad_unit(model: Any, objective: Objective, batch: Batch) -> Unit:
-    """Return the first unit of a forward whose output for a token is not finite: the head, if no block's is."""
+    """Return the first unit whose output for a token is not finite in a forward pass: the head if those of all others are."""
     mask = batch.attention_mask
     found: list[Unit] = []
 
-    def check(unit: Unit, hidden: Any) -> None:
-        """Note a unit whose output has values that are not finite."""
-        hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # (B, T, H)
+    def check(unit: Unit, hidden: torch.Tensor) -> None:
+        """Append the unit to ``found`` if its output (B, T, H) has values that are not finite."""
         finite = torch.isfinite(hidden).all(-1).cpu()
         if mask is not None and mask.shape == finite.shape:
             finite |= mask == 0  # nothing depends on what a block computes for padding
         if not finite.all():
             found.append(unit)
 
+    def check_output(unit: Unit, _block: nn.Module, _args: Any, output: Any) -> None:
+        check(unit, output[0] if isinstance(output, tuple) else output)
+
     blocks = engine_of(model).parts.blocks
-    handles = [blocks[0].register_forward_pre_hook(lambda module, args: check(EMBED, args[0]) if args else None)]
-    units = {module: block(index) for index, module in enumerate(blocks)}
-    for module in blocks:
-        handles.append(module.register_forward_hook(lambda module, args, output: check(units[module], output)))
+    handles = [blocks[0].register_forward_pre_hook(lambda _block, args: check(EMBED, args[0]) if args else None)]
+    for index, module in enumerate(blocks):
+        handles.append(module.register_forward_hook(partial(check_output, block(index))))
     try:
         _loss_is_finite(model, objective, batch)
     finally:

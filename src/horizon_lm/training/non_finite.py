@@ -5,6 +5,7 @@
 import json
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +33,43 @@ class NonFinite:
         self._num_searches = 0
 
     def finite_loss(self, loss: Loss, step: int, batch: Batch) -> float:
-        """Return the loss as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
+        """Return the loss of all ranks as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
         value = self._ranks.sum("the loss of a step", float(loss.value.item()))
         if not math.isfinite(value) and self._config.non_finite == "raise":
-            raise NonFiniteError(self._message(*self._explain(None, value, step, batch), step, batch))
+            problem, cause = self._explain(None, value, step, batch)
+            raise NonFiniteError(self._message(problem, cause, step, batch))
         return value
 
     def update(self, optimizer: Any, loss: float, step: int, batch: Batch) -> None:
         """Run an optimizer step. If it rejects or skips a loss or gradient that is not finite, report the rows of the step."""
+        skipped_before = optimizer.num_skipped
         try:
-            skipped = optimizer.num_skipped
             if not math.isfinite(loss):
                 optimizer.reject_step(f"the loss is {loss}")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NonFiniteWarning)  # reported below, with the rows
                 optimizer.step()
         except NonFiniteError as error:
-            problem, cause = self._explain(optimizer.non_finite_unit, loss, step, batch)
-            if optimizer.partial_update:
-                raise NonFiniteError(f"{error} {cause} Rows of this step: {shown_places(batch)}") from error
-            if self._config.non_finite == "skip":  # too many steps in a row were skipped, so the optimizer raised
-                limit = self._config.max_consecutive_skips
-                problem += f", and {limit} steps before it were skipped (max_consecutive_skips)"
-            raise NonFiniteError(self._message(problem, cause, step, batch)) from error
-        if optimizer.num_skipped > skipped:
+            raise self._rejection(error, optimizer, loss, step, batch) from error
+        if optimizer.num_skipped > skipped_before:
             problem, cause = self._explain(optimizer.non_finite_unit, loss, step, batch)
             self._reporter.print(f"step {step}: skipped, because {problem}. {cause} Its rows: {shown_places(batch)}")
 
+    def _rejection(self, error: NonFiniteError, optimizer: Any, loss: float, step: int, batch: Batch) -> NonFiniteError:
+        """Return the error of a step that the optimizer has rejected with ``error``."""
+        problem, cause = self._explain(optimizer.non_finite_unit, loss, step, batch)
+        if optimizer.partial_update:
+            return NonFiniteError(f"{error} {cause} Rows of this step: {shown_places(batch)}")
+        if self._config.non_finite == "skip":  # too many steps in a row were skipped, so the optimizer raised
+            limit = self._config.max_consecutive_skips
+            problem += f", and {limit} steps before it were skipped (max_consecutive_skips)"
+        return NonFiniteError(self._message(problem, cause, step, batch))
+
     def _explain(self, unit: Unit | None, loss: float, step: int, batch: Batch) -> tuple[str, str]:
-        """Return what is not finite, and sentences about its rows and the file in which they were saved."""
+        """Search for the rows that cause a problem, and save the batch. Return what is not finite, and sentences about rows and file.
+
+        ``unit``: the one whose gradient is not finite. If the loss is not, the first unit that is not finite is searched instead.
+        """
         bad = self._search(batch, with_gradient=math.isfinite(loss))
         if math.isfinite(loss):
             problem = f"the gradient of {unit} is not finite"
@@ -81,14 +90,14 @@ class NonFinite:
         """Return the rows whose loss or gradient is not finite; None if they are unknown."""
         self._num_searches += 1
         if self._num_searches > _MOST_SEARCHES or self._ranks.mesh is not None:
-            return None  # ranks would have to search equally long
+            return None  # several ranks would have to run the same passes, but each has other rows
         try:
             return find_bad_rows(self._model, self._objective, batch, with_gradient=with_gradient)
         except Exception:  # the step is rejected anyway, and its error must not be replaced by one of the search
             return None
 
     def _message(self, problem: str, cause: str, step: int, batch: Batch) -> str:
-        """Return what has failed, what is kept, and the remedy."""
+        """Return what has failed, what is kept, and the remedy, as the message of an error."""
         weights = f"those after step {step - 1}" if step > 1 else "those that were loaded"
         remedy = "lower learning_rate" if step > 1 else "check the weights of the model"
         return (
@@ -111,7 +120,7 @@ def _save_batch(
 ) -> Path | None:
     """Write the rows of a step, those that cause the problem first. Return the file; None if the folder is full.
 
-    The file is plain ASCII: JSON escapes control characters and all others, so that it is safe to print on a terminal. Rows beyond the first 65,536 tokens are left out, and the row at that limit is cut.
+    The file is plain ASCII: JSON escapes control characters and all others, so that it is safe to print on a terminal.
 
     Args:
         folder: the folder of such files.
@@ -129,24 +138,31 @@ def _save_batch(
     if not path.exists() and len(list(folder.glob("step-*.json"))) >= _MOST_FILES:
         return None
     culprits = [] if bad is None else list(bad.rows)
-    order = [*culprits, *(row for row in range(len(batch.places)) if row not in culprits)]
-    rows, room = [], _MOST_TOKENS
-    for row in order:
-        if room <= 0:
-            break
-        rows.append(_describe(batch, row, row in culprits, tokenizer, room))
-        room -= sum(len(sequence["input_ids"]) for sequence in rows[-1]["sequences"])
     content = {
         "step": step, "problem": problem, "unit": unit, "causing_rows": None if bad is None else culprits,
-        "micro_batches": None if bad is None else list(bad.micro_batches), "num_rows": len(batch.places), "rows": rows,
+        "micro_batches": None if bad is None else list(bad.micro_batches), "num_rows": len(batch.places),
+        "rows": _describe_all(batch, culprits, tokenizer),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_file(Disk(), path, json.dumps(content, indent=1).encode("ascii"))
     return path
 
 
+def _describe_all(batch: Batch, culprits: Sequence[int], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch as JSON, culprits first. Rows beyond `_MOST_TOKENS` are left out, and the row at the limit is cut."""
+    rows: list[dict[str, Any]] = []
+    room = _MOST_TOKENS
+    for row in [*culprits, *(row for row in range(len(batch.places)) if row not in culprits)]:
+        if room <= 0:
+            break
+        described = _describe(batch, row, row in culprits, tokenizer, room)
+        rows.append(described)
+        room -= sum(len(sequence["input_ids"]) for sequence in described["sequences"])
+    return rows
+
+
 def _describe(batch: Batch, row: int, is_culprit: bool, tokenizer: Any, room: int) -> dict[str, Any]:
-    """Return a row with at most ``room`` tokens, as JSON."""
+    """Return a row as JSON, with at most ``room`` tokens."""
     sequences = []
     for index in range(row, len(batch.input_ids), len(batch.places)):  # one, or a chosen and a rejected answer
         length = _length(batch, index)
@@ -165,7 +181,7 @@ def _describe(batch: Batch, row: int, is_culprit: bool, tokenizer: Any, room: in
 
 
 def _length(batch: Batch, index: int) -> int:
-    """Return the tokens of a sequence, without the padding where a mask tells."""
+    """Return the number of tokens of a sequence, without its padding. In packed rows, which have no mask, the padding counts."""
     if batch.attention_mask is None:
         return int(batch.input_ids.shape[1])
     return int(batch.attention_mask[index].sum())
