@@ -37,30 +37,38 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
     if wanted is False:
         return None, []
     if wanted not in (True, "auto"):
-        folder = Path(str(wanted)).expanduser()
+        folder = Path(str(wanted)).expanduser()  # of a checkpoint, or of a run
         if not is_checkpoint(folder) and (found := checkpoints_in(folder)):
             folder = found[-1]
         point = open_point(folder)
-        return point, [f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
-    found = checkpoints_in(output)
+        return point, [_resume_line(point)]
     if wanted == "auto" and (config.overwrite_output_dir or (output / "model").exists()):
         return None, []  # the folder of a finished run, or one to be overwritten
-    if not found:
-        if wanted is True:
-            raise ConfigError(f"resume_from_checkpoint: {output} has no checkpoint; set auto to begin anew")
-        interrupted = (output / "metrics.jsonl").exists()
-        return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if interrupted else []
-    RunLock(output).require_free()  # or checkpoints that are being deleted would look damaged
+    if found := checkpoints_in(output):
+        RunLock(output).require_free()  # or checkpoints that are being deleted would look damaged
+        return _newest_undamaged(found)
+    if wanted is True:
+        raise ConfigError(f"resume_from_checkpoint: {output} has no checkpoint; set auto to begin anew")
+    was_interrupted = (output / "metrics.jsonl").exists()
+    return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if was_interrupted else []
+
+
+def _newest_undamaged(checkpoints: Sequence[Path]) -> tuple[ResumePoint, list[str]]:
+    """Return the last of these checkpoints that is not damaged, and lines about it and those that are. Raise ConfigError if all are."""
     problems: list[str] = []
-    for folder in reversed(found):
+    for folder in reversed(checkpoints):
         try:
             point = open_point(folder)
-            return point, [*problems, f"resume: from {folder} (step {point.step} of {point.state['num_steps']})"]
+            return point, [*problems, _resume_line(point)]
         except ConfigError as error:
             problems.append(f"resume: warning: {error}")
     raise ConfigError(
         "\n".join([*problems, "no checkpoint can be used; remove them, or set resume_from_checkpoint: false"])
     )
+
+
+def _resume_line(point: ResumePoint) -> str:
+    return f"resume: from {point.folder} (step {point.step} of {point.state['num_steps']})"
 
 
 def rows_per_step(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
@@ -70,7 +78,7 @@ def rows_per_step(point: ResumePoint | None, config: RunConfig, num_ranks: int) 
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run by step, last one last. They have been complete, and may be damaged."""
+    """Return the checkpoints in the folder of a run, in the order of their steps. They have been complete, and may be damaged now."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
     return sorted(
         (path for path, match in steps.items() if match and is_checkpoint(path)),
@@ -79,13 +87,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def open_point(folder: Path, verifies: bool = True) -> ResumePoint:
-    """Open a checkpoint of a run, unverified if another rank has verified it. Raise ConfigError if it is damaged, or not one of a run."""
+    """Open a checkpoint of a run; ``verifies``: read all its files. Raise ConfigError if it is damaged, or not one of a run."""
     manifest = read_manifest(folder)
     if verifies:
         verify(folder, manifest)
     state = read_state(folder)["state"]
+    missing = object()  # of none of the types
     if not isinstance(state, dict) or any(
-        not isinstance(state.get(name, ...), kinds) for name, kinds in FORMAT.items()
+        not isinstance(state.get(name, missing), types) for name, types in FORMAT.items()
     ):
         raise ConfigError(f"{folder} was not written by `horizon-lm train`; load it with horizon_lm.load_checkpoint")
     return ResumePoint(folder, manifest, state)
@@ -97,7 +106,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) -> tuple[RunConfig, list[str]]:
-    """Return the run with the checkpoint's choice for settings that the plan chose, and warnings.
+    """Return the settings with which a run goes on, and warnings. Those that the plan may choose are as the checkpoint's plan chose them.
 
     With another number of ranks, the rows of a step stay those of the checkpoint.
 
@@ -112,23 +121,29 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
         fatal = [_change(name, given, now) for name in changed if name not in may_change]
         rows, rows_now = rows_per_step(point, config, num_ranks), config.rows_per_step * num_ranks
-        of_rank = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
-        ranks_before = rows // of_rank
-        if of_rank != config.rows_per_step and rows != rows_now:
+        rows_of_rank = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
+        # The rows of a step may differ by the number of ranks alone.
+        if rows_of_rank != config.rows_per_step and rows != rows_now:
             fatal.append(f"rows per step: {rows} -> {rows_now}")
-        before, installed = point.manifest.packages, installed_packages()
-        fatal += [_change(name, before, installed) for name in _VERSIONS if before.get(name) != installed.get(name)]
+        packages, installed = point.manifest.packages, installed_packages()
+        fatal += [_change(name, packages, installed) for name in _VERSIONS if packages.get(name) != installed.get(name)]
         warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
         settled = point.state["settled"]  # the settings of that run, with the choices of its plan
         update = {name: settled[name] for name in _OPEN_TO_PLAN if given[name] == now[name]}
         if rows != rows_now:
-            warnings.append(f"resume: {num_ranks} processes instead of {ranks_before}; a step keeps its {rows} rows")
-            # So that memory is planned for the rows that this rank gets.
-            own = math.ceil(rows / num_ranks)
-            accumulation = math.ceil(own / config.per_device_train_batch_size)
-            update["gradient_accumulation_steps"] = accumulation
-            update["per_device_train_batch_size"] = math.ceil(own / accumulation)
+            before = rows // rows_of_rank
+            warnings.append(f"resume: {num_ranks} processes instead of {before}; a step keeps its {rows} rows")
+            update |= _batch_settings(config, rows_of_rank=math.ceil(rows / num_ranks))
         return config.model_copy(update=update), warnings
+
+
+def _batch_settings(config: RunConfig, rows_of_rank: int) -> dict[str, int]:
+    """Return the settings by which memory is planned for these rows of a rank in a step."""
+    accumulation = math.ceil(rows_of_rank / config.per_device_train_batch_size)
+    return {
+        "gradient_accumulation_steps": accumulation,
+        "per_device_train_batch_size": math.ceil(rows_of_rank / accumulation),
+    }
 
 
 def rounding_warnings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -169,17 +184,18 @@ def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: R
         given = point.state["data"]
         if given["rows"] == position["rows"] and given["order"] == position["order"]:
             return []
-        what = "the training rows" if given["rows"] != position["rows"] else "the order of the rows"
-        return _reject(point, [f"{what} ({given['num_rows']:,} -> {position['num_rows']:,} rows)"], config)
+        changed = "the training rows" if given["rows"] != position["rows"] else "the order of the rows"
+        return _reject(point, [f"{changed} ({given['num_rows']:,} -> {position['num_rows']:,} rows)"], config)
 
 
 def model_settings(model: Any) -> dict[str, Any]:
-    """Return the config of a model as plain data, without what says only where it comes from."""
+    """Return the config of a model as plain data, without the fields that do not change what it computes."""
     found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     return _without(found, {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"})
 
 
 def _without(content: Any, names: set[str]) -> Any:
+    """Return nested mappings without these keys, at any depth."""
     if isinstance(content, dict):
         return {name: _without(value, names) for name, value in content.items() if name not in names}
     return content
@@ -193,7 +209,7 @@ def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], conf
 
 
 def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig) -> list[str]:
-    """Raise ConfigError for changes that a resumed run may not have; return them as a warning if they are accepted."""
+    """Raise ConfigError for changes that a resumed run may not have. Return them as a warning if ``resume_with_changes`` is set."""
     if not changes:
         return []
     if not config.resume_with_changes:
