@@ -73,12 +73,12 @@ class Ranks:
                     leave_failures_to_monitor()
                 init_process_group("cpu:gloo,cuda:nccl" if config.device.startswith("cuda") else "gloo")
             mesh = _join(config, world)
-        except HorizonError as error:  # all of them raise it
+        except HorizonError as error:  # which all ranks raise: one of each machine reports it
             error.is_reported = not is_first_of_machine()
             raise
         ranks = cls(mesh)
         ranks._owns_group, ranks._monitor = owns_group, Monitor(mesh, config.rank_timeout)
-        mesh.connect()  # watched: a rank that is gone would never connect
+        mesh.connect()  # once the monitor runs, because a rank that is gone would never connect
         return ranks
 
     def __enter__(self) -> Self:
@@ -87,20 +87,25 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lost = self._monitor is not None and isinstance(error, RankLostError)
-        reason = self._monitor.reason() if self._monitor is not None and lost else ""
+        reason_of_loss: str | None = None
         if self._monitor is not None:
-            failure = "" if error is None or lost else f"{type(error).__name__}: {first_line(error)}"
-            is_reported = self._monitor.stop(failure)
+            is_lost = isinstance(error, RankLostError)
+            if is_lost:
+                reason_of_loss = self._monitor.reason()
+            # The loss of another rank is no failure of this one.
+            failure = "" if error is None or is_lost else f"{type(error).__name__}: {first_line(error)}"
+            first_reports_it = self._monitor.stop(failure)
             if isinstance(error, HorizonError):
-                error.is_reported = is_reported and not is_first_of_machine()
-        if self._owns_group and dist.is_initialized() and error is None:
+                error.is_reported = first_reports_it and not is_first_of_machine()
+        if self._owns_group and dist.is_initialized() and error is None:  # else it would wait for ranks that are gone
             dist.destroy_process_group()
-        if lost:
-            raise InterruptedRunError(f"{reason}. Start the run again to go on from its last checkpoint") from error
+        if reason_of_loss is not None:
+            raise InterruptedRunError(
+                f"{reason_of_loss}. Start the run again to go on from its last checkpoint"
+            ) from error
 
     def train_in_step(self) -> None:
-        """From now on all ranks do the same at the same time, so one that stays behind hangs."""
+        """Let the monitor report a rank that stays behind: from now on all ranks do the same at the same time."""
         if self._monitor is not None:
             self._monitor.watches_progress = True
 
@@ -115,7 +120,7 @@ class Ranks:
         The first rank searches, and verifies its copy on the way. Each other copy of the files is verified by one rank that sees it.
 
         Raises:
-            ConfigError: as there, on all ranks.
+            ConfigError: as `resume.find_resume_point` raises it, on all ranks.
         """
         if self.mesh is None:
             return find_resume_point(config)
@@ -158,7 +163,9 @@ class Ranks:
 
     @contextmanager
     def failing_with_first(self, place: str) -> Iterator[None]:
-        """Context manager: if this fails on the first rank, raise OSError on the others. Errors of the others are ignored."""
+        """Context manager: if the enclosed work fails on the first rank, raise its error there and OSError on the others. Other ranks'
+        errors are ignored, unless a rank is lost or all disagree.
+        """
         problem: Exception | None = None
         try:
             yield
@@ -182,7 +189,7 @@ class Ranks:
 
     def sum(self, place: str, value: float) -> float:
         """Return the sum of a number over all ranks, in their order."""
-        return math.fsum(map(float, self.exchange(place, str(value))))
+        return math.fsum(self.exchange(place, value))
 
     def with_totals(self, batch: Batch) -> Batch:
         """Return this rank's batch of a step, with the number of targets of the whole step."""
@@ -198,11 +205,11 @@ class Ranks:
             hashes: the number of rows of each part of the data, and a hash of them.
         """
         everyone = self.exchange("the rows", hashes)
-        first = everyone[0]
-        for rank, each in enumerate(everyone):
-            for name, (count, _) in first.items():
-                if each.get(name) != first[name]:
-                    found, _ = each.get(name, (0, ""))
+        of_first = everyone[0]
+        for rank, of_rank in enumerate(everyone):
+            for name, (count, _hash) in of_first.items():
+                if of_rank.get(name) != of_first[name]:
+                    found, _hash = of_rank.get(name, (0, ""))
                     raise ConfigError(
                         f"{name}: rank {rank} has read other rows than rank 0 ({found:,} and {count:,}); all processes must read the "
                         "same files, with the same tokenizer"
@@ -212,29 +219,27 @@ class Ranks:
         """Return the result of a step on all ranks: the mean of their losses, and the sums of everything else."""
         if self.mesh is None:
             return own
-        fields = (own.value, own.weight, own.metrics, own.token_sums, own.num_rows, own.num_trained, own.num_tokens)
-        sent = (*fields, (own.energy.host, own.energy.device))
-        received = self.mesh.exchange("the result of a step", sent)
-        everyone = [replace(StepResult(*each), energy=Energy(*joules)) for *each, joules in received]
+        received = self.mesh.exchange("the result of a step", astuple(own))
+        everyone = [replace(StepResult(*fields), energy=Energy(*joules)) for *fields, joules in received]
         return StepResult(
-            sum(each.value / len(everyone) for each in everyone), sum(each.weight for each in everyone),
-            {name: sum(each.metrics[name] for each in everyone) for name in own.metrics},
-            {name: _added([each.token_sums[name] for each in everyone]) for name in own.token_sums},
-            sum(each.num_rows for each in everyone), sum(each.num_trained for each in everyone),
-            sum(each.num_tokens for each in everyone), sum((each.energy for each in everyone), Energy(0.0, 0.0)),
+            value=sum(each.value / len(everyone) for each in everyone), weight=sum(each.weight for each in everyone),
+            metrics={name: sum(each.metrics[name] for each in everyone) for name in own.metrics},
+            token_sums={name: _added([each.token_sums[name] for each in everyone]) for name in own.token_sums},
+            num_rows=sum(each.num_rows for each in everyone), num_trained=sum(each.num_trained for each in everyone),
+            num_tokens=sum(each.num_tokens for each in everyone), energy=sum((each.energy for each in everyone), Energy(0.0, 0.0)),
         )  # fmt: skip
 
 
 def _added(ranks: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, int]]:
-    """Add up the sums and numbers of targets of the micro-batches that the ranks compute at the same time, as in TRL."""
-    together = zip_longest(*ranks, fillvalue=(0.0, 0))
-    return [(sum(total for total, _ in each), sum(count for _, count in each)) for each in together]
+    """Add up the sums and numbers of targets of the ranks' first micro-batches, of their second ones, and so on, as in TRL."""
+    at_same_time = zip_longest(*ranks, fillvalue=(0.0, 0))  # a rank may have fewer than others
+    return [(sum(total for total, _ in each), sum(count for _, count in each)) for each in at_same_time]
 
 
 def _join(config: RunConfig, world: int) -> Mesh:
     """Return the mesh of a run. Raise ConfigError if it is not supported, or processes have other settings."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    # The monitor ends a rank that waits for one that is gone. Others may wait for hours, while the first one reads rows.
+    # Ranks may wait for hours, while the first one reads rows. If one is gone, the monitor ends those that wait for it.
     mesh = Mesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT, device=device_of(config.device))
     _require_same_settings(mesh, config)
     reject_unsupported(config, world)
@@ -266,26 +271,32 @@ def mesh_shape(config: RunConfig, world: int, local: int) -> tuple[int, int]:
     Raises:
         ConfigError: the settings do not give as many processes.
     """
-    shard = config.dp_shard_size or (world // config.dp_replicate_size if config.dp_replicate_size else local)
+    if config.dp_shard_size:
+        shard = config.dp_shard_size
+    elif config.dp_replicate_size:
+        shard = world // config.dp_replicate_size
+    else:
+        shard = local  # a copy of the model on each machine
     replicate = config.dp_replicate_size or world // shard
-    if replicate * shard != world:
-        sizes = {"dp_replicate_size": config.dp_replicate_size, "dp_shard_size": config.dp_shard_size}
-        given = [f"{name} {size}" for name, size in sizes.items() if size]
-        if len(given) == 2:
-            raise ConfigError(f"{' x '.join(given)} is not the number of processes, {world}; change one of them")
-        problem = given[0] if given else f"the number of processes of a machine, {local},"
-        name = "dp_replicate_size" if config.dp_replicate_size else "dp_shard_size"
-        raise ConfigError(f"{problem} does not divide the number of all processes, {world}; set a {name} that does")
-    return replicate, shard
+    if replicate * shard == world:
+        return replicate, shard
+    sizes = {"dp_replicate_size": config.dp_replicate_size, "dp_shard_size": config.dp_shard_size}
+    given = [f"{name} {size}" for name, size in sizes.items() if size]
+    if len(given) == 2:
+        raise ConfigError(f"{' x '.join(given)} is not the number of processes, {world}; change one of them")
+    problem = given[0] if given else f"the number of processes of a machine, {local},"
+    name = "dp_replicate_size" if config.dp_replicate_size else "dp_shard_size"
+    raise ConfigError(f"{problem} does not divide the number of all processes, {world}; set a {name} that does")
 
 
 def reject_unsupported(config: RunConfig, world: int) -> None:
     """Raise ConfigError for a setting that several processes do not support yet."""
     adapters = Adapters.of(config)
-    copying = adapters.copies_weights if adapters else ""
-    for name, is_set, remedy in (
-        (copying, bool(copying), "save such adapters with one process, and go on with them (adapter_name_or_path)"),
-        ("check_gradients", bool(config.check_gradients), "check with one process"),
-    ):  # fmt: skip
-        if is_set:
-            raise ConfigError(f"{name} is not supported with {world} processes yet; {remedy}")
+    if adapters is not None and adapters.copies_weights:
+        name = adapters.copies_weights
+        remedy = "save such adapters with one process, and go on with them (adapter_name_or_path)"
+    elif config.check_gradients:
+        name, remedy = "check_gradients", "check with one process"
+    else:
+        return
+    raise ConfigError(f"{name} is not supported with {world} processes yet; {remedy}")
