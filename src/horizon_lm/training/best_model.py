@@ -53,27 +53,30 @@ class BestModel:
     def __init__(self, config: RunConfig) -> None:
         self.is_used = config.load_best_model_at_end or config.early_stopping_patience is not None
         self._name = _full_name(config)
-        greater = config.greater_is_better
-        self._greater = not self._name.endswith("loss") if greater is None else greater
+        self._greater = config.greater_is_better
+        if self._greater is None:
+            self._greater = not self._name.endswith("loss")
         self._patience, self._threshold = config.early_stopping_patience, config.early_stopping_threshold
         self.metric: float | None = None
         self.step, self._num_worse = 0, 0
 
     def update(self, line: Mapping[str, Any]) -> bool:
         """Add an evaluation, and return whether it is the best so far. The one before training does not count."""
-        if not self.is_used:
+        if not self.is_used or line["step"] == 0:
             return False
         value = line[self._name]
-        if line["step"] == 0:
-            return False
-        gain = math.inf if self.metric is None else (value - self.metric) * (1 if self._greater else -1)
         if math.isnan(value):
             gain = -math.inf
+        elif self.metric is None:
+            gain = math.inf
+        else:
+            gain = value - self.metric if self._greater else self.metric - value
+        # A smaller gain is one all the same: it makes the model the best, but does not reset the patience.
         self._num_worse = 0 if gain > self._threshold else self._num_worse + 1
-        if not gain > 0:
-            return False
-        self.metric, self.step = value, line["step"]
-        return True
+        is_best = gain > 0
+        if is_best:
+            self.metric, self.step = value, line["step"]
+        return is_best
 
     @property
     def stops(self) -> bool:

@@ -47,25 +47,29 @@ class Evaluation(Part):
             self.run(step)
 
     def run(self, step: int) -> float | None:
-        """Evaluate unless this step was already evaluated. Return the eval loss, or None without an eval set.
+        """Evaluate, report and save the best model, unless this step was already evaluated. Return its eval loss; None without an eval set.
 
         Raises:
             NonFiniteError: a loss is NaN or infinite.
         """
-        last_step, loss = self._last.value
-        if last_step != step:
-            with self._training.metrics.exclude_from_timing():
-                line = self.evaluate_rows(step) if self._eval_sets else None
-            loss = None if line is None else line["eval_loss"]
-            self._last.value = step, loss
-            if line is not None:
-                self._reporter.write(line)
-                if self._best.update(line) and self._config.load_best_model_at_end and step < self._num_steps:
-                    self._saver.save(step, best=True)
-        return cast(float | None, loss)
+        last_step, last_loss = self._last.value
+        if last_step == step:
+            return cast(float | None, last_loss)
+        with self._training.metrics.exclude_from_timing():
+            line = self.evaluate_rows(step) if self._eval_sets else None
+        if line is None:
+            self._last.value = step, None
+            return None
+        loss: float = line["eval_loss"]
+        self._last.value = step, loss
+        self._reporter.write(line)
+        is_best = self._best.update(line)
+        if is_best and self._config.load_best_model_at_end and step < self._num_steps:  # the last model is exported
+            self._saver.save(step, best=True)
+        return loss
 
     def load_best(self, step: int) -> None:
-        """Load the best model, after an evaluation of the last one, if `load_best_model_at_end` is set."""
+        """If ``load_best_model_at_end`` is set, evaluate the last model, and load the best one if that is another."""
         if self._config.load_best_model_at_end:
             with self._saver.saving_on_fault(step):
                 self.run(step)
@@ -79,17 +83,17 @@ class Evaluation(Part):
             also the same for each set, prefixed with ``eval_NAME_``. A loss per token adds ``eval_perplexity`` and
             ``eval_tokens``. Token metrics are means of the means of batches, as in TRL.
         """
-        totals, done = dict[str, _Total](), 0
+        totals, rows_done = dict[str, _Total](), 0
         num_rows = sum(map(len, self._eval_sets.values()))
         with self._reporter.progress("eval set") as advance:
             for name, rows in self._eval_sets.items():
-                own = _Total()
-                for batch_rows in self._evaluate_set(name, rows, own):
-                    done += batch_rows
-                    advance(done, num_rows)
-                    if done < num_rows:
+                of_this_rank = _Total()
+                for rows_of_turn in self._evaluate_set(name, rows, of_this_rank):
+                    rows_done += rows_of_turn
+                    advance(rows_done, num_rows)
+                    if rows_done < num_rows:
                         self._stop_if_interrupted(step)
-                totals[name] = self._over_ranks(own)
+                totals[name] = self._over_ranks(of_this_rank)
         line: dict[str, Any] = {"step": step, **_means([*totals.values()], "eval_")}
         if len(totals) > 1:
             for name, total in totals.items():
@@ -99,9 +103,10 @@ class Evaluation(Part):
         return line
 
     def _evaluate_set(self, name: str, rows: TokenTable, total: "_Total") -> Iterator[int]:
-        """Add the losses of an eval set to its total, batch by batch; yield the number of rows of each batch.
+        """Add this rank's losses of an eval set to ``total``. Yield after each turn, in which every rank computes a batch of its own,
+        the number of rows of all of them.
 
-        Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
+        In the last turn, ranks without a batch compute the last one again, and do not count it: all take part in every pass.
         """
         model, objective = self._training.model, self._training.objectives.eval_sets[name]
         ranks, size = self._ranks, self._config.per_device_eval_batch_size
@@ -116,7 +121,7 @@ class Evaluation(Part):
                 yield min((first + ranks.size) * size, len(rows)) - first * size
 
     def _over_ranks(self, own: "_Total") -> "_Total":
-        """Return the sums over all ranks, in their order, so that each of them has the same bits."""
+        """Return the sums over all ranks, added in the order of ranks, so that each rank gets the same bits."""
         total = _Total()
         for of_rank in self._ranks.exchange("an evaluation", astuple(own)):
             total.add(_Total(*of_rank))
@@ -125,13 +130,13 @@ class Evaluation(Part):
 
 @dataclass
 class _Total:
-    """Weighted sums over rows of an eval set. ``token_means``: the means of each batch."""
+    """Sums over batches of an eval set."""
 
-    loss: float = 0.0
-    weight: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    token_means: dict[str, list[float]] = field(default_factory=dict)
-    per_token: bool = True
+    loss: float = 0.0  # each batch's loss times its weight
+    weight: float = 0.0  # number of targets or pairs
+    metrics: dict[str, float] = field(default_factory=dict)  # sums over targets or pairs
+    token_means: dict[str, list[float]] = field(default_factory=dict)  # of each batch
+    per_token: bool = True  # the loss of each batch is a mean over its targets
 
     def add(self, other: "_Total") -> None:
         self.loss += other.loss
@@ -146,8 +151,10 @@ class _Total:
 def _total_of(loss: Loss, num_trained: int) -> _Total:
     """Return the sums of a batch."""
     token_means = {name: sums.means(len(sums.counts)) for name, sums in loss.token_metrics.items()}
-    value = float(loss.value) * loss.weight
-    return _Total(value, loss.weight, dict(loss.metrics), token_means, loss.weight == num_trained)
+    return _Total(
+        loss=float(loss.value) * loss.weight, weight=loss.weight, metrics=dict(loss.metrics), token_means=token_means,
+        per_token=loss.weight == num_trained,
+    )  # fmt: skip
 
 
 def _means(totals: Sequence[_Total], prefix: str) -> dict[str, float]:

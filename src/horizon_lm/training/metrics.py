@@ -50,12 +50,18 @@ class StepResult:
             micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
             energy: energy since the step before.
         """
-        if not batch.places:  # a stand-in for the rows that this rank did not get
-            nothing: dict[str, list[tuple[float, int]]] = {name: [] for name in loss.token_metrics}
-            return cls(value, 0.0, dict.fromkeys(loss.metrics, 0.0), nothing, 0, 0, 0, energy)
-        sums = {name: each.of_micro_batches(micro_batch_rows) for name, each in loss.token_metrics.items()}
-        counts = len(batch.places), batch.num_trained, batch.num_tokens
-        return cls(value, loss.weight, dict(loss.metrics), sums, *counts, energy)
+        is_stand_in = not batch.places  # for the rows that this rank did not get, so it does not count
+        return cls(
+            value=value,
+            weight=0.0 if is_stand_in else loss.weight,
+            metrics=dict.fromkeys(loss.metrics, 0.0) if is_stand_in else dict(loss.metrics),
+            token_sums={
+                name: [] if is_stand_in else sums.of_micro_batches(micro_batch_rows)
+                for name, sums in loss.token_metrics.items()
+            },
+            num_rows=len(batch.places), num_trained=0 if is_stand_in else batch.num_trained,
+            num_tokens=0 if is_stand_in else batch.num_tokens, energy=energy,
+        )  # fmt: skip
 
 
 @dataclass
@@ -70,18 +76,18 @@ class _Totals:
 
 @dataclass
 class _Recent:
-    """Sums over the steps since the last line, after the two values that a line does not reset."""
+    """Sums over the steps since the last line. The first two values are not reset by a line."""
 
     learning_rate: float = 0.0  # of the last step
     rows: int = 0  # since the start of the run
-    losses: list[float] = field(default_factory=list)  # these four without steps that were skipped
+    losses: list[float] = field(default_factory=list)  # this and the next three without steps that were skipped
     sums: dict[str, float] = field(default_factory=dict)
     token_means: dict[str, list[float]] = field(default_factory=dict)
     weight: float = 0.0
     window_steps: int = 0
     window_trained: int = 0
     window_total: int = 0
-    joules: list[float | None] = field(default_factory=lambda: [0.0, 0.0])  # of the host and of the device
+    joules: list[float | None] = field(default_factory=lambda: [0.0, 0.0])  # host and device; None if unknown
 
 
 class Metrics:
@@ -112,7 +118,7 @@ class Metrics:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain data, with seconds instead of times."""
         now = time.perf_counter()
-        # With underscores, as checkpoints have always had them.
+        # Names with an underscore, as checkpoints have always had them, and apart from those of the totals.
         recent = {f"_{name}": each for name, each in vars(self._recent).items()}
         window = now - self._window_started - self._excluded_seconds
         return {"sums": vars(self.totals) | recent, "seconds": now - self.started, "window_seconds": window}
@@ -181,6 +187,7 @@ class Metrics:
         plan, totals, recent, now = self.plan, self.totals, self._recent, time.perf_counter()
         seconds = now - self._window_started - self._excluded_seconds
         speed = recent.window_total / seconds
+        # New sums begin; `recent` has those of this line.
         self._recent = _Recent(recent.learning_rate, recent.rows)
         self._window_started, self._excluded_seconds = now, 0.0
         totals.tokens_trained += recent.window_trained

@@ -5,7 +5,7 @@ from typing import Any
 from horizon_lm.energy import Energy
 from horizon_lm.quantities import format_bytes, format_seconds
 
-_LEAST_FIRST = (
+_LEAST_FIRST = (  # texts that are left out of a line that is too long, in this order
     "host", "device", "energy", "entropy", "epoch", "trained", "learning_rate", "eval_tokens", "mean_token_accuracy",
     "grad_norm", "perplexity",
 )  # fmt: skip
@@ -38,7 +38,7 @@ def _of_eval(line: dict[str, Any]) -> dict[str, str]:
 
 
 def _of_training(line: dict[str, Any]) -> dict[str, str]:
-    """Return the metrics of training steps, likewise."""
+    """Return the metrics of training steps as texts, each after its separator."""
     return {
         "epoch": f"  epoch {line['epoch']:.2f}",
         "loss": f"  loss {_format_or_none(line['loss'], '.4f')}",
@@ -90,7 +90,7 @@ def _format_or_none(value: float | None, spec: str) -> str:
 
 
 def growth_warning(name: str, before: float | None, after: float | None) -> str:
-    """Return a warning if a loss grew tenfold during a run; an empty text otherwise."""
+    """Return a warning if a loss grew tenfold during a run; an empty text if it did not, or is unknown."""
     if before is None or after is None or not 0 < 10 * before <= after:
         return ""
     return (
