@@ -33,14 +33,13 @@ class FirstStep:
             return
         shortage = self._try(train_step)
         self._is_over = True
-        if shortage is None:
+        if shortage is None:  # it fitted
             return
         smaller = self._smaller_plan(f"step {step} needed more device memory than planned ({shortage})")
         self._run.session.reporter.print(
             *summary_lines(smaller), f"step {step} is run once more with this smaller plan"
         )
-        # Nothing of the failed step is left on the device.
-        self._training.optimizer.zero_grad()
+        self._training.optimizer.zero_grad()  # gradients of the failed attempt
         forward = forward_of(self._training.model)
         forward.reconfigure(forward.engine.options.with_choices(smaller.step.settings))
         shortage = self._try(train_step)
@@ -51,11 +50,11 @@ class FirstStep:
         self._use(smaller, step)
 
     def _smaller_plan(self, problem: str) -> Plan:
-        """Return a plan for the second attempt. Raise DoesNotFitError if there can be none."""
+        """Return a plan for the second attempt, with ``problem`` as its first reason. Raise DoesNotFitError if there can be none."""
         plan, admission = self._run.settings.plan, self._run.admission
-        if self._run.session.ranks.mesh is not None:
+        if self._run.session.ranks.mesh is not None:  # the others would have to repeat the step, too
             raise admission.out_of_memory(plan, problem)
-        if self._training.optimizer.partial_update:  # with update_in_backward
+        if self._training.optimizer.partial_update:  # by update_in_backward
             raise admission.out_of_memory(plan, f"{problem} after some weights were updated")
         smaller = admission.smaller_plan(plan, engine_of(self._training.model).residency)
         if smaller is None:
@@ -63,28 +62,29 @@ class FirstStep:
         return replace(smaller, reasons=[problem, *smaller.reasons])
 
     def _use(self, plan: Plan, step: int) -> None:
-        """Record the smaller plan with which a step was run, for the rest of the run."""
+        """Use the smaller plan, with which a step was run, for the rest of the run."""
         settings, session = self._run.settings, self._run.session
         before = settings.config
         settings.use(plan)
         self._training.metrics.plan = plan
-        if step > 1:
+        if step > 1:  # the run is a resumed one, whose earlier steps had other settings
             session.reporter.print(*rounding_warnings(settings_of(before), settings_of(settings.config)))
         with session.reporter.attempt("plan.json"):
             session.run_dir.write_settings(settings.config, plan)
 
     def _try(self, train_step: Callable[[], None]) -> str | None:
-        """Run a step. If the device has too little memory for it, return the first line of the error."""
+        """Run a step. Return None or, if the device has too little memory for it, the first line of the error."""
         optimizer = self._training.optimizer
-        done = optimizer.num_steps, optimizer.num_skipped
+        before = optimizer.num_steps, optimizer.num_skipped
         try:
             train_step()
         except Exception as error:
-            counted = done != (optimizer.num_steps, optimizer.num_skipped)  # so it must not be repeated
-            if counted or not is_out_of_device_memory(error):
+            is_counted = before != (optimizer.num_steps, optimizer.num_skipped)
+            if is_counted or not is_out_of_device_memory(error):  # a step that counts must not be repeated
                 raise
             shortage = first_line(error)
         else:
             return None
-        gc.collect()  # the error is gone, and with it the frames that held the step's tensors
+        # Only here, outside of the handler: there, the error still holds frames with the step's tensors.
+        gc.collect()
         return shortage

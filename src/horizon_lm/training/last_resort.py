@@ -51,21 +51,21 @@ class LastResort:
             ConfigError, DoesNotFitError: the same without any checkpoint, or the folder could not be written to for so long that
                 the run ends with a checkpoint.
         """
-        run_dir, checkpoint = self.run_dir, None
+        run_dir, checkpoint = self.run_dir, None  # the checkpoint that has the trained weights
         failure = self._attempt(model, tokenizer, run_dir.model_dir)
         if failure is not None:
             self._report_failure(failure)
         while failure is not None:
-            signal = self.run_dir.ranks.agree("the end of the waiting", self.requested())
+            signal = run_dir.ranks.agree("the end of the waiting", self.requested())
             own = [time.monotonic() - self._began, is_of_system(failure)]
-            waited, may_pass = self.run_dir.ranks.of_first("the waiting", own)
+            waited, may_pass = run_dir.ranks.of_first("the waiting", own)
             if signal or waited >= _PATIENCE_SECONDS or not may_pass:
                 if self._export_elsewhere(model, tokenizer):
                     return
-                if checkpoint is None and (checkpoint := self.save_checkpoint()) is not None:
-                    self.report(f"The checkpoint {checkpoint} has the trained weights.")
+                checkpoint = checkpoint or self._leave_checkpoint()
+            # Without a checkpoint, only a signal ends the waiting.
             if checkpoint is not None and not may_pass:
-                failure.add_note(self.run_dir.kept_artifacts(checkpoint))
+                failure.add_note(run_dir.kept_artifacts(checkpoint))
                 raise failure
             if signal or (checkpoint is not None and waited >= _SAVED_SECONDS):
                 raise self._given_up(failure, signal, checkpoint)
@@ -76,7 +76,7 @@ class LastResort:
         run_dir.is_exported = True
 
     def _attempt(self, model: Any, tokenizer: Any, target: Path) -> Exception | None:
-        """Return why a model could not be written, on all ranks."""
+        """Write a model. Return the error if that fails, on all ranks together; None if the model is written."""
         try:
             line = self.run_dir.write_model(model, tokenizer, target)
             if line:
@@ -88,18 +88,25 @@ class LastResort:
         return None
 
     def _export_elsewhere(self, model: Any, tokenizer: Any) -> bool:
-        """Export the model into the second place. Return whether that was possible."""
+        """Export the model into the second place, which the first rank knows. Return whether that was possible."""
         own = self.run_dir.elsewhere("model")
         place = self.run_dir.ranks.of_first("the second place", None if own is None else str(own))
         if place is None:
             return False
         failure = self._attempt(model, tokenizer, Path(place))
         if failure is not None:
-            self.report(f"{self.run_dir.problem(failure, Path(place), 'the second place')}")
+            self.report(str(self.run_dir.problem(failure, Path(place), "the second place")))
             return False
         self.report(f"The trained model is in {place} instead, where it could be written to.")
         self.run_dir.model_dir, self.run_dir.is_exported = Path(place), True
         return True
+
+    def _leave_checkpoint(self) -> Path | None:
+        """Write a checkpoint with the trained weights, and report it. Return None if that is impossible."""
+        checkpoint = self.save_checkpoint()
+        if checkpoint is not None:
+            self.report(f"The checkpoint {checkpoint} has the trained weights.")
+        return checkpoint
 
     def _report_failure(self, failure: Exception) -> None:
         """Print why the model is not written yet, and what to do."""
@@ -117,7 +124,7 @@ class LastResort:
         Args:
             failure: why the model could not be written.
             signal: the signal that has ended the waiting; empty for none.
-            checkpoint: the checkpoint that has the trained weights; None if there is none. There may be one of earlier steps.
+            checkpoint: the checkpoint that has the trained weights; None if there is none. One of earlier steps may be left even then.
         """
         problem, last = self.run_dir.problem(failure), self.last_checkpoint()
         sentences = [f"interrupted by {signal} while the trained model could not be written."] if signal else []

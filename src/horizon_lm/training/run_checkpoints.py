@@ -59,20 +59,20 @@ class RunCheckpoints:
         return self._folder / f"checkpoint-{step}"
 
     def _take_over(self, point: ResumePoint | None, overwrites: bool) -> list[Path]:
-        """Return the checkpoints that this run goes on from, and rename those that it will not pass through. Other ranks
-        leave this to the first one.
+        """Return the folder's checkpoints up to ``point``, and rename all others. Other ranks than the first do nothing.
 
-        A later checkpoint, of a run that was continued otherwise, would be taken for this run's when it is resumed.
+        A checkpoint of a later step, or of another run, would be taken for this run's when it is resumed.
         """
         if not self._ranks.is_first:
             return []
         for part in self._folder.glob(".checkpoint-*.horizon-part"):  # of an interrupted run
             self._disk.remove(part)
-        kept, last = [], -1
+        last_step = -1  # of a checkpoint that belongs to this run
         if point is not None and point.folder.resolve().parent == self._folder.resolve():
-            last = point.step
+            last_step = point.step
+        kept = []
         for path in checkpoints_in(self._folder):
-            if int(path.name.removeprefix("checkpoint-")) <= last:
+            if int(path.name.removeprefix("checkpoint-")) <= last_step:
                 kept.append(path)
             else:
                 aside = self._set_aside(path)
@@ -88,20 +88,25 @@ class RunCheckpoints:
         """Return the best checkpoint of a run that goes on; None if there is none yet, or not any more."""
         with reading(point):
             step = point.state["best"]["step"]
+        if not step:  # there was no evaluation yet
+            return None
         best = point.folder.with_name(f"checkpoint-{step}")
-        if step and not is_checkpoint(best):
-            self._print(f"resume: warning: {best}, the best one so far, is missing")
-        return best if step and is_checkpoint(best) else None
+        if is_checkpoint(best):
+            return best
+        self._print(f"resume: warning: {best}, the best one so far, is missing")
+        return None
 
     def save(self, step: int, state: Mapping[str, Any], best: bool = False) -> None:
-        """Begin to write the checkpoint of a step, after the one before is on disk. A failure is reported by `report`."""
+        """Begin to write the checkpoint of a step, unless it is written already. First wait until the one before is on disk."""
         self.wait()
         try:
-            target = self._next(step, best)
+            target = self._next(step)
             if target is None:
+                self.best = self.path(step) if best else self.best
                 return
-            published, limit = lambda: self._published(target, is_best=best), self._rate_limit
-            self._running = step, self._write(target, state=state, published=published, wait=False, rate_limit=limit)
+            published = partial(self._published, target, is_best=best)
+            saving = self._write(target, state=state, published=published, wait=False, rate_limit=self._rate_limit)
+            self._running = step, saving  # whose end or failure `report` prints
         except Exception as error:  # of the disk, or of a tokenizer's writer
             self._report_failure(step, error)
 
@@ -115,7 +120,7 @@ class RunCheckpoints:
         self.save(step, state)
         self.wait()
         own = self.path(step)
-        # Of the first rank, which knows the checkpoints in the folder.
+        # Only the first rank knows the checkpoints in the folder.
         written = self._ranks.of_first("the checkpoint", str(own) if own in self._kept else None)
         if written is not None:
             return Path(written)
@@ -129,8 +134,8 @@ class RunCheckpoints:
         self.elsewhere = elsewhere
         return elsewhere
 
-    def _next(self, step: int, best: bool) -> Path | None:
-        """Return the folder of a step's checkpoint; None if it is written already. Raise OSError if it cannot be written."""
+    def _next(self, step: int) -> Path | None:
+        """Return the folder for a step's checkpoint; None if it is written already. Rename a foreign one, or raise OSError on all ranks."""
         target, problem, is_kept = self.path(step), "", False
         if self._ranks.is_first:
             is_kept = target in self._kept
@@ -142,10 +147,7 @@ class RunCheckpoints:
         name, is_kept, problem = self._ranks.of_first("a checkpoint", [str(target), is_kept, problem])
         if problem:
             raise OSError(problem)
-        if is_kept:
-            self.best = target if best else self.best
-            return None
-        return Path(name)
+        return None if is_kept else Path(name)
 
     def report(self) -> None:
         """Print a line about a checkpoint that was written, or could not be, since the last call."""
@@ -163,7 +165,7 @@ class RunCheckpoints:
         self._print(f"{saving.folder}: {format_bytes(num_bytes)} in {format_seconds(saving.seconds)}")
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the running checkpoint is on disk, or for some seconds, and report it."""
+        """Wait until the running checkpoint is on disk, or at most these seconds, and report it."""
         if self._running is not None:
             _, saving = self._running
             saving.wait_until_done(seconds)
@@ -174,7 +176,7 @@ class RunCheckpoints:
         return self._seconds
 
     def load(self, folder: Path, last: Path) -> None:
-        """Load the weights of a checkpoint. If that fails, the weights are those of ``last``, the checkpoint of now.
+        """Load the weights of a checkpoint. If that fails, load those of ``last``, the checkpoint of the present weights.
 
         Raises:
             ConfigError: it is damaged, or became unreadable meanwhile.
@@ -190,7 +192,7 @@ class RunCheckpoints:
         raise ConfigError(problem)
 
     def _read(self, folder: Path) -> str:
-        """Load the weights of a checkpoint, and return the reason if a rank cannot."""
+        """Load the weights of a checkpoint. Return the reason if a rank cannot; empty if all could."""
         problem = ""
         manifest = verify_copies(self._ranks.mesh, folder)
         try:
@@ -205,10 +207,12 @@ class RunCheckpoints:
         The next `save` waits for this thread. Until then others read at most `last`, so the list of checkpoints is replaced and
         never changed in place.
         """
-        self.best = folder if is_best else self.best
+        if is_best:
+            self.best = folder
         self._kept = [*(path for path in self._kept if path != folder), folder]
         others = [path for path in self._kept if path != self.best]
-        for oldest in others[: -self._limit] if self._limit else ():
+        beyond_limit = others[: -self._limit] if self._limit else []
+        for oldest in beyond_limit:
             self._kept = [path for path in self._kept if path != oldest]
             self._delete(oldest)
         while self._replaced:

@@ -20,7 +20,7 @@ from horizon_lm.training.run_state import Value
 
 
 class Saver(Part):
-    """Saves a run after a step. ``step_is_complete`` once all that follows the step is done, but for saving it."""
+    """Saves a run after a step. ``step_is_complete`` is true once all that follows the last step is done, but for saving it."""
 
     def __init__(self, run: Run, training: Training) -> None:
         self._run, self._training, self._config = run, training, run.settings.config
@@ -68,7 +68,7 @@ class Saver(Part):
             self.export(step)
 
     def save_before_deadline(self, step: int) -> None:
-        """Write a checkpoint after a signal, unless it would take longer than ``save_on_signal_seconds``."""
+        """Write a checkpoint after a signal and wait for it, but not beyond ``save_on_signal_seconds``: a slower one is not begun."""
         limit = self._config.save_on_signal_seconds
         expected = self._ranks.of_first("the expected time of a checkpoint", self.checkpoints.seconds())
         if limit is not None and expected is not None and expected > limit:
@@ -79,14 +79,14 @@ class Saver(Part):
             self.checkpoints.wait(limit)  # one that is being written already may still be in time
             return
         if limit is None and not self._config.save_only_model:
-            self.keep(step)
+            self.keep(step)  # there is time to try the second place, too
             return
         self.save(step)
         self.checkpoints.wait(limit)
 
     @contextmanager
     def saving_on_fault(self, done: int) -> Iterator[None]:
-        """Context manager: if a step fails, save the state after the steps that are done, without a device that has failed.
+        """Context manager: if the enclosed step fails, save the state after the ``done`` steps before it, also if the device has failed.
 
         Raises:
             DeviceFaultError: the device has failed. Other errors are raised with a note about what is kept.
@@ -96,18 +96,18 @@ class Saver(Part):
         try:
             yield
         except Exception as error:
-            lost = is_device_fault(error)
+            has_failed_device = is_device_fault(error)
             with self._reporter.attempt("saving after the fault"):
-                if lost:
+                if has_failed_device:
                     engine_of(self._training.model).settle_without_device()
-                # A step whose update has begun is neither done nor undone for the loop.
-                is_done = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
-                if done and is_done and self._ranks.mesh is None:  # other ranks may be gone, or elsewhere
+                # Once its update has begun, the weights are no longer those after the steps that are done.
+                is_unchanged = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
+                if done and is_unchanged and self._ranks.mesh is None:  # other ranks may be gone, or elsewhere
                     if self._config.save_only_model:
                         self.save(done)
                     else:
                         self.keep(done)
-            if lost:
+            if has_failed_device:
                 problem = f"the device failed after step {done} ({type(error).__name__}: {first_line(error)})"
                 raise DeviceFaultError(f"{problem}. {self.kept_artifacts()}") from error
             if not isinstance(error, InterruptedRunError):
@@ -119,7 +119,9 @@ class Saver(Part):
         return self._run_dir.kept_artifacts(self.checkpoints.last)
 
     def load_best(self, step: int, is_last: bool) -> None:
-        """Load the weights of the best evaluation after the last step, unless they are the last ones."""
+        """Keep the weights of the last step and load those of the best evaluation, unless they are the same (``is_last``). Where that is
+        impossible, report it and leave the last ones.
+        """
         self.checkpoints.wait()
         best = None if is_last or self.checkpoints.best is None else str(self.checkpoints.best)
         folder = self._ranks.of_first("the best model", best)
@@ -142,12 +144,9 @@ class Saver(Part):
         self.checkpoints.wait()
         interrupts = self._run.session.interrupts
         last_resort = LastResort(
-            run_dir=self._run_dir,
-            report=self._reporter.print,
-            requested=lambda: interrupts.requested,
-            save_checkpoint=lambda: self.keep(step),
-            last_checkpoint=lambda: self.checkpoints.last,
-        )
+            run_dir=self._run_dir, report=self._reporter.print, requested=lambda: interrupts.requested,
+            save_checkpoint=lambda: self.keep(step), last_checkpoint=lambda: self.checkpoints.last,
+        )  # fmt: skip
         last_resort.export(self._training.model, self._run.tokenizer)
 
     def _state(self, step: int) -> dict[str, object]:
