@@ -61,20 +61,22 @@ class Interrupts:
     ) -> None:
         self._leaves = True
         self._interrupts.put(None)  # ends the thread (`_ensure_end`)
-        with self._lock:  # so that the thread is sending no signal when the handlers change
+        with self._lock:  # the thread sends no signal from here on: it would meet the restored handlers
             self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self.requested and interrupt_once in self._previous.values():  # a command, which has nothing left but to end
-            ignore_stop_signals()
-        if not self.requested or error is None or isinstance(error, InterruptedRunError):
+        if not self.requested:
             return
-        # While the data is prepared, libraries turn KeyboardInterrupt into errors of their own.
+        if interrupt_once in self._previous.values():  # the process is a command, which has nothing left but to end
+            ignore_stop_signals()
+        if error is None or isinstance(error, InterruptedRunError):
+            return
+        # Before the first step, it may be any error: libraries turn KeyboardInterrupt into errors of their own.
         if isinstance(error, KeyboardInterrupt) or not self._finishes_steps:
             raise InterruptedRunError(f"interrupted by {self.requested}. {self.kept()}") from None
 
     def finish_steps(self, kept: Callable[[], str]) -> None:
-        """Defer signals to the next `check`. ``kept`` returns a sentence about what the run leaves."""
+        """Defer signals to the next `check`; one that has arrived already raises. ``kept`` returns a sentence about what the run leaves."""
         self._finishes_steps, self.kept = True, kept
         self.check("before the first step")
 
@@ -91,7 +93,7 @@ class Interrupts:
             )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: let the step end, or raise KeyboardInterrupt where no step is, or on a second signal."""
+        """Handle a signal: let the current step end or, before the first step and on a second signal, raise KeyboardInterrupt."""
         if os.getpid() != self._process:  # a forked child: the signal does what it does without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -100,7 +102,7 @@ class Interrupts:
             return
         is_first, self._has_arrived = not self._has_arrived, True
         name = signal.Signals(number).name
-        self.requested = self.requested or name
+        self.requested = self.requested or name  # a part's request stays
         if is_first and self._finishes_steps:
             _write(f"\n{name}: stopping after this step; interrupt again to stop at once\n")
             return

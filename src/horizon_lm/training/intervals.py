@@ -34,6 +34,7 @@ class Control:
     @classmethod
     def of_all(cls, requests: Iterable[tuple[Any, ...]]) -> Self:
         """Return the actions that are in any of these requests, each of them the fields of a `Control`."""
+        # The maximum of booleans is true if any is; that of texts is not empty if any is not.
         return cls(*map(max, zip(*requests, strict=True)))
 
 
@@ -73,16 +74,16 @@ class Intervals:
 
     def planned_saves(self) -> Saves:
         """Return the checkpoints that the run writes and keeps, if each evaluation finds a better model."""
-        config, before_last = self.config, self.num_steps - 1
+        config, last = self.config, self.num_steps - 1  # the last step after which anything is saved
         save_interval = self._steps_between(config.save_strategy, config.save_steps)
-        num, of_best = before_last // save_interval, 0
+        num_regular, of_best = last // save_interval, 0
         if config.load_best_model_at_end:
             eval_interval = self._steps_between(config.eval_strategy, config.eval_steps or config.logging_steps)
-            of_both = before_last // math.lcm(save_interval, eval_interval)
+            of_both = last // math.lcm(save_interval, eval_interval)
             # One more, because the last model is saved before the best one is loaded.
-            of_best = before_last // eval_interval - of_both + 1
-        num += of_best
-        kept = min(num, config.save_total_limit or num) + config.load_best_model_at_end
+            of_best = last // eval_interval - of_both + 1
+        num = num_regular + of_best
+        kept = min(num, config.save_total_limit or num) + config.load_best_model_at_end  # the best one is never deleted
         return Saves(num=num, kept=kept, of_best=of_best, only_model=config.save_only_model)
 
     def _due(self, strategy: str, interval: float, step: int) -> bool:

@@ -36,21 +36,13 @@ class LineFile:
             return
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            end = os.fstat(descriptor).st_size
-            try:
-                data = memoryview("".join(self._waiting).encode())
-                while data:
-                    data = data[os.write(descriptor, data) :]
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(descriptor, end)  # no half a line
-                raise
+            _append(descriptor, "".join(self._waiting).encode())
         finally:
             os.close(descriptor)
         self._waiting.clear()
 
     def position(self) -> dict[str, Any]:
-        """Return the end of the file for a checkpoint: its bytes and their hash. The lines before it survive a power cut."""
+        """Return the end of the file for a checkpoint: its bytes and their hash. Write the lines before it to the disk, if possible."""
         content = b""
         if self.path.exists():
             with self.path.open("rb") as stream:
@@ -60,7 +52,7 @@ class LineFile:
         return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
     def cut_to(self, position: Mapping[str, Any]) -> bool:
-        """Remove the lines after a position from `position`. Return false if the file has changed before it."""
+        """Remove the lines after an end that `position` has returned. Return False, and leave the file, if it has changed before that."""
         content = self.path.read_bytes()[: position["bytes"]] if self.path.exists() else b""
         if xxhash.xxh3_128_hexdigest(content) != position["xxh3_128"]:
             return False
@@ -69,12 +61,24 @@ class LineFile:
         return True
 
     def set_aside(self) -> None:
-        """Rename the file, if it exists, to the next free number."""
+        """Rename the file, if it exists, to one with the next free number, such as ``metrics-1.jsonl``."""
         number = 1
-        while (earlier := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
+        while (target := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
             number += 1
         if self.path.exists():
-            self.path.rename(earlier)
+            self.path.rename(target)
+
+
+def _append(descriptor: int, data: bytes) -> None:
+    """Append bytes to an open file. If that fails, raise OSError and leave the file as it was, without half a line."""
+    end, rest = os.fstat(descriptor).st_size, memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(descriptor, end)
+        raise
 
 
 class LineFiles:
@@ -93,7 +97,7 @@ class LineFiles:
         return {file.path.name: file.position() for file in self._files}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remove the lines after the ends that `state_dict` has returned."""
+        """Remove the lines after the ends that `state_dict` has returned; set a file aside that has changed before its end."""
         for file in self._files:
             if not file.cut_to(state[file.path.name]):
                 self._report(f"resume: {file.path} has changed since, so its lines are set aside")

@@ -40,7 +40,7 @@ class LongSteps(Part):
             yield
 
     def _planned_seconds(self) -> float:
-        """Return the expected seconds of a step; 0 if they are unknown."""
+        """Return the expected seconds of a step; 0 if they are unknown, as for a step too short to be announced."""
         time_of_step = self._run.settings.plan.time
         return 0.0 if time_of_step is None else time_of_step.seconds
 
@@ -51,7 +51,7 @@ class LongSteps(Part):
 
 @contextmanager
 def _repeated(action: Callable[[], None]) -> Iterator[None]:
-    """Context manager: act every few seconds in a thread of its own, as long as the enclosed work takes."""
+    """Context manager: call a function every few seconds in a thread of its own, as long as the enclosed work takes."""
     is_over = threading.Event()
 
     def repeat() -> None:

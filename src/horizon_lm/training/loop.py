@@ -44,22 +44,23 @@ class Loop:
         self.first_step, self.non_finite = FirstStep(run, training), NonFinite(run, training)
         self.saver = Saver(run, training)
         self.evaluation = Evaluation(run, training, self.saver, self.stop_if_interrupted)
+        busy_cores = BusyCores(run)
         self.parts: list[Part] = [  # at each moment in this order
             Tracing(run, training),
             self.callbacks,  # before what they may request at the end of a step
             state.keep("spikes", Spikes(self.optimizer, self.reporter.print)),
-            busy_cores := BusyCores(run),
+            busy_cores,
             StepLog(run, training, busy_cores),  # the loss of the training before that of the eval sets
             self.evaluation,  # may end the run, whose last model then answers the prompts
             Sampling(run, training, self.stop_if_interrupted),
             self.saver,  # after all that has a state: its checkpoints have what followed the step
-            # Within the saver, whose checkpoint after a fault may take long.
+            # Its context is within the saver's, whose checkpoint after a fault may take long.
             Watchdog(step_timeout, lambda: engine_of(self.model).cursor.describe_unfinished()),
             LongSteps(run, training),
         ]
         self.due = replace(self.intervals, requests=self.requests)
         state.keep("callbacks", self.callbacks)
-        # Last, because lines after the checkpoint are removed.
+        # Last, because it removes lines: no other state can be damaged then.
         state.keep("files", LineFiles(self.run_dir.line_files, self.reporter.print))
 
     def run(self) -> RunResult:
@@ -103,7 +104,7 @@ class Loop:
             self.first_step.run(partial(self.train_step, self.data.loader.batch(step - 1), step), step)
 
     def train_step(self, batch: Batch, step: int) -> None:
-        """Run the forward pass, the backward pass and the update of a step."""
+        """Run the forward pass, the backward pass and the update of a step, and add its results to the metrics."""
         config = self.settings.config
         seed_step(config.seed, step)
         batch = self.ranks.with_totals(batch)
@@ -112,7 +113,7 @@ class Loop:
             self.non_finite.finite_loss(loss, step, batch)
         loss.value.backward()
         # Reading the loss waits for the device. Do so after the backward pass is queued, so that the device stays busy.
-        value = self.non_finite.finite_loss(loss, step, batch)
+        value = self.non_finite.finite_loss(loss, step, batch)  # of all ranks
         for part in self.parts:
             part.before_update()
         self.non_finite.update(self.optimizer, value, step, batch)
@@ -161,5 +162,7 @@ class Loop:
             kept = self.saver.kept_artifacts()
             error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {kept}")
             raise error
-        folders, num_skipped = (self.run_dir.path, self.run_dir.model_dir), self.optimizer.num_skipped
-        return RunResult(*folders, step, self.evaluation.loss_before.value, loss_after, num_skipped)
+        return RunResult(
+            output_dir=self.run_dir.path, model_dir=self.run_dir.model_dir, num_steps=step, num_skipped=self.optimizer.num_skipped,
+            eval_loss_before=self.evaluation.loss_before.value, eval_loss_after=loss_after,
+        )  # fmt: skip
