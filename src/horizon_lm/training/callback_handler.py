@@ -41,19 +41,19 @@ class Handler(CallbackHandler):  # type: ignore[misc]
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Forward an event to all callbacks, and return what they request."""
-        callbacks, working = self.callbacks, []
-        for callback in callbacks:
-            self.callbacks = [callback]
+        working = []
+        for callback in self.callbacks:
+            self.callbacks = [callback]  # the base class calls those of this list
             try:
                 control = super().call_event(event, args, state, control, **kwargs)
                 working.append(callback)
             except (Exception, SystemExit) as error:
-                self._keep(error, callback)
+                self._report_failure(error, callback)
         self.callbacks = working
         return control
 
-    def _keep(self, error: BaseException, callback: Any) -> None:
-        """Report a failed callback. The run goes on without a tracker; the error of any other stops it after the step."""
+    def _report_failure(self, error: BaseException, callback: Any) -> None:
+        """Report a failed callback. The run goes on without a tracker; the error of a user's callback is kept, and stops it."""
         name = type(callback).__name__
         if any(callback is tracker for tracker in self._trackers):
             self._report(f"warning: report_to: {name} failed and gets no more metrics ({first_line(error)})")

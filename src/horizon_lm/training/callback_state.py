@@ -12,7 +12,7 @@ _RUN_ID = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID"}  # environment va
 
 
 def callback_state(trainer_state: Any, control: Any, callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the state of a Trainer, its control, of callbacks that have one, and of trackers, as plain data."""
+    """Return the state of a Trainer, the end that its control requests, and the states of callbacks and trackers, as plain data."""
     stateful = {type(each).__name__: each.state() for each in callbacks if hasattr(each, "state")}
     content = {
         "trainer": dataclasses.asdict(trainer_state),
@@ -33,14 +33,14 @@ def restore_trainer_state(saved: Mapping[str, Any], trainer_state: Any) -> None:
 
 
 def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: int) -> list[str]:
-    """Restore callbacks before training begins, and return the names of the user's that keep no state.
+    """Restore callbacks before training begins, and return the names of the user's callbacks that keep no state but have attributes.
 
     Args:
         saved: what `callback_state` has returned.
         callbacks: instances of transformers callbacks.
         step: the number of steps that are done; TensorBoard drops later points.
     """
-    without = []
+    without_state = []
     for callback in callbacks:
         name = type(callback).__name__
         if is_tensorboard(callback) and saved["tensorboard"] is not None:
@@ -52,13 +52,13 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
             for attribute, value in saved["callbacks"][name].get("attributes", {}).items():
                 setattr(callback, attribute, value)
         elif not type(callback).__module__.startswith("transformers.") and vars(callback):
-            without.append(name)
-    return without
+            without_state.append(name)
+    return without_state
 
 
 @contextmanager
 def tracker_environment(saved: Mapping[str, Any] | None, wandb_project: str | None) -> Iterator[None]:
-    """Context manager: let trackers that start inside continue the run that was saved, wandb in this project."""
+    """Context manager: let trackers that start inside continue the runs in ``saved`` (`callback_state`), and wandb use this project."""
     changes = {_RUN_ID[name]: run for name, run in (saved or {}).get("trackers", {}).items() if run}
     if wandb_project is not None:
         changes["WANDB_PROJECT"] = wandb_project

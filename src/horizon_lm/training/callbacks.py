@@ -21,7 +21,7 @@ from horizon_lm.training.trackers import open_trackers, place_lines
 
 
 class Callbacks(Part):
-    """The callbacks of a run: forward events to them and return their requests. Without callbacks, import nothing.
+    """The callbacks of a run. Events are forwarded to them; without callbacks, nothing is imported.
 
     Requests to end an epoch early are ignored: the rows of a step follow from its number. A tracker that fails is reported
     and not called again. An error of a user's callback stops the training after the step, and is kept for the loop.
@@ -38,7 +38,7 @@ class Callbacks(Part):
     def __init__(self, config: RunConfig, callbacks: Sequence[Any], with_trackers: bool = True) -> None:
         self._steps_per_epoch, self._wandb_project = 1, config.wandb_project
         self._trackers, self._callbacks = open_trackers(config.report_to) if with_trackers else [], list(callbacks)
-        self._handler: Any = None
+        self._handler: Any = None  # before `begin`, and in a run without callbacks
         self._resumed: Mapping[str, Any] = {}
         if not (self._trackers or self._callbacks):
             return
@@ -55,7 +55,7 @@ class Callbacks(Part):
         self, model: Any, tokenizer: Any, optimizer: Any, scheduler: Any, intervals: Intervals,
         report: Callable[[str], None], step: int = 0,
     ) -> None:  # fmt: skip
-        """Signal the start of training.
+        """Signal the start of training, in a resumed run after the callbacks got their states back.
 
         Args:
             model, tokenizer, optimizer, scheduler, intervals: those of the run.
@@ -82,11 +82,15 @@ class Callbacks(Part):
             report(line)
         if resumed:
             self._control.should_training_stop |= resumed["stops"]
+        self._raise_error_of_start()
+
+    def _raise_error_of_start(self) -> None:
+        """Raise the first error of a callback, as ConfigError if it rejects the run: nothing was trained yet that could be lost."""
         if isinstance(self.error, AssertionError):  # how transformers' own callbacks reject a run
             raise ConfigError(
                 f"callbacks: {self.error}; set eval_strategy: steps or epoch, and add eval_datasets or test_split_size"
             ) from self.error
-        if self.error is not None:  # nothing was trained that could be lost
+        if self.error is not None:
             raise self.error
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,10 +175,11 @@ def _training_arguments(config: RunConfig) -> dict[str, Any]:
 
     known = {field.name for field in fields(TrainingArguments) if field.init}
     shared = {name: value for name, value in config.model_dump().items() if name in known and value is not None}
+    # The loop resumes, saves, reports and pushes itself.
     for name in ("resume_from_checkpoint", "load_best_model_at_end", "greater_is_better", "save_only_model"):
         shared.pop(name, None)
     shared["optim"] = name_in_transformers(config.optim, config.moments)
-    shared |= {"report_to": "none", "push_to_hub": False, "use_cpu": config.device == "cpu"}  # left to the loop
+    shared |= {"report_to": "none", "push_to_hub": False, "use_cpu": config.device == "cpu"}
     if config.has_held_out:
         shared.setdefault("metric_for_best_model", "loss")
     else:

@@ -113,7 +113,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
 
     transformers.set_seed(config.seed)
     with warnings.catch_warnings():
-        if config.gguf_file is None:  # such a file is not checked before
+        if config.gguf_file is None:  # `check_weights` has not read a GGUF file
             warnings.simplefilter("ignore", CheckpointWarning)
         warnings.simplefilter("ignore", UnprovenModelWarning)  # already in the lines of the plan
         model = open_model(_request(config, source, reads_weights, mesh))
@@ -125,7 +125,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
 
 
 def has_dropout(model: Any) -> bool:
-    """Return whether a model in its present mode drops values: in a module, or as its config says."""
+    """Return whether a model in its present mode drops values: by a dropout module, or by a rate in its config."""
     settings = model.config.get_text_config().to_dict()
     in_config = [value for name, value in settings.items() if name.endswith(("dropout", "pdrop"))]
     in_modules = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
@@ -140,11 +140,8 @@ def _request(config: RunConfig, source: ModelSource, reads_weights: bool, mesh: 
 
     adapters = Adapters.of(config)
     return OpenRequest(
-        name=config.model_name_or_path,
-        source=source,
-        gguf_file=config.gguf_file,
-        trust_remote_code=config.trust_remote_code,
-        adapters=adapters,
+        name=config.model_name_or_path, source=source, gguf_file=config.gguf_file,
+        trust_remote_code=config.trust_remote_code, adapters=adapters,
         reads_weights=reads_weights or adapters is not None,  # a checkpoint has the adapters alone
         options={
             "device": choose_device(config.device), **StreamingOptions.of(config), "device_mesh": mesh,
@@ -169,7 +166,7 @@ def check_gradients(model: Any, objectives: Objectives, batch: Batch, config: Ru
     """
     if not config.check_gradients:
         return
-    forward_of(model).check_gradients(config.check_gradients)
+    forward_of(model).check_gradients(config.check_gradients)  # in the next pass
     objectives.training(model, batch).value.backward()
     model.zero_grad()
     reporter.print(

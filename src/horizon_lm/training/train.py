@@ -88,16 +88,16 @@ def train(
         print_fn = print_fn if ranks.is_first else lambda line: None
         with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
             reporter.print(*lines)
-            parts = prepare(Session(ranks, run_dir, handler, interrupts, reporter), given, point, config)
-            training = build(parts, objective)
-            result = Loop(parts, training).run()
+            prepared = prepare(Session(ranks, run_dir, handler, interrupts, reporter), given, point, config)
+            training = build(prepared, objective)
+            result = Loop(prepared, training).run()
             if config.push_to_hub and ranks.is_first:
                 reporter.print(run_dir.push())
             losses = training.metrics.totals
             warning = growth_warning("training", losses.first_loss, losses.last_loss)
             warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
             reporter.print(
-                run_dir.final_message(result.num_steps, parts.intervals.num_steps, result.num_skipped, warning)
+                run_dir.final_message(result.num_steps, prepared.intervals.num_steps, result.num_skipped, warning)
             )
     return result
 
@@ -120,7 +120,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     admission.reject_if_impossible()
     if admission.downloads_model:
         with ranks.first_of_each_machine_first():
-            require_rows(config)
+            require_rows(config)  # before the long download
     source = admission.fetch_model()
     tokenizer = setup.load_tokenizer(config, source)
     reporter.print(*setup.check_weights(config, source))
@@ -144,14 +144,10 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
 
 
 def _read_rows(
-    session: Session,
-    given: RunConfig,
-    point: ResumePoint | None,
-    config: RunConfig,
-    tokenizer: Any,
+    session: Session, given: RunConfig, point: ResumePoint | None, config: RunConfig, tokenizer: Any,
     positions: Positions | None,
-) -> RunData:
-    """Read the rows of this rank, and report and reject mistakes in them."""
+) -> RunData:  # fmt: skip
+    """Read the rows of a run on all ranks. Report likely mistakes in them, and raise DataError for certain ones."""
     ranks = session.ranks
     with ranks.first_of_each_machine_first():
         rows_per_step = resume.rows_per_step(point, given, ranks.size)
