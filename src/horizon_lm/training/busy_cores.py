@@ -25,7 +25,7 @@ class BusyCores(Part):
     def __init__(self, run: Run) -> None:
         self.cores_of_others: float | None = None
         self._run = run
-        self._began: CoreUse | None = None
+        self._began: CoreUse | None = None  # before the first step
         self._num_steps, self._step_seconds = 0, 0.0
 
     @contextmanager
@@ -38,8 +38,8 @@ class BusyCores(Part):
         self._step_seconds += time.perf_counter() - begun
 
     def after_step(self, step: int, due: Intervals) -> None:
-        # After a number of steps that all ranks know, not after seconds, because they have no common clock; and after 1, 2, 4, 8, ...
-        # of them, so that few exchanges find the first long enough measurement soon.
+        # All ranks have to exchange at the same time. They have no common clock, so the number of steps decides: after 1, 2, 4, 8, ...
+        # steps, few exchanges find the first long enough measurement soon.
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
         if self._began is None or not is_power_of_two:
             return
@@ -48,13 +48,13 @@ class BusyCores(Part):
         first_rank = ranks[0]
         if first_rank.seconds < _LEAST_SECONDS:  # by one clock, so that all ranks decide the same
             return
-        is_first, ranks_of_worst = self.cores_of_others is None, _ranks_of_worst_machine(ranks)
-        self.cores_of_others = round(max(0.0, missing_cores(ranks_of_worst)), 2)
-        if is_first and (problem := _problem(ranks_of_worst, is_alone=len(ranks_of_worst) == len(ranks))):
+        is_first_measurement, worst = self.cores_of_others is None, _ranks_of_worst_machine(ranks)
+        self.cores_of_others = round(max(0.0, missing_cores(worst)), 2)
+        if is_first_measurement and (problem := _problem(worst, is_only_machine=len(worst) == len(ranks))):
             self._run.session.reporter.print(f"warning: {problem}{self._slowness()}")
 
     def _slowness(self) -> str:
-        """Return the measured time of a step, and the planned one."""
+        """Return the measured and the planned time of a step as the end of the warning."""
         planned = self._run.settings.plan.time
         text = f": a step takes {_seconds(self._step_seconds / self._num_steps)}"
         return text if planned is None else f"{text}, and {_seconds(planned.seconds)} by the plan"
@@ -63,16 +63,16 @@ class BusyCores(Part):
 def _ranks_of_worst_machine(ranks: Sequence[CoreUse]) -> Sequence[CoreUse]:
     """Return the ranks of the machine that lacks most cores."""
     machines = defaultdict(list)
-    for each in ranks:
-        machines[each.host].append(each)
+    for rank in ranks:
+        machines[rank.host].append(rank)
     return max(machines.values(), key=missing_cores)
 
 
-def _problem(worst: Sequence[CoreUse], is_alone: bool) -> str:
-    """Describe what the ranks of a machine lack; an empty text if it does not matter. A machine beside others is named."""
+def _problem(worst: Sequence[CoreUse], is_only_machine: bool) -> str:
+    """Describe what the ranks of a machine lack; an empty text if it does not matter."""
     if missing_cores(worst) < max(0.5, 0.1 * sum(each.usable for each in worst)):
         return ""
-    place = "" if is_alone else f" of {worst[0].host}"
+    place = "" if is_only_machine else f" of {worst[0].host}"
     return f"other programs use {cores_of_others(worst):.1f} of {worst[0].cores} cores{place}, which may slow this run"
 
 

@@ -76,20 +76,24 @@ def _dpo_objectives(
     config: DpoConfig, model: Any, data: RunData, reporter: Reporter, custom: Objective | None,
     saved: Mapping[str, torch.Tensor] | None,
 ) -> Objectives:  # fmt: skip
-    """Return the objectives of DPO, with the log-probabilities of the reference for their rows, computed or saved."""
+    """Return the objectives of DPO, with the reference's log-probabilities of their rows: the saved ones, or computed ones if there are
+    none. The arguments are those of `make_objectives`.
+    """
     from horizon_lm.objective.dpo import Dpo
     from horizon_lm.objective.reference import ReferenceCache, lookup
 
     cache = ReferenceCache(model, reporter.print) if saved is None else None
-    values: dict[str, torch.Tensor] = {}
+    reference: dict[str, torch.Tensor] = {}  # of all rows, for the checkpoints
 
     def objective_of(name: str, rows: TokenTable, batch_size: int) -> Objective:
+        """Return the loss of these rows, and add their log-probabilities to ``reference``."""
         if cache is None:
-            found = _saved_reference(saved or {}, name, rows)
+            assert saved is not None
+            found = _saved_reference(saved, name, rows)
         else:
             with reporter.progress(f"reference of {name}") as advance:
                 found = cache.logprobs(rows, batch_size, advance)
-        values[rows.content_hash] = torch.from_numpy(found)
+        reference[rows.content_hash] = torch.from_numpy(found)
         return Dpo(config, lookup(found))
 
     if cache is not None and cache.problem:
@@ -97,7 +101,7 @@ def _dpo_objectives(
     training = custom or objective_of("training data", data.training.packed, config.reference_batch_size)
     size = config.per_device_eval_batch_size
     eval_sets = {name: objective_of(name, rows, size) for name, rows in data.eval_sets.items()}
-    return Objectives(training, eval_sets, values)
+    return Objectives(training, eval_sets, reference)
 
 
 def _saved_reference(saved: Mapping[str, torch.Tensor], name: str, rows: TokenTable) -> np.ndarray:

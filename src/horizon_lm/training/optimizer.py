@@ -27,6 +27,7 @@ def build_optimizer(model: Any, config: RunConfig, num_steps: int) -> tuple[Any,
 
 
 def _build_scheduler(optimizer: Any, config: RunConfig, num_steps: int) -> Any:
+    """Return transformers' scheduler of the learning rate. Raise ConfigError if it rejects its arguments."""
     from horizon_lm.model.adapters import without_bitsandbytes_messages
 
     with without_bitsandbytes_messages():
@@ -51,7 +52,7 @@ def _calling_schedule(config: RunConfig) -> Iterator[None]:
 
 
 _RATES = 100  # of a schedule that are computed
-_SMALLEST_PEAK = 0.001  # share of the learning rate that a run reaches at least
+_SMALLEST_PEAK = 0.001  # the least share of the learning rate that the warm-up of a run has to reach
 
 
 def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
@@ -77,8 +78,8 @@ def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
 
 
 def _shares_of_peak(config: RunConfig, num_steps: int) -> Iterator[tuple[int, Any]]:
-    """Yield steps of a run, counted from 0, with the share of its learning rate that the schedule gives them."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)
+    """Yield about `_RATES` steps of a run, counted from 0, with the share of the learning rate that the schedule gives them."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)  # any will do
     scheduler = _build_scheduler(optimizer, config, num_steps)
     for step in range(0, num_steps, -(-num_steps // _RATES)):
         with _calling_schedule(config):

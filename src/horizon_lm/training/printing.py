@@ -28,11 +28,11 @@ class Printer:
 
 
 def print_to_stdout(text: str) -> None:
-    """Print a line at once. Characters that standard output cannot encode are escaped.
+    """Print a line without buffering. Characters that standard output cannot encode are escaped.
 
     Raises:
-        OSError: standard output cannot be written to. What is printed afterwards is lost without an error, also what the
-            interpreter would print when it ends.
+        OSError: standard output cannot be written to. From then on, all that is printed is lost without an error, also by the
+            interpreter when it ends.
     """
     if sys.stdout is None:  # it was closed before the start
         return

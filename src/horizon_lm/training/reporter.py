@@ -27,7 +27,7 @@ class Reporter:
 
     def __init__(self, print_fn: Callable[[str], None] | None = None) -> None:
         self._bar: Any = None
-        self._task: Any = None
+        self._task: Any = None  # that of the bar for the steps, from `begin` on
         self._given_print_fn = print_fn
         self._print: Printer | None = None
         self._file: LineFile | None = None
@@ -41,8 +41,7 @@ class Reporter:
             from rich.console import Console
 
             console = Console()
-            # rich wraps lines at the width of the window, which would break them in a file
-            if console.is_terminal:
+            if console.is_terminal:  # elsewhere, rich would wrap the lines of a file at the width of a window
                 print_fn = lambda text: console.print(  # noqa: E731
                     encodable(text, console.encoding), markup=False, highlight=False
                 )
@@ -63,7 +62,7 @@ class Reporter:
                 )
 
     def print(self, *lines: str) -> None:
-        """Print lines, above the progress bar if there is one."""
+        """Print lines, above the progress bar if there is one. Control characters are made visible."""
         assert self._print is not None
         self._last_printed_at = time.monotonic()
         for line in lines:
@@ -114,7 +113,7 @@ class Reporter:
             self.print(self._line(step, text))
 
     def _show(self, step: int, text: str, **fields: Any) -> None:
-        """Update fields of the progress bar; without a bar, print a line if there was none for half a minute."""
+        """Update fields of the progress bar. Without a bar, print ``text`` as a line if nothing was printed for half a minute."""
         if self._task is not None:
             with self.attempt("the progress bar"):
                 self._bar.update(self._task, **fields)
@@ -145,13 +144,13 @@ class Reporter:
     def progress(self, label: str) -> Iterator[Callable[[int, int], None]]:
         """Context manager: show the progress of long work between steps. Yield a function to call with done and total.
 
-        Lines that were printed end with one of all work done, also if the last part needed no call.
+        Where there is no bar, lines are printed now and then. If any were, the last one says that all work is done.
         """
         task, last_print = None, time.perf_counter()
-        open_total = 0  # the total of the last line, if that was not of all work
+        unfinished_total = 0  # the total of the last line; 0 if there is none, or it says that all work is done
 
         def advance(done: int, total: int) -> None:
-            nonlocal task, last_print, open_total
+            nonlocal task, last_print, unfinished_total
             if self._bar is not None:
                 with self.attempt("the progress bar"):
                     if task is None:
@@ -159,12 +158,13 @@ class Reporter:
                         self._bar.start()
                     self._bar.update(task, completed=done)
             elif time.perf_counter() - last_print > _PROGRESS_SECONDS:
-                last_print, open_total = time.perf_counter(), total if done < total else 0
+                last_print = time.perf_counter()
+                unfinished_total = total if done < total else 0
                 self.print(f"{label}: {done:,} of {total:,}")
 
         yield advance
-        if open_total:
-            self.print(f"{label}: {open_total:,} of {open_total:,}")
+        if unfinished_total:
+            self.print(f"{label}: {unfinished_total:,} of {unfinished_total:,}")
         if task is not None:
             with self.attempt("the progress bar"):
                 self._bar.remove_task(task)

@@ -78,7 +78,7 @@ def preprocess_config(config: RunConfig) -> PreprocessConfig:
 
 
 def _eval_preprocess_config(config: RunConfig) -> PreprocessConfig:
-    """Return the same settings for eval sets, whose packing may be set separately."""
+    """Return the settings of `preprocess_config` for eval sets, whose packing may be set separately."""
     preprocess = preprocess_config(config)
     if not isinstance(config, TextConfig) or config.eval_packing is None:
         return preprocess
@@ -97,13 +97,9 @@ def require_rows(config: RunConfig) -> None:
 
 
 def load_data(
-    config: RunConfig,
-    tokenizer: Any,
-    positions: Positions | None = None,
-    rows_per_step: int | None = None,
-    rank: int = 0,
-    num_ranks: int = 1,
-) -> RunData:
+    config: RunConfig, tokenizer: Any, positions: Positions | None = None, rows_per_step: int | None = None,
+    rank: int = 0, num_ranks: int = 1,
+) -> RunData:  # fmt: skip
     """Prepare the training rows and the eval sets. Errors among the findings are returned, not raised.
 
     Args:
@@ -118,9 +114,10 @@ def load_data(
     """
     preprocess, eval_preprocess = preprocess_config(config), _eval_preprocess_config(config)
 
-    def prepared(name: str, found: Sequence[Finding], rows: TokenTable, by: PreprocessConfig) -> PreparedData:
-        packed = pack_rows(rows, by)
-        return PreparedData(name, [*check_lengths(packed, positions), *found], rows, packed)
+    def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, config: PreprocessConfig) -> PreparedData:
+        """Return the rows before and after packing, with what was found in them, and in their lengths."""
+        packed = pack_rows(rows, config)
+        return PreparedData(name, [*check_lengths(packed, positions), *findings], rows, packed)
 
     report = prepare(config.datasets or (), tokenizer, preprocess)
     rows, parts = report.rows, []
@@ -140,7 +137,7 @@ def load_data(
 
 
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
-    """Return the rows that are held out, drawn by ``seed``, and the others. A size below 1 is a share of all."""
+    """Return the rows that are held out, drawn by ``seed``, and the others. A size below 1 is a share of all rows."""
     number = int(size) if size >= 1 else math.ceil(size * len(rows))
     if number >= len(rows):
         raise ConfigError(
@@ -160,7 +157,7 @@ def eval_set_names(config: RunConfig) -> list[str]:
 
 
 def _unused_name(name: str, names: Sequence[str]) -> str:
-    """Return a name for an eval set that no other has: the name itself, or with a number."""
+    """Return a name for an eval set that no other has: this name, if it is not taken, or with a number appended."""
     if name not in names:
         return name
     return next(numbered for i in range(2, 1000) if (numbered := f"{name}_{i}") not in names)
@@ -181,15 +178,15 @@ def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | N
 
 
 def estimate_sampler(config: RunConfig, num_ranks: int = 1) -> Sampler | None:
-    """Return a sampler with about as many rows as that of the run, without tokenizing; its order is not that of the run. None
-    without datasets, or if packing will change the number of rows.
+    """Return a sampler with about as many rows as that of the run, from the sizes of the datasets alone. Its order is not that of the run.
+    None without datasets, or if packing will change the number of rows.
     """
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None
     sizes = [round(len(open_source(each)) * (each.fraction or 1)) for each in config.datasets]
-    held_out = config.test_split_size or 0  # a fraction of the rows, or their number
-    share = held_out if held_out < 1 else held_out / max(1, sum(sizes))
-    sizes = [max(1, round(size * (1 - share))) for size in sizes]
+    held_out = config.test_split_size or 0  # a share of all rows, or their number
+    share_held_out = held_out if held_out < 1 else held_out / max(1, sum(sizes))
+    sizes = [max(1, round(size * (1 - share_held_out))) for size in sizes]
     return Sampler(
         sizes=tuple(sizes), rows_per_step=config.rows_per_step * num_ranks,
         seed=0, weights=tuple(each.weight for each in config.datasets),

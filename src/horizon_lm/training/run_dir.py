@@ -62,7 +62,7 @@ class RunDir:
         self.model_dir, self.is_exported = self.path / "model", False
         self.second: Path | None = None
         self._lock, self._saved, self._export_bytes = RunLock(self.path), list[Path](), 0
-        self._held_a_run = False
+        self._held_a_run = False  # before this one
         self._replaceable: dict[Path, Contents | None] = {}  # folders of an earlier run, as they were
         self._scratch: tempfile.TemporaryDirectory[str] | None = None  # of another rank than the first
         if self.ranks.is_first:
@@ -100,6 +100,7 @@ class RunDir:
                 f"output_dir: {self.path} holds {checkpoints[0]} of another run; choose another folder, or set "
                 "overwrite_output_dir: true to write beside it"
             )
+        # The folder, or the one in which it would be created.
         existing = next(folder for folder in (self.path, *self.path.resolve().parents) if folder.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK) or not takes_files(existing):
             raise ConfigError(f"output_dir: {existing} cannot be written to; choose another folder")
@@ -134,10 +135,11 @@ class RunDir:
         """Raise ConfigError if the folder is that of the model or of rows: a later run would read this one's files as its own."""
         config, own = self._config, self.path.resolve()
         for each in (*(config.datasets or ()), *(config.eval_datasets or ())):
-            rows = Path(each.path).expanduser()
-            if exists(each.path) and (
-                own == rows.resolve().parent if rows.is_file() else own.is_relative_to(rows.resolve())
-            ):
+            if not exists(each.path):
+                continue
+            rows = Path(each.path).expanduser().resolve()
+            is_of_rows = own == rows.parent if rows.is_file() else own.is_relative_to(rows)
+            if is_of_rows:
                 raise ConfigError(
                     f"output_dir: {self.path} is a folder of the rows in {each.path}; choose another folder"
                 )
@@ -169,12 +171,12 @@ class RunDir:
         self._replaceable = {folder: _contents(folder) for folder in folders}
 
     def elsewhere(self, what: str) -> Path | None:
-        """Return a free path in the second place for a model or a checkpoint; None if there is no second place."""
+        """Return a free path in the second place for ``what``, a model or a checkpoint; None if there is no second place."""
         name = Path(os.path.abspath(self.path)).name or "run"
         return None if self.second is None else free_path(self.second / f"{name}-{what}")
 
     def begin(self, config: RunConfig, plan: Plan) -> None:
-        """Write settings and plan, and rename the metrics of an earlier run. The model must be loaded: nothing is left to fail."""
+        """Write settings and plan, and rename or remove files of an earlier run: only once the model is loaded, and little can fail."""
         if not self.ranks.is_first:
             return
         try:
@@ -218,6 +220,7 @@ class RunDir:
         import torch
 
         ranks, dtype = self.ranks, self._config.exported_dtype
+        # On the first rank, the folder that will get the name of the target.
         scratch = part_of(target) if self._scratch is None else Path(self._scratch.name) / target.name
         with ranks.failing_with_first("the folder of the model"):
             if ranks.is_first:
@@ -243,7 +246,9 @@ class RunDir:
         return "" if kept is None else f"{target} is not of this run, and is now {kept}"
 
     def _is_ours(self, target: Path, old: Path) -> bool:
-        """Return whether a folder that was replaced may be deleted: one of this run, or of an earlier one, as it was."""
+        """Return whether the folder ``old``, which was replaced at ``target``, may be deleted: it is of this run, or of an earlier one and
+        has not changed since this one began.
+        """
         before = self._replaceable.get(target)
         return target in self._saved or (before is not None and before == _contents(old))
 
@@ -285,7 +290,7 @@ class RunDir:
         return f"Kept: {self.metrics.path}. There is no checkpoint yet; run the same command again to start over"
 
     def push(self) -> str:
-        """Upload the exported model, and keep it. Return its address, or a message if the upload fails."""
+        """Upload the exported model, which stays in its folder. Return a line with its address, or about the failure."""
         from huggingface_hub import HfApi
 
         name = self._config.hub_model_id or self.path.resolve().name
@@ -307,7 +312,7 @@ class RunDir:
             write_loss_png(self.metrics.path, self.path / "loss.png")
 
     def final_message(self, steps_done: int, num_steps: int, num_skipped: int, warning: str) -> str:
-        """Return the last lines of a run: early stop, skipped steps, a warning, and how to use the model."""
+        """Return the last lines of a run: early stop, skipped steps, ``warning``, and how to use the model."""
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         skipped = ""
         if num_skipped:
@@ -327,7 +332,7 @@ class RunDir:
 
 
 def _contents(folder: Path) -> Contents | None:
-    """Return the files of a folder; None if there is no folder."""
+    """Return what identifies the files of a folder and their contents; None if there is no folder."""
     if not folder.is_dir():
         return None
     stats = {path.relative_to(folder).as_posix(): path.lstat() for path in folder.rglob("*") if not path.is_dir()}

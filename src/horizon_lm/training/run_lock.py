@@ -31,7 +31,7 @@ class RunLock:
         """Raise ConfigError if another run holds the lock. Nothing is written."""
         try:
             descriptor = os.open(self._path, os.O_RDWR)
-        except OSError:  # no such file, or not ours to open: `take` will tell
+        except OSError:  # no such file, or none that may be opened, which `take` reports
             return
         try:
             self._lock(descriptor)
@@ -50,7 +50,7 @@ class RunLock:
                 raise
             if is_current:
                 break
-            os.close(descriptor)  # the run before removed its file after we had opened it
+            os.close(descriptor)  # of a file that the run before removed after it was opened here
         self._descriptor = descriptor
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())

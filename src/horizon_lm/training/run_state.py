@@ -87,7 +87,7 @@ class RunState:
     def keep(self, name: str, part: _Part) -> _Part:
         """Add a part and return it, in a resumed run with the state that it had. Raise ConfigError if that is damaged.
 
-        A part that the version which wrote the checkpoint did not have begins anew.
+        A part that the checkpoint does not have begins anew, because it is newer than the checkpoint, unless `FORMAT` requires it.
         """
         if self._point is not None and (name in FORMAT or name in self._point.state):
             with reading(self._point):

@@ -36,10 +36,10 @@ class SamplePrompts:
         samples = []
         with evaluation_mode(model):
             for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
-                length = inputs["input_ids"].shape[1]
+                prompt_length = inputs["input_ids"].shape[1]
                 with generation_settings(model, self._max_new_tokens, padding_id(self._tokenizer)):
                     output = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-                answer = self._tokenizer.decode(output[0, length:], skip_special_tokens=True)
+                answer = self._tokenizer.decode(output[0, prompt_length:], skip_special_tokens=True)
                 samples.append({"prompt": prompt, "answer": answer})
         return {"step": step, "samples": samples}
 
@@ -53,8 +53,8 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any
         system: the system prompt, or None.
 
     Raises:
-        ConfigError: the chat template rejects the messages, drops the system prompt, or is missing although there is
-            one.
+        ConfigError: the chat template rejects the messages or drops the system prompt, or there is a system prompt and no chat
+            template.
     """
     if tokenizer.chat_template is None:
         if system is not None:

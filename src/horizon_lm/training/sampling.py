@@ -16,7 +16,7 @@ class Sampling(Part):
     def after_step(self, step: int, due: Intervals) -> None:
         if not due.samples(step):
             return
-        self._stop_if_interrupted(step)
+        self._stop_if_interrupted(step)  # answers may take long
         session = self._run.session
         with self._training.metrics.exclude_from_timing(), session.reporter.attempt("answering sample_prompts"):
             answers = self._run.prompts.answer(self._training.model, step)

@@ -36,7 +36,7 @@ class Spikes(Part):
     def __init__(self, optimizer: Any = None, report: Callable[[str], None] = print) -> None:
         self._optimizer, self._report = optimizer, report
         self._windows = {"loss": deque[float](maxlen=_WINDOW), "gradient norm": deque[float](maxlen=_WINDOW)}
-        self._inside = dict.fromkeys(self._windows, False)
+        self._inside = dict.fromkeys(self._windows, False)  # the last value was part of a spike
         self._was_zero = False  # the last gradient norm
 
     def after_update(self, step: int, loss: float, batch: Batch) -> None:
@@ -61,7 +61,7 @@ class Spikes(Part):
         return [text for text in texts if text]
 
     def _add(self, name: str, value: float | None) -> str:
-        """Add a value. Return a text if it is the first far above those before; empty if it is not, or while a spike lasts."""
+        """Add a value. Return a text if a spike begins with it; empty if it is not far above those before, or the last one was, too."""
         if value is None or not 0 < value < math.inf:
             return ""
         window, was_inside = self._windows[name], self._inside[name]
@@ -71,11 +71,11 @@ class Spikes(Part):
             return ""
         median = statistics.median(logs)
         if len(logs) < _FEWEST:
-            least = math.log(_FIRST_RATIO)
+            threshold = math.log(_FIRST_RATIO)
         else:
             sigma = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in logs)
-            least = max(_FACTOR * sigma, math.log(_LEAST_RATIO[name]))
-        self._inside[name] = window[-1] - median > least
+            threshold = max(_FACTOR * sigma, math.log(_LEAST_RATIO[name]))
+        self._inside[name] = window[-1] - median > threshold
         if was_inside or not self._inside[name]:
             return ""
         usual = math.exp(median)

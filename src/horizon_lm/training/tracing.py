@@ -17,7 +17,7 @@ class Tracing(Part):
     def __init__(self, run: Run, training: Training) -> None:
         num_traced, num_steps, self._model = run.settings.config.trace_steps, run.intervals.num_steps, training.model
         self._device, self._session = engine_of(self._model).device, run.session
-        self._first = max(1, min(_FIRST, num_steps - num_traced + 1))
+        self._first = max(1, min(_FIRST, num_steps - num_traced + 1))  # earlier in a run of few steps
         self._last = min(self._first + num_traced - 1, num_steps)
         self._trace: Trace | None = None
         self._started = 0.0
@@ -45,7 +45,7 @@ class Tracing(Part):
                 self._write()
 
     def _end_step(self, step: int) -> None:
-        """Note the times of a step that is traced."""
+        """Note the times of a step that has ended, if it is one of those to trace."""
         assert self._trace is not None
         now = time.perf_counter()
         if step >= self._first:
@@ -56,7 +56,7 @@ class Tracing(Part):
         return {"device bytes": self._device.used_bytes(), "host bytes": resident_bytes()}
 
     def _write(self) -> None:
-        """End the trace, and write it without what ran before its first step."""
+        """End the trace, and write it without the operations before its first step."""
         import horizon_lm
 
         trace, self._trace = self._trace, None  # written once, also if this fails
