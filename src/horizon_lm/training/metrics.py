@@ -162,6 +162,15 @@ class Metrics:
         energy = Energy(*recent.joules) + result.energy
         recent.joules = [energy.host, energy.device]
 
+    def _end_window(self, now: float) -> tuple[_Recent, float]:
+        """Begin new sums. Return those of the steps since the last line, and the seconds that these have taken."""
+        recent, seconds = self._recent, now - self._window_started - self._excluded_seconds
+        self.totals.tokens_trained += recent.window_trained
+        self.totals.tokens_total += recent.window_total
+        self._recent = _Recent(recent.learning_rate, recent.rows)
+        self._window_started, self._excluded_seconds = now, 0.0
+        return recent, seconds
+
     def line(self, step: int, optimizer: Any, model: Any, unit_norms: bool = False) -> dict[str, Any]:
         """Return a line of ``metrics.jsonl`` for the steps since the last line, and start new sums.
 
@@ -184,14 +193,9 @@ class Metrics:
               cache. ``of_planned_device``, ``of_planned_host``: these over the planned bytes.
             - ``seconds``: since the start of the run. ``eta_seconds``: expected until its end.
         """
-        plan, totals, recent, now = self.plan, self.totals, self._recent, time.perf_counter()
-        seconds = now - self._window_started - self._excluded_seconds
+        plan, totals, now = self.plan, self.totals, time.perf_counter()
+        recent, seconds = self._end_window(now)
         speed = recent.window_total / seconds
-        # New sums begin; `recent` has those of this line.
-        self._recent = _Recent(recent.learning_rate, recent.rows)
-        self._window_started, self._excluded_seconds = now, 0.0
-        totals.tokens_trained += recent.window_trained
-        totals.tokens_total += recent.window_total
         device_bytes, host_bytes = horizon_lm.stats(model)["device_bytes_peak"], resident_bytes()
         loss = sum(recent.losses) / len(recent.losses) if recent.losses else None
         if loss is not None:
