@@ -129,7 +129,8 @@ def parse_profile(content: Any, place: str) -> Hardware:
 
 def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a profile's fields over those of the published profile that its field ``base`` names."""
-    base, own = content["base"], {name: value for name, value in content.items() if name != "base"}
+    own = dict(content)
+    base = own.pop("base")
     if not isinstance(base, str) or base not in published():
         raise ConfigError(f"{place}: base is {base!r}{_meant(str(base))}; choose one of {', '.join(published())}")
     inherited = asdict(published()[base])

@@ -119,10 +119,8 @@ def device_use(step: Step) -> DeviceUse:
     most = max([in_training, in_update, *(_evaluation_peak(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
         buffers=device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained),
-        checkpoints=checkpoints,
-        activations=most - checkpoints,
-        shared=step.outline.shared.at(step.settings.rows),
-    )
+        checkpoints=checkpoints, activations=most - checkpoints, shared=step.outline.shared.at(step.settings.rows),
+    )  # fmt: skip
 
 
 def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:

@@ -21,11 +21,9 @@ def orthogonalizing_work(matrices: Iterable[MatrixShape]) -> Work:
         groups = -(-count // _at_once(count, rows, columns))
         # Before and after the steps, the matrix is rounded, measured, divided by its norm and written back.
         total += Work(
-            products=steps * products,
-            product_bytes=steps * touched,
-            moved_bytes=16.0 * count * short * long,
-            num_ops=groups * (3 * ORTHOGONALIZING_STEPS + 5),
-        )
+            products=steps * products, product_bytes=steps * touched,
+            moved_bytes=16.0 * count * short * long, num_ops=groups * (3 * ORTHOGONALIZING_STEPS + 5),
+        )  # fmt: skip
     return total
 
 

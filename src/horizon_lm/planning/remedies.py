@@ -115,7 +115,8 @@ def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     if length <= _LONG_ROWS:
         return []
     # Below half of the length: `_shorter_rows` has the half itself.
-    lengths = [2**power for power in range(_SHORTEST_ROWS.bit_length() - 1, (length // 2 - 1).bit_length())]
+    shortest_power = _SHORTEST_ROWS.bit_length() - 1
+    lengths = [2**power for power in range(shortest_power, (length // 2 - 1).bit_length())]
     # The remedy for the shortest rows, if they need one. Its changes are made for all lengths.
     others = Remedy({}, "", _shortened(plan, plan.request, lengths[0], outline_for))
     if others.plan.memory_deficit:

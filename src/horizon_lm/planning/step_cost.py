@@ -340,11 +340,9 @@ def rates(
     if interconnect is not None and settings is not None:
         ranks = settings.shard.count
         found = replace(
-            found,
-            gather=interconnect.gather_rate(ranks),
+            found, gather=interconnect.gather_rate(ranks), through_host=interconnect.through_host,
             reduce=interconnect.reduce_rate(ranks, settings.num_replicas, settings.grad_bytes),
-            through_host=interconnect.through_host,
-        )
+        )  # fmt: skip
     return found
 
 
