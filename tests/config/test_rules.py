@@ -12,7 +12,7 @@ from horizon_lm.config.rules import Needs, OnResume, PerMachine, UnusedError
 from horizon_lm.config.run import settings_with
 from horizon_lm.config.types import Settings
 from horizon_lm.errors import ConfigError
-from horizon_lm.training.resume import ResumePoint, apply_settings, settings_of
+from horizon_lm.training.resume import ResumePoint, apply_settings, choice_warnings, settings_of
 
 EXPECTED: dict[OnResume | None, set[str]] = {
     OnResume.FREE: {"output_dir", "datasets", "save_steps", "resident_blocks", "eval_packing", "precompute_ref_batch_size"},
@@ -54,6 +54,16 @@ def test_another_value_on_resume_does_what_the_rule_says(objective: str, name: s
         return
     _, lines = apply_settings(config, point)
     assert [f"resume: warning: {name}: " in line for line in lines] == ([True] if rules == [OnResume.ROUNDING] else [])
+
+
+@pytest.mark.parametrize("name", ["head_chunk_tokens", "moments"])
+def test_a_checkpoint_may_be_older_than_a_setting_that_the_plan_chooses(name: str) -> None:
+    config = plan_config(objective="sft", model_name_or_path="m")
+    saved = {each: value for each, value in settings_of(config).items() if each != name}
+    state = {"config": saved, "settled": saved, "rows_per_step": config.rows_per_step}
+    point = ResumePoint(Path("checkpoint-1"), Manifest(1, "bf16", None, {}, {}, []), state)
+    assert apply_settings(config, point) == (config, [])
+    assert choice_warnings(point, config, config) == []
 
 
 ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # which are numbers, whose product is looked at

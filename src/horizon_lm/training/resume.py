@@ -114,9 +114,7 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         ConfigError: settings or versions have changed that decide the numbers of a run.
     """
     with reading(point):
-        # A checkpoint may be older than a setting, which then had no other value than its default.
-        defaults = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
-        given, now = defaults | point.state["config"], settings_of(config)
+        given, now = _saved_settings(point, "config", config), settings_of(config)
         changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
         may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
         fatal = [_change(name, given, now) for name in changed if name not in may_change]
@@ -128,13 +126,22 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         packages, installed = point.manifest.packages, installed_packages()
         fatal += [_change(name, packages, installed) for name in _VERSIONS if packages.get(name) != installed.get(name)]
         warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
-        settled = point.state["settled"]  # the settings of that run, with the choices of its plan
+        settled = _saved_settings(point, "settled", config)
         update = {name: settled[name] for name in _OPEN_TO_PLAN if given[name] == now[name]}
         if rows != rows_now:
             before = rows // rows_of_rank
             warnings.append(f"resume: {num_ranks} processes instead of {before}; a step keeps its {rows} rows")
             update |= _batch_settings(config, rows_of_rank=math.ceil(rows / num_ranks))
         return config.model_copy(update=update), warnings
+
+
+def _saved_settings(point: ResumePoint, kind: str, config: RunConfig) -> dict[str, Any]:
+    """Return the settings of the checkpoint's run: its "config" as the user has set them, or "settled" with the choices of its plan.
+
+    A checkpoint may be older than a setting, which then had no other value than its default.
+    """
+    defaults = {name: field.default for name, field in type(config).model_fields.items() if not field.is_required()}
+    return defaults | point.state[kind]
 
 
 def _batch_settings(config: RunConfig, rows_of_rank: int) -> dict[str, int]:
@@ -163,9 +170,10 @@ def choice_warnings(point: ResumePoint, given: RunConfig, config: RunConfig) -> 
         given: the settings as the user has set them.
         config: the settings with the plan's choices.
     """
-    asked, settled, now = settings_of(given), point.state["settled"], settings_of(config)
+    asked, now = settings_of(given), settings_of(config)
+    asked_before, settled = (_saved_settings(point, kind, config) for kind in ("config", "settled"))
     # Where the user has changed a setting, another value is no choice of the plan.
-    same = [name for name in _OPEN_TO_PLAN if point.state["config"][name] == asked[name]]
+    same = [name for name in _OPEN_TO_PLAN if asked_before[name] == asked[name]]
     return rounding_warnings({name: settled[name] for name in same}, {name: now[name] for name in same})
 
 
