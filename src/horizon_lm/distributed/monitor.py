@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 
@@ -41,12 +41,13 @@ class Monitor:
 
     Args:
         mesh: the ranks.
-        hang_seconds: time that a rank may be behind the others; None for no limit.
+        hang_seconds: time for which a rank may be behind the others without going on; None for no limit.
         end: ends this process with an exit code.
     """
 
     def __init__(self, mesh: Mesh, hang_seconds: float | None, end: Callable[[int], None] = os._exit) -> None:
-        self._mesh, self._hang_seconds, self._end = mesh, hang_seconds, end
+        self._mesh, self._end = mesh, end
+        self._progress = Progress(hang_seconds)
         self.watches_progress = False  # while all ranks do the same, at the same time
         address = os.environ.get("MASTER_ADDR", "localhost")
         port = 0
@@ -59,13 +60,12 @@ class Monitor:
         self._store = dist.TCPStore(address, port, mesh.size, mesh.rank == 0, timeout, wait_for_workers=False)
         self._stopped = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}  # the last beat of each rank, and when it came
-        self._behind: dict[int, float] = {}  # ranks that are behind, and since when
         self._message = ""
         self._thread = threading.Thread(target=self._run, name="horizon-ranks", daemon=True)
         self._thread.start()
 
     def stop(self, failure: str = "") -> bool:
-        """Stop watching, because this rank has finished, or failed for this reason.
+        """Stop watching, because this rank has finished, or failed for this reason. Wait a few seconds for others if need be.
 
         Returns:
             True if the first rank has failed in the same way, and reports it.
@@ -103,6 +103,7 @@ class Monitor:
         return self._message or "another rank has ended"
 
     def _all_done(self) -> bool:
+        """Return whether all ranks have stopped watching."""
         with suppress(Exception):
             return all(self._store.check([f"done/{rank}"]) for rank in range(self._mesh.size))
         return False
@@ -112,11 +113,7 @@ class Monitor:
         beats = 0
         while not self._stopped.wait(_BEAT_SECONDS):
             beats += 1
-            try:
-                self._store.set(f"beat/{self._mesh.rank}", json.dumps([beats, self._mesh.progress, self._mesh.place]))
-                message = self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else self._find_lost()
-            except Exception:  # the store is gone, and with it the first rank
-                message = "rank 0 has ended, or cannot be reached"
+            message = self._beat(beats)
             if message and not self._stopped.is_set():
                 self._message = message
                 with suppress(Exception):
@@ -126,6 +123,14 @@ class Monitor:
                         print(f"error: rank {self._mesh.rank} ends, because {message}", file=sys.stderr, flush=True)
                     self._end(InterruptedRunError.exit_code)
                 return
+
+    def _beat(self, number: int) -> str:
+        """Report that this rank is alive, and how far. Return a message if another rank has ended, failed or hangs, else nothing."""
+        try:
+            self._store.set(f"beat/{self._mesh.rank}", json.dumps([number, self._mesh.progress, self._mesh.place]))
+            return self._store.get(_FAILED).decode() if self._store.check([_FAILED]) else self._find_lost()
+        except Exception:  # the store is gone, and with it the first rank
+            return "rank 0 has ended, or cannot be reached"
 
     def _find_lost(self) -> str:
         """Return a message about a rank that is dead or hangs; empty if all are well."""
@@ -137,23 +142,49 @@ class Monitor:
             if not self._store.check([f"beat/{rank}"]) or self._store.check([f"done/{rank}"]):
                 continue
             beat = self._store.get(f"beat/{rank}").decode()
-            before, since = self._seen.get(rank, ("", now))
-            self._seen[rank] = (beat, now if beat != before else since)
-            if now - self._seen[rank][1] > _SILENT_SECONDS:
+            last_beat, since = self._seen.get(rank, ("", now))
+            if beat != last_beat:
+                since = now
+            self._seen[rank] = beat, since
+            if now - since > _SILENT_SECONDS:
                 return f"rank {rank} has died: it has not answered for {_SILENT_SECONDS:.0f} s"
-            progress[rank] = tuple(json.loads(beat)[1:])
-        return self._find_hanging(progress, now)
+            _, count, place = json.loads(beat)
+            progress[rank] = count, place
+        is_watching = self.watches_progress and len(progress) == self._mesh.size
+        return self._progress.find_hanging(progress if is_watching else {}, now)
 
-    def _find_hanging(self, progress: dict[int, tuple[int, str]], now: float) -> str:
-        """Return a message about a rank that has been behind the others for too long; empty without one."""
-        if not self.watches_progress or self._hang_seconds is None or len(progress) < self._mesh.size:
+
+class Progress:
+    """The progress of all ranks, as one of them sees it.
+
+    Args:
+        limit: seconds for which a rank may be behind the others without going on; None for no limit.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._last: dict[int, tuple[int, float]] = {}  # of each rank: its number, and since when it is behind with that
+
+    def find_hanging(self, progress: Mapping[int, tuple[int, str]], now: float) -> str:
+        """Return a message about a rank that hangs; empty without one.
+
+        A rank that goes on does not hang, even if it is behind whenever this is called: what is known of others is older than what
+        a rank knows of itself.
+
+        Args:
+            progress: the number of agreements that each rank has reached, and the place of the last one; empty while ranks are not
+                watched.
+            now: the time in seconds.
+        """
+        if not progress or self._limit is None:
+            self._last.clear()
             return ""
         most = max(count for count, _ in progress.values())
         for rank, (count, place) in progress.items():
-            if count == most:
-                self._behind.pop(rank, None)
-            elif now - self._behind.setdefault(rank, now) > self._hang_seconds:
-                return (
-                    f"rank {rank} hangs: it has been at {place} for {self._hang_seconds:.0f} s, and others are further"
-                )
+            last_count, since = self._last.get(rank, (count, now))
+            if count != last_count or count == most:
+                since = now
+            self._last[rank] = count, since
+            if now - since > self._limit:
+                return f"rank {rank} hangs: it has been at {place} for {self._limit:.0f} s, and others are further"
         return ""

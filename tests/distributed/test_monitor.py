@@ -1,0 +1,42 @@
+"""What a rank says of the progress of the others."""
+
+import pytest
+
+from horizon_lm.distributed.monitor import Progress
+
+LIMIT = 10.0
+
+
+def messages(progress: Progress, counts: list[tuple[int, int]]) -> list[str]:
+    """Return what is found in each second, given the numbers of agreements that two ranks have reached by then."""
+    return [
+        progress.find_hanging({rank: (count, f"step {count}") for rank, count in enumerate(pair)}, float(second))
+        for second, pair in enumerate(counts)
+    ]
+
+
+def test_a_rank_that_does_not_go_on_hangs() -> None:
+    found = messages(Progress(LIMIT), [(5, 5)] + [(7, 6)] * 12)
+    assert found[:12] == [""] * 12
+    assert found[12] == "rank 1 hangs: it has been at step 6 for 10 s, and others are further"
+
+
+def test_a_rank_that_goes_on_does_not_hang() -> None:
+    """The last beat of another rank is up to a second old, so it always looks as if that one were behind."""
+    assert messages(Progress(LIMIT), [(4 * second + 3, 4 * second) for second in range(30)]) == [""] * 30
+
+
+def test_all_ranks_may_wait_together() -> None:
+    assert messages(Progress(LIMIT), [(5, 5)] * 30) == [""] * 30
+
+
+def test_time_in_which_ranks_are_not_watched_does_not_count() -> None:
+    progress = Progress(LIMIT)
+    assert messages(progress, [(7, 6)] * 5) == [""] * 5
+    assert progress.find_hanging({}, 5.0) == ""
+    assert progress.find_hanging({0: (7, "a step"), 1: (6, "a step")}, 50.0) == ""
+
+
+@pytest.mark.parametrize("limit", [None, 100.0])
+def test_no_limit_and_a_longer_one_are_kept(limit: float | None) -> None:
+    assert messages(Progress(limit), [(7, 6)] * 30) == [""] * 30
