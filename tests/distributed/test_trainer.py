@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("trl", reason="needs the whole installation")
 
@@ -13,7 +14,7 @@ import datasets
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, StreamingError
@@ -127,6 +128,36 @@ def test_checkpoints_resume_exactly(pool: Pool, tmp_path: Path) -> None:
     assert resumed[0][-2:] == whole[0][-2:]
     for key, value in weights(tmp_path / "whole").items():
         assert torch.equal(weights(tmp_path / "resumed")[key], value), key
+
+
+class NanOnOneRank(Trainer):
+    """A trainer whose loss is NaN on one rank, while its gradients are zero there."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * 0 + float("nan") if dist.get_rank() == 1 else loss
+
+
+def skipped(rank: int, world: int, folder: str, output: str) -> int:
+    """Return the number of skipped steps of a rank on a machine of its own, which has a copy of the model."""
+    os.environ |= dict(zip(ENVIRONMENT, (str(rank), str(world), "0", "1", "localhost", "1"), strict=True))
+    try:
+        model = horizon_lm.stream(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), "cpu", "float32")
+        optimizer = horizon_lm.AdamW(model, lr=1e-3, non_finite="skip")
+        args = TrainingArguments(output, use_cpu=True, max_steps=1, save_strategy="no", report_to="none")
+        tokens = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 32
+        optimizers = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        horizon_lm.trainer(NanOnOneRank)(model, args, train_dataset=tokens, optimizers=optimizers).train()
+        return optimizer.num_skipped
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for variable in ENVIRONMENT:
+            del os.environ[variable]
+
+
+def test_all_copies_skip_a_step(pool: Pool, tmp_path: Path) -> None:
+    folder = str(tiny.save_model(tmp_path / "model"))
+    assert pool.run(2, skipped, 2, folder, str(tmp_path / "out")) == [1, 1]
 
 
 def rejected(rank: int, world: int, name: str, folder: str, settings: dict[str, Any]) -> str:

@@ -173,8 +173,8 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         trainer: Any = self
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         value, mesh = float(loss), engine_of(trainer.model).mesh
-        if mesh is not None:
-            value = mesh.sums("the loss of a step", [value])[0]
+        if mesh is not None:  # the ranks of all copies of the model skip a step, or none
+            value = sum(mesh.exchange("the loss of a step", value))
         if math.isfinite(value):
             return loss
         optimizer = self.streamed_optimizer
