@@ -70,14 +70,14 @@ def save_checkpoint(
     """
     engine, disk, folder = engine_of(model, "a checkpoint"), disk or Disk(), Path(folder)
     _require_between_steps(engine, optimizer)
-    engine.saves.wait()
+    engine.saves.wait()  # for the last checkpoint
     restore_folder(disk, folder)
     engine.foreign_writes.follow()
     contents = _other_files(engine, optimizer, state or {}, arrays or {})
     manifest = _manifest_of(engine, optimizer)
     files, num_ranks = _unit_files(engine, optimizer), engine.store.shard.count
     rank = 0 if engine.mesh is None else engine.mesh.rank
-    if rank >= num_ranks:  # of another copy of the model, which the first one saves
+    if rank >= num_ranks:  # this rank has another copy of the model; only the first copy is saved
         files = {}
     writer = CheckpointWriter(
         folder, files, manifest, contents, published, disk, rate_limit or RateLimit(None), rank, num_ranks
@@ -92,7 +92,7 @@ def save_checkpoint(
 
 
 def _require_between_steps(engine: Engine, optimizer: SlabOptimizer | None) -> None:
-    """Raise StreamingError if weights and moments are not those of the end of a step."""
+    """Raise StreamingError if weights and moments are not those of the end of a step. Updates that were interrupted are issued."""
     if optimizer is not None:
         _require_own(optimizer, engine)
     engine.resume_interrupted()
@@ -104,30 +104,37 @@ def _require_between_steps(engine: Engine, optimizer: SlabOptimizer | None) -> N
 def _other_files(
     engine: Engine, optimizer: SlabOptimizer | None, state: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]
 ) -> dict[str, bytes]:
-    """Return the contents of the files that have what changes with the next step and is in no unit, by name."""
+    """Return the contents of the files with the state that is in no unit and that the next step changes, by the files' names."""
     content = {
         "optimizer": optimizer.scalars() if optimizer else None,
         "random": random_state(devices=not engine.device_lost),
         "state": dict(state),
     }
     tensors = {BUFFERS: unrounded_buffers(engine.parts, engine.store), ARRAYS: arrays}
-    return {STATE: (json.dumps(content, indent=1) + "\n").encode()} | {
-        file: safetensors.torch.save({name: each.detach().cpu().clone() for name, each in group.items()})
-        for file, group in tensors.items()
-        if group
-    }
+    files = {STATE: (json.dumps(content, indent=1) + "\n").encode()}
+    for file, group in tensors.items():
+        if group:  # cloned, because the format allows no tensors that share memory
+            copies = {name: each.detach().cpu().clone() for name, each in group.items()}
+            files[file] = safetensors.torch.save(copies)
+    return files
 
 
 def _manifest_of(engine: Engine, optimizer: SlabOptimizer | None) -> Manifest:
-    """Return the manifest of a checkpoint of this moment, without its files and tensors."""
+    """Return the manifest of a checkpoint of this moment, without files and tensors. All ranks call this, to hash a frozen base."""
     store = engine.store
-    moments, step = (optimizer.moments.kind, optimizer.scalars()["step"]) if optimizer else (None, 0)
-    dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in store.source_dtypes.items()}
-    return Manifest(step, store.precision.name, moments, dtypes, {}, [], hash_base(store, engine.mesh))
+    return Manifest(
+        step=optimizer.scalars()["step"] if optimizer else 0,
+        precision=store.precision.name,
+        moments=optimizer.moments.kind if optimizer else None,
+        dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in store.source_dtypes.items()},
+        files={},
+        tensors=[],
+        base=hash_base(store, engine.mesh),
+    )
 
 
 def _start(writer: CheckpointWriter, engine: Engine) -> None:
-    """Begin to write the units' files; updates of units that are not written yet wait for them."""
+    """Begin to write the units' files. From then on, the update of a unit waits until the unit's file is written."""
     if engine.device_lost:  # nothing changes any more, so no update has to wait
         writer.write_units()
         return
@@ -139,7 +146,7 @@ def _start(writer: CheckpointWriter, engine: Engine) -> None:
 
 
 def _prepare(writer: CheckpointWriter, engine: Engine, add_files: Callable[[Path], None]) -> None:
-    """Create the folder of a checkpoint. With several ranks, the first one does; all raise an error if it cannot."""
+    """Create the folder of a checkpoint, on the first rank. If it cannot, all ranks raise OSError."""
     mesh, problem = engine.mesh, ""
     try:
         if mesh is None or mesh.rank == 0:
@@ -147,7 +154,7 @@ def _prepare(writer: CheckpointWriter, engine: Engine, add_files: Callable[[Path
     except OSError as error:
         problem = first_line(error)
         raise
-    finally:
+    finally:  # after an error, too, because the other ranks are waiting
         if mesh is not None:
             problem = mesh.exchange("the folder of a checkpoint", problem)[0]
     if problem:
@@ -200,6 +207,7 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimiz
     for file in files.values():
         reader.require(file)
     _require_buffers(folder, buffers, engine)
+    # All is checked; from here on, the model changes.
     with torch.no_grad():
         engine.drain()
         if optimizer is not None:
@@ -216,9 +224,7 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimiz
 
 
 def _unit_files(engine: Engine, optimizer: SlabOptimizer | None) -> dict[Unit, UnitFile]:
-    """Return the layout of the file of each unit that has slabs: a tied head has none. The frozen base of adapters has no
-    files.
-    """
+    """Return the layouts of the units' files. A tied head, which has no slabs of its own, and a frozen base have none."""
     moments = optimizer.moments if optimizer is not None else None
     units = [u for u in engine.store.units if engine.slab_unit(u) == u and u not in engine.store.frozen]
     return {unit: unit_file(engine.store, moments, unit) for unit in units}
@@ -274,9 +280,13 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Sl
 
 def _require_moments(folder: Path, manifest: Manifest, store: Store, optimizer: SlabOptimizer) -> None:
     """Raise ConfigError if a checkpoint has other moments than an optimizer, because it was saved with another one."""
-    parts = (each.tensor.rpartition(".") for each in manifest.tensors if each.tensor not in store.unit_of)
-    saved = {suffix for name, _, suffix in parts if name in store.unit_of and f".{suffix}" != LOW}
-    if saved != (own := set(optimizer.moments.names)):
+    saved, own = set[str](), set(optimizer.moments.names)
+    for each in manifest.tensors:
+        name, _, suffix = each.tensor.rpartition(".")
+        is_parameter = each.tensor in store.unit_of
+        if not is_parameter and name in store.unit_of and f".{suffix}" != LOW:
+            saved.add(suffix)
+    if saved != own:
         raise ConfigError(
             f"{folder} was saved with another optimizer: it has {', '.join(sorted(saved))} of each parameter, and "
             f"horizon_lm.{optimizer.rule.name} {', '.join(sorted(own))}; use the same"
@@ -285,8 +295,8 @@ def _require_moments(folder: Path, manifest: Manifest, store: Store, optimizer: 
 
 def _require_buffers(folder: Path, buffers: Mapping[str, torch.Tensor], engine: Engine) -> None:
     """Raise ConfigError unless a checkpoint and the model have the same buffers, in the same shapes."""
-    groups = (buffers, persistent_buffers(engine.parts, engine.store))
-    saved, own = ({name: each.shape for name, each in group.items()} for group in groups)
+    saved = {name: each.shape for name, each in buffers.items()}
+    own = {name: each.shape for name, each in persistent_buffers(engine.parts, engine.store).items()}
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):
             raise ConfigError(

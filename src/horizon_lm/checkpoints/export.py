@@ -33,7 +33,7 @@ _OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.ya
 
 
 class _Unit:
-    """The tensors of a unit, as far as exporting asks for its slabs."""
+    """The layout of a unit, which is all that exporting asks of `UnitSlabs`."""
 
     def __init__(self, shapes: dict[str, torch.Size]) -> None:
         self.layout = SlabLayout(shapes)
@@ -73,13 +73,12 @@ class _CheckpointStore:
 
     def _read(self, tensor: str) -> torch.Tensor:
         """Return a tensor, joined from the parts that several ranks have written."""
-        parts = []
+        parts: list[torch.Tensor] = []
         for each in sorted(self._parts[tensor], key=lambda each: each.start):
             with safe_open(self._folder / each.file, "pt") as file:
                 parts.append(file.get_tensor(tensor))
         if len(parts) == 1:
-            found: torch.Tensor = parts[0]
-            return found
+            return parts[0]
         return torch.cat([part.reshape(-1) for part in parts]).view(self._parts[tensor][0].shape)
 
 
@@ -110,19 +109,8 @@ def export_checkpoint(
         raise ConfigError(f"{folder} exists; choose another folder")
     manifest = read_manifest(checkpoint)
     verify(checkpoint, manifest)
-    config = hf_config.read_config(checkpoint, trust_remote_code)
-    model_class = hf_config.saved_class(config)
-    hf_config.require_model(config, str(checkpoint), model_class)
-    model = skeletons.open_skeleton(checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code)
     store: Any = _CheckpointStore(checkpoint, manifest)
-    if any(name in store.unit_of for name, first in parameter_names(model).items() if name != first):
-        declare_untied(config)  # a model with its own head, whose config said otherwise
-        model = skeletons.open_skeleton(
-            checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code
-        )
-    for name, value in read_tensors(checkpoint / BUFFERS).items():
-        path, _, attribute = name.rpartition(".")
-        model.get_submodule(path).register_buffer(attribute, value)
+    model = _open_model(checkpoint, store, trust_remote_code)
     chosen = dtype or read_state(checkpoint)["state"].get("settled", {}).get("export_dtype")
 
     def fill(part: Path) -> None:
@@ -139,6 +127,23 @@ def export_checkpoint(
     write_new_folder(folder, fill)
 
 
+def _open_model(checkpoint: Path, store: _CheckpointStore, trust_remote_code: bool) -> Any:
+    """Return the model of a checkpoint without weights, with its buffers."""
+    config = hf_config.read_config(checkpoint, trust_remote_code)
+    model_class = hf_config.saved_class(config)
+    hf_config.require_model(config, str(checkpoint), model_class)
+    model = skeletons.open_skeleton(checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code)
+    if any(name in store.unit_of for name, first in parameter_names(model).items() if name != first):
+        declare_untied(config)  # a model with its own head, whose config said otherwise
+        model = skeletons.open_skeleton(
+            checkpoint, config, model_class=model_class, trust_remote_code=trust_remote_code
+        )
+    for name, value in read_tensors(checkpoint / BUFFERS).items():
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path).register_buffer(attribute, value)
+    return model
+
+
 def _save_adapters(
     model: Any, checkpoint: Path, store: _CheckpointStore, folder: Path, dtype: torch.dtype | None
 ) -> None:
@@ -148,10 +153,10 @@ def _save_adapters(
     configs = {"default": checkpoint} | {
         path.parent.name: path.parent for path in checkpoint.glob("*/adapter_config.json")
     }
-    for name, at in configs.items():
-        if (at / ADAPTER_CONFIG).is_file():
-            model = Adapters(folder=str(at)).add_to(model, draw=False, name=name)
-    prefix = "base_model.model."
+    for name, config_folder in configs.items():
+        if (config_folder / ADAPTER_CONFIG).is_file():
+            model = Adapters(folder=str(config_folder)).add_to(model, draw=False, name=name)
+    prefix = "base_model.model."  # of names in PEFT's model
     dtype = dtype or store.written_dtype
     values = {prefix + name: store.master(name).to(dtype or store.source_dtypes[name]) for name in store.unit_of}
     model.save_pretrained(folder, state_dict=values)

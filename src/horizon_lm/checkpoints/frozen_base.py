@@ -17,7 +17,7 @@ from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
 
-# By store: the version of its blocks, and the hashes of then. A base changes only if other code writes it.
+# By store: the hashes of its base, and the version of its blocks at which they were taken. Only foreign code changes a base.
 _known: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDictionary()
 
 
@@ -26,22 +26,25 @@ def hash_base(store: Store, mesh: Mesh | None = None) -> Mapping[str, str]:
 
     With several ranks, all of them call this, and the first one reads whole units, one at a time.
     """
-    version, found = _known.get(store, (-1, {}))
-    if version != store.block_version:
-        units = [unit for unit in store.units if unit in store.frozen and store.units[unit].layout.numel]
-        found = _hash_units(store, units) if mesh is None else _hash_shared_units(store, units, mesh)
-        _known[store] = store.block_version, found
-    return found
+    if store in _known:
+        version, hashes = _known[store]
+        if version == store.block_version:
+            return hashes
+    units = [unit for unit in store.units if unit in store.frozen and store.units[unit].layout.numel]
+    hashes = _hash_units(store, units) if mesh is None else _hash_shared_units(store, units, mesh)
+    _known[store] = store.block_version, hashes
+    return hashes
 
 
 def _hash_units(store: Store, units: Sequence[Unit]) -> Mapping[str, str]:
+    """Return the hashes of units, all of which are in this process."""
     with ThreadPoolExecutor(usable_cores()) as threads:
         return dict(zip(units, threads.map(lambda unit: _hash(store, unit), units), strict=True))
 
 
 def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mapping[str, str]:
     """Return the hashes of units, on all ranks: the first rank computes them, and the others lend it their parts."""
-    found: dict[str, str] = {}
+    own: dict[str, str] = {}  # none on a lender
     mesh.exchange("the hashing of a base", None)
     if is_lender(mesh):
         lend(mesh, store)
@@ -49,9 +52,9 @@ def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mappi
         with borrowing(mesh, store):
             for unit in units:
                 with store.whole(unit):
-                    found[unit] = _hash(store, unit)
-    first: Mapping[str, str] = mesh.exchange("the hashes of the base", found)[0]
-    return first
+                    own[unit] = _hash(store, unit)
+    of_first: Mapping[str, str] = mesh.exchange("the hashes of the base", own)[0]
+    return of_first
 
 
 def _hash(store: Store, unit: Unit) -> str:
@@ -71,8 +74,8 @@ def require_base(folder: Path, manifest: Manifest, store: Store, mesh: Mesh | No
     if not manifest.base or not store.frozen:
         saved, own = ("adapters", "all weights") if manifest.base else ("all weights", "adapters")
         raise ConfigError(f"{folder} is of a training of {saved}, and this model trains {own}")
-    for unit, found in hash_base(store, mesh).items():
-        if manifest.base.get(unit) != found:
+    for unit, own_hash in hash_base(store, mesh).items():
+        if manifest.base.get(unit) != own_hash:
             raise ConfigError(
                 f"{folder} has adapters of another base: the weights of {unit} differ from those that the adapters were trained "
                 "on; load the same model"

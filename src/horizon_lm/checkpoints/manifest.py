@@ -121,9 +121,9 @@ def read_json(path: Path) -> Any:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{path} is damaged: it is missing, or larger than any file of its kind")
         return json.loads(path.read_bytes())
+    except ConfigError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
 
 
@@ -159,15 +159,15 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _JSON.validate_json(text, strict=True)
         _require_tensors_in_files(manifest)
         _require_files(folder, manifest)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
     return manifest
 
 
 def _require_tensors_in_files(manifest: Manifest) -> None:
-    """Raise ValueError or KeyError if a tensor lies outside of its file."""
+    """Raise ValueError if a tensor lies outside of its file, and KeyError if it is in a file that the manifest does not name."""
     for each in manifest.tensors:
         if each.offset + each.length * _DTYPE_BYTES[each.dtype] > manifest.files[each.file].size:
             raise ValueError(f"{each.tensor} ends outside of {each.file}")
@@ -195,7 +195,8 @@ def verify(folder: Path, manifest: Manifest) -> None:
     """
     names = list(manifest.files)
     with ThreadPoolExecutor(usable_cores()) as threads:
-        for name, found in zip(names, threads.map(lambda name: _hash(folder / name), names), strict=True):
+        hashes = threads.map(lambda name: _hash(folder / name), names)
+        for name, found in zip(names, hashes, strict=True):
             require_hash(folder, manifest, name, found)
 
 
@@ -205,7 +206,7 @@ def verify_copies(mesh: Mesh | None, folder: Path, is_verified: bool = False) ->
     Args:
         mesh: the ranks, all of which call this; None for one.
         folder: the folder of the checkpoint, by the same path on all ranks.
-        is_verified: the first rank has verified its copy.
+        is_verified: whether the first rank has verified its copy before.
 
     Raises:
         ConfigError: a copy is damaged, or they are different checkpoints. It is raised on all ranks.
@@ -227,6 +228,7 @@ def verify_copies(mesh: Mesh | None, folder: Path, is_verified: bool = False) ->
 
 
 def _hash(path: Path) -> str:
+    """Return the xxh3-128 of a file. Raise ConfigError if it cannot be read."""
     try:
         return hash_file(path)
     except OSError as error:
@@ -244,6 +246,7 @@ def require_hash(folder: Path, manifest: Manifest, name: str, found: str) -> Non
 
 
 def _is_damaged(folder: Path, tensor: TensorEntry) -> bool:
+    """Return whether the bytes of a tensor have another hash than the manifest's."""
     with (folder / tensor.file).open("rb") as file:
         file.seek(tensor.offset)
         return xxhash.xxh3_64_hexdigest(file.read(tensor.length * _DTYPE_BYTES[tensor.dtype])) != tensor.xxh3_64

@@ -37,12 +37,12 @@ def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) ->
 
 
 def is_of_system(error: Exception) -> bool:
-    """Return whether the system has failed, which may pass. The writers of tokenizers and of safetensors raise other types."""
+    """Return whether an error is one of the system, such as a full disk. Writers of tokenizers and safetensors raise it in types of theirs."""
     return isinstance(error, OSError | MemoryError) or "(os error " in str(error)
 
 
 def _is_full(folder: Path, error: Exception, num_bytes: int) -> bool:
-    """Return whether there was no space."""
+    """Return whether a folder could not be written because there was no space, judging by the free space if no error says so."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _NO_SPACE
     if any(f"(os error {number})" in str(error) for number in _NO_SPACE):
@@ -55,7 +55,7 @@ def _is_full(folder: Path, error: Exception, num_bytes: int) -> bool:
 def write_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Write a folder that did not exist when the command began. It gets its name once it is complete and durable.
 
-    What has its name by then is not ours, and is kept under another one, with a warning.
+    What another program has written there meanwhile is kept under another name, with a warning.
 
     Args:
         folder: the folder.

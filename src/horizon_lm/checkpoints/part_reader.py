@@ -28,7 +28,7 @@ class PartReader:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
-        self._found: dict[str, list[TensorEntry]] = {}
+        self._found: dict[str, list[TensorEntry]] = {}  # by tensor; each rank that wrote a part of it has an entry
         for each in manifest.tensors:
             self._found.setdefault(each.tensor, []).append(each)
 
@@ -47,21 +47,22 @@ class PartReader:
     def read(self, file: UnitFile) -> None:
         """Read the parts that a unit's file would have into memory."""
         for name, own in file.entries.items():
-            part, size = own.part, len(own.memory) // max(1, own.part.numel)
+            part, itemsize = own.part, len(own.memory) // max(1, own.part.numel)
             for entry, start, stop in self._overlaps(name, part):
-                target = own.memory[(start - part.first) * size : (stop - part.first) * size]
+                unread = own.memory[(start - part.first) * itemsize : (stop - part.first) * itemsize]
                 with (self._folder / entry.file).open("rb", buffering=0) as stream:
-                    stream.seek(entry.offset + (start - entry.start) * size)
-                    while target:
-                        count = stream.readinto(target)
+                    stream.seek(entry.offset + (start - entry.start) * itemsize)
+                    while unread:
+                        count = stream.readinto(unread)
                         if not count:
                             raise ConfigError(f"{stream.name} became shorter while it was read")
-                        target = target[count:]
+                        unread = unread[count:]
 
     def _overlaps(self, name: str, part: Part) -> list[tuple[TensorEntry, int, int]]:
-        """Return the entries that have elements of a part, with the first and last of these elements in the tensor."""
-        spans = [
-            (each, max(each.start, part.first), min(each.start + each.length, part.first + part.numel))
-            for each in self._found.get(name, [])
-        ]
-        return [(each, start, stop) for each, start, stop in spans if start < stop]
+        """Return the entries that have elements of a part, with the range of these elements in the whole tensor."""
+        overlaps = []
+        for each in self._found.get(name, []):
+            start, stop = max(each.start, part.first), min(each.start + each.length, part.first + part.numel)
+            if start < stop:
+                overlaps.append((each, start, stop))
+        return overlaps

@@ -35,14 +35,14 @@ def require_random_state(state: Any) -> None:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set all generators to what `random_state` has returned. Devices that are missing here are left out."""
+    """Set all generators to what `random_state` has returned. States of devices that this machine lacks are ignored."""
     _set_host(state, random, np.random, torch.default_generator)
     for index, each in enumerate(state["devices"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(torch.from_numpy(_decode(each, np.uint8)), index)
 
 
 def _set_host(state: Any, python: Any, numpy: Any, generator: torch.Generator) -> None:
-    """Set the generators of Python, numpy and torch to the states that a checkpoint has."""
+    """Set a generator of Python, one of numpy and one of torch to the states that a checkpoint has."""
     version, words, position = state["python"]
     python.setstate((version, tuple(map(int, _decode(words, np.uint32))), position))
     name, keys, *rest = state["numpy"]

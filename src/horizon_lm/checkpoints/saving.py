@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+import torch
 import xxhash
 
 from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, is_checkpoint, read_json
@@ -39,42 +40,48 @@ def file_name(unit: Unit, rank: int, num_ranks: int) -> str:
     return f"{UNITS}/{unit}.safetensors" if num_ranks == 1 else f"{UNITS}/{unit}.rank{rank}.safetensors"
 
 
-def _handover(rank: int) -> str:
+def _entries_file(rank: int) -> str:
+    """Return the name of the file by which a rank hands the entries of its files to the first one."""
     return f"rank{rank}.json"
 
 
 def unit_file(store: Store, moments: Moments | None, unit: Unit) -> UnitFile:
     """Return the layout of a unit's file."""
     slabs = store.units[unit]
-    used = [(WEIGHT, slabs.weights, _parts(slabs.layout), slabs.own)]
+
+    def section(suffix: str, slab: torch.Tensor, parts: Mapping[str, Part], own: slice) -> Section:
+        """Return the section of a slab, of which this rank owns a range."""
+        return Section(suffix, slab, parts) if store.shard.is_whole else Section(suffix, slab, _cut(parts, own), own)
+
+    sections = [section(WEIGHT, slabs.weights, _parts(slabs.layout), slabs.own)]
     if slabs.low is not None:
-        used.append((LOW, slabs.low, _parts(slabs.layout), slabs.own))
+        sections.append(section(LOW, slabs.low, _parts(slabs.layout), slabs.own))
     if moments is not None:
-        own = moments.units[unit]
-        used += [(f".{name}", each.values, _parts(each.layout), each.own) for name, each in own.items()]
-        used += [
-            (f".{scale_name(name)}", each.scales, _scale_parts(each, slabs), each.own_scales)
-            for name, each in own.items()
+        of_unit = moments.units[unit]
+        sections += [section(f".{name}", each.values, _parts(each.layout), each.own) for name, each in of_unit.items()]
+        sections += [
+            section(f".{scale_name(name)}", each.scales, _scale_parts(each, slabs), each.own_scales)
+            for name, each in of_unit.items()
         ]
-    if store.shard.is_whole:
-        return UnitFile([Section(suffix, slab, parts) for suffix, slab, parts, _ in used])
-    return UnitFile([Section(suffix, slab, _cut(parts, part), part) for suffix, slab, parts, part in used])
+    return UnitFile(sections)
 
 
 def _parts(layout: SlabLayout) -> dict[str, Part]:
+    """Return the tensors of a slab by their names."""
     return {name: Part(entry.offset, tuple(entry.shape)) for name, entry in layout.entries.items()}
 
 
 def _scale_parts(moment: MomentSlabs, slabs: UnitSlabs) -> dict[str, Part]:
+    """Return the scales of an 8-bit moment by the names of their tensors."""
     numels = {name: moment.layout.entries[name].numel for name in moment.scale_starts}
     return {name: Part(moment.scale_starts[name], (num_scales(numel, slabs.row),)) for name, numel in numels.items()}
 
 
-def _cut(parts: Mapping[str, Part], used: slice) -> dict[str, Part]:
+def _cut(parts: Mapping[str, Part], own: slice) -> dict[str, Part]:
     """Return the tensors of a slab, or parts of them, that lie in a range of it."""
     found = {}
     for name, part in parts.items():
-        start, stop = max(part.start, used.start), min(part.start + part.numel, used.stop)
+        start, stop = max(part.start, own.start), min(part.start + part.numel, own.stop)
         if start < stop:
             is_whole = stop - start == part.numel
             found[name] = part if is_whole else Part(start, (stop - start,), start - part.start, part.shape)
@@ -107,7 +114,7 @@ class Saving:
         num_bytes: bytes of the units' files.
         error: the reason why it could not be written; its files are removed, and earlier checkpoints are intact.
         seconds: time from the beginning to the end.
-        issue: issues what is left to write.
+        issue: issues the writing of units that were left to a later pass.
         wait_for_moves: waits until the units are written; on a simulated device, this call writes them.
     """
 
@@ -125,11 +132,11 @@ class Saving:
         return self._done.is_set()
 
     def wait_until_done(self, timeout: float | None = None) -> bool:
-        """Wait until the checkpoint is on disk or could not be written. Return false if the timeout came first."""
+        """Wait until the checkpoint is on disk or could not be written. Return false if the timeout (in seconds) came first."""
         if not self.done:
             self.issue()
         if timeout is None:
-            self.wait_for_moves()
+            self.wait_for_moves()  # it knows no timeout
         return self._done.wait(timeout)
 
     def wait(self) -> None:
@@ -194,11 +201,11 @@ class CheckpointWriter:
         return self.saving
 
     def moves(self) -> dict[Unit, list[Move]]:
-        """Return the moves that write the files of each unit."""
-        found: dict[Unit, list[Move]] = {}
+        """Return the moves that write each unit's file and, with it, that of its weights in float32."""
+        moves: dict[Unit, list[Move]] = {}
         for unit, file in self._files.items():
-            found.setdefault(unit.home, []).append(_Write(self._write(unit, file), self._writing))
-        return found
+            moves.setdefault(unit.home, []).append(_Write(self._write(unit, file), self._writing))
+        return moves
 
     def write_units(self) -> None:
         """Write all units' files now, while nothing changes them."""
@@ -207,7 +214,7 @@ class CheckpointWriter:
                 threads.submit(deque, self._write(unit, file), 0)  # runs the iterator to its end
 
     def attempt(self, call: Callable[[], None]) -> None:
-        """Issue or wait for the moves. If they fail, because an update before them has, so does the checkpoint."""
+        """Run a call that issues the moves or waits for them. Its error, such as that of an update before them, ends the checkpoint."""
         try:
             call()
         except Exception as error:
@@ -215,7 +222,7 @@ class CheckpointWriter:
             self.discard()
 
     def abandon(self, error: BaseException) -> None:
-        """Let the threads stop writing at their next chunk."""
+        """Let the checkpoint fail, with the first error: the threads stop writing at their next chunk."""
         self.saving.error = self.saving.error or error
 
     def discard(self) -> None:
@@ -247,8 +254,8 @@ class CheckpointWriter:
             self.abandon(error)
         with self._changed:
             self._num_left -= 1
-            last = self._num_left == 0
-        if last:
+            is_last = self._num_left == 0
+        if is_last:
             self._finish()
 
     def _write_file(self, unit: Unit, file: UnitFile) -> Iterator[None]:
@@ -271,8 +278,10 @@ class CheckpointWriter:
         """Publish the checkpoint, or remove it if anything has failed. Either ends it."""
         saving = self.saving
         try:
-            if saving.error is None:
+            if saving.error is None and self._rank == 0:
                 self._publish()
+            elif saving.error is None:
+                self._hand_over()
         except Exception as error:
             saving.error = error
         if saving.error is not None:
@@ -280,14 +289,16 @@ class CheckpointWriter:
         saving.seconds = time.perf_counter() - self._began
         saving._done.set()
 
+    def _hand_over(self) -> None:
+        """Write the entries of this rank's files for the first rank, which adds them to the manifest."""
+        tensors = [asdict(entry) for unit in self._files for entry in self._tensors[unit]]
+        files = {name: asdict(entry) for name, entry in self._entries.items()}
+        content = json.dumps({"files": files, "tensors": tensors})
+        write_file(self._disk, self._part / _entries_file(self._rank), content.encode())
+
     def _publish(self) -> None:
-        """Write the other files and the manifest, make everything durable, and give the folder its name."""
+        """Write the other files and the manifest, make everything durable, and give the folder its name. Wait for other ranks first."""
         part, disk, folder = self._part, self._disk, self.saving.folder
-        if self._rank:
-            entries = [asdict(entry) for unit in self._files for entry in self._tensors[unit]]
-            files = {name: asdict(entry) for name, entry in self._entries.items()}
-            write_file(disk, part / _handover(self._rank), json.dumps({"files": files, "tensors": entries}).encode())
-            return
         others = self._take_over()
         for name, content in self._contents.items():
             with disk.create(part / name) as output:
@@ -311,7 +322,7 @@ class CheckpointWriter:
         """
         tensors = []
         for rank in range(1, self._num_ranks):
-            path = self._part / _handover(rank)
+            path = self._part / _entries_file(rank)
             while not path.is_file():
                 if self.saving.error is not None:
                     raise self.saving.error
@@ -325,25 +336,23 @@ class CheckpointWriter:
         return tensors
 
     def _remove(self) -> None:
-        """Remove the files of a failed checkpoint; a later rank tells the first one, which waits for its part."""
-        if self._rank:  # the first rank removes the folder
+        """Remove the files of a failed checkpoint. Another rank than the first reports its error to that one, which removes them."""
+        if self._rank:
             with suppress(OSError):
                 content = json.dumps({"error": first_line(self.saving.error) if self.saving.error else "stopped"})
-                write_file(self._disk, self._part / _handover(self._rank), content.encode())
+                write_file(self._disk, self._part / _entries_file(self._rank), content.encode())
             return
-        try:
+        with suppress(OSError):  # the next checkpoint of this name removes them
             self._disk.remove(self._part)
-        except OSError:
-            return  # the next checkpoint of this name removes it
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """The writing of one file, as a move: what is left of it, or one chunk at a time on a simulated device."""
+    """The writing of one file, as a move, or of some of its chunks, as one of several moves on a simulated device."""
 
-    chunks: Iterator[None]
+    chunks: Iterator[None]  # writes a chunk at each step; moves of one file share it
     writing: Callable[[], AbstractContextManager[None]]
-    most: int | None = None  # chunks; None for all
+    most: int | None = None  # chunks that this move writes; None for all that are left
     host_bytes: int = 0  # nothing crosses the link
 
     def run(self, link: Link) -> None:
@@ -351,7 +360,9 @@ class _Write:
             deque(islice(self.chunks, self.most), 0)
 
     def split(self, parts: int) -> list[Move]:
-        return [*(replace(self, most=1) for _ in range(parts)), self] if self.most is None else [self]
+        if self.most is not None:  # it is split already
+            return [self]
+        return [*(replace(self, most=1) for _ in range(parts)), self]
 
 
 def _is_replaceable(old: Path) -> bool:

@@ -117,12 +117,12 @@ class UnitFile:
 
     def __init__(self, sections: list[Section]) -> None:
         self.sections = [section for section in sections if section.num_bytes]
-        placed, position = dict[str, Entry](), 0
+        placed, position = dict[str, Entry](), 0  # positions count from the end of the header
         for section in self.sections:
-            memory, size, dtype = section.memory(), section.slab.element_size(), DTYPE_NAMES[section.slab.dtype]
+            memory, itemsize, dtype = section.memory(), section.slab.element_size(), DTYPE_NAMES[section.slab.dtype]
             for name, part in section.parts.items():
-                start = part.start * size - section.first_byte
-                own = memory[start : start + part.numel * size]
+                start = part.start * itemsize - section.first_byte
+                own = memory[start : start + part.numel * itemsize]
                 placed[name + section.suffix] = Entry(part, dtype, position + start, own)
             position += section.num_bytes
         self.header = _header(placed, position)
@@ -147,7 +147,9 @@ class UnitFile:
 def _header(placed: Mapping[str, Entry], end: int) -> bytes:
     """Return the header of a safetensors file: the length of its JSON, and the JSON, padded with spaces to whole pages.
 
-    Offsets in it count from its end, and so do not depend on its length. Gaps between tensors are tensors, too.
+    Args:
+        placed: the tensors in their order. Their places count from the end of the header, and so do not depend on its length.
+        end: the end of the last slab, in the same count. Gaps become tensors, too.
     """
     content, position = dict[str, Any](), 0
 
