@@ -50,24 +50,28 @@ class Architecture:
         """Return the metadata of a model, by names without that of the architecture."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         numbers = {name: getattr(config, key) for key, name in {**NUMBERS, **self.numbers}.items()}
-        part = parameters_of(config).get("partial_rotary_factor", 1.0) if self.partial_rotary else 1.0
+        rotated = parameters_of(config).get("partial_rotary_factor", 1.0) if self.partial_rotary else 1.0
         return {
             **{name: value for name, value in numbers.items() if value is not None},
             "attention.key_length": head_dim,
             "attention.value_length": head_dim,
-            "rope.dimension_count": int(head_dim * part),
+            "rope.dimension_count": int(head_dim * rotated),
             "rope.freq_base": float(parameters_of(config)["rope_theta"]),
             **scaling_metadata(config),
         }
 
 
 def _neighbours(config: Any) -> Mapping[str, Layout]:
-    """Return the layouts of queries and keys of which llama.cpp rotates neighbours instead of halves of a head."""
+    """Return the layouts of queries and keys: llama.cpp rotates pairs of neighbours, and transformers element i with D / 2 + i."""
 
     def interleaved(heads: int) -> Layout:
-        return lambda tensor: (
-            tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-        )
+        """Return a function that interleaves the two halves of each head's rows."""
+
+        def layout(tensor: torch.Tensor) -> torch.Tensor:
+            halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+            return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+        return layout
 
     return {"attn_q": interleaved(config.num_attention_heads), "attn_k": interleaved(config.num_key_value_heads)}
 
@@ -78,15 +82,19 @@ def _flat_gate(config: Any) -> Mapping[str, Layout]:
 
 
 def _offset_norms(config: Any) -> Mapping[str, Layout]:
-    """Return the layouts of norms that scale by one plus their weight, which is added in float32."""
+    """Return the layouts of norms that scale by one plus their weight: GGUF has the sum, in float32."""
     names = ("attn", "attn_k", "attn_q", "ffn", "output", "post_attention", "post_ffw")
     return {f"{name}_norm": lambda tensor: tensor + 1 for name in names}
 
 
 def _attention_scale(config: Any, num_layers_of_27b: int) -> Mapping[str, Any]:
-    """Return by which root llama.cpp divides scores: that of a head's size, but not in the model of 27B with these layers."""
-    mean_head = config.hidden_size // config.num_attention_heads
-    return {"query_pre_attn_scalar": mean_head if config.num_hidden_layers == num_layers_of_27b else config.head_dim}
+    """Return the number by whose square root llama.cpp divides the scores of attention.
+
+    It is the size of a head, but the mean size in the model of 27B, which llama.cpp recognizes by its number of layers.
+    """
+    mean_head_dim = config.hidden_size // config.num_attention_heads
+    is_27b = config.num_hidden_layers == num_layers_of_27b
+    return {"query_pre_attn_scalar": mean_head_dim if is_27b else config.head_dim}
 
 
 _LLAMA_SCALINGS = frozenset({"linear", "llama3", "yarn"})

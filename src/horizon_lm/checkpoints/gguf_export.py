@@ -69,6 +69,7 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
     tensors = Tensors(architecture, config, checkpoint, getattr(torch, dtype) if dtype else None)
 
     def fill(part: Path) -> None:
+        """Write the file, whose header has the tensors' names and shapes."""
         with closing(_describe(config, tokenizer, part / FILE)) as writer:
             tensors.announce(writer)
             _write_header(writer)
@@ -79,14 +80,14 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
 
 
 def _describe(config: Any, tokenizer: Tokenizer, path: Path) -> Any:
-    """Return a writer with the metadata of a model and its tokenizer."""
+    """Return a writer of a file, to which the metadata of a model and its tokenizer were added."""
     import gguf
 
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture.name)
-    add: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in architecture.metadata(config).items():
-        add[type(value)](f"{architecture.name}.{name}", value)
+        adders[type(value)](f"{architecture.name}.{name}", value)
     tokenizer.add_to(writer)
     return writer
 

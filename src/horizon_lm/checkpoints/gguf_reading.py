@@ -33,30 +33,32 @@ def require_kept(architecture: Architecture, config: Any, header: Path, source: 
     """
     own = config.to_dict()
     own["rope_parameters"] = without_scaling(own["rope_parameters"], architecture.scalings)
+    read: dict[str, Any] = {}
     if architecture.in_transformers:
         read = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name).to_dict()
-        kept = {key: own[key] for key in architecture.unread}
-        if architecture.partial_rotary:
-            part = own["rope_parameters"].get("partial_rotary_factor")
-            kept["rope_parameters"] = {**read["rope_parameters"], "partial_rotary_factor": part}
-    else:
-        read, kept = {}, _written(architecture, config, own)
     assumed = architecture.assumed(config)
-    found = {**read, **kept, **assumed}
-    _align(config, own, found)
+    by_llama_cpp = {**read, **_unread(architecture, config, own, read), **assumed}
+    _align(config, own, by_llama_cpp)
     keys = sorted(computed_from(config))
     for key in sorted({*keys, *assumed}):
-        if not _equal(own.get(key), found.get(key)):
+        if not _equal(own.get(key), by_llama_cpp.get(key)):
             raise ModelNotSupportedError(
                 f"{source}: {key}: {getattr(config, key, None)} cannot be written as GGUF; "
-                f"it would be read as {found.get(key)}{_remedy(config, key) if key in assumed else ''}"
+                f"it would be read as {by_llama_cpp.get(key)}{_remedy(config, key) if key in assumed else ''}"
             )
-    notes = [
-        f"{key}: llama.cpp computes with {own.get(key)}, but transformers' reader takes {read[key]}"
-        for key in keys
-        if key in read.keys() - {"model_type"} and not _equal(own.get(key), read[key])
+    differing = [key for key in keys if key in read and key != "model_type" and not _equal(own.get(key), read[key])]
+    return [
+        *(
+            f"{key}: llama.cpp computes with {own.get(key)}, but transformers' reader takes {read[key]}"
+            for key in differing
+        ),
+        *_notes_on_reader(architecture, config),
     ]
-    scaling = parameters_of(config)["rope_type"]
+
+
+def _notes_on_reader(architecture: Architecture, config: Any) -> list[str]:
+    """Return notes on the type and the rotary scaling of a model, as far as only llama.cpp reads them."""
+    notes, scaling = list[str](), parameters_of(config)["rope_type"]
     if not architecture.in_transformers:
         notes.append(
             f"llama.cpp reads the file, but transformers' reader does not know models of type {config.model_type}"
@@ -80,26 +82,32 @@ def _remedy(config: Any, key: str) -> str:
     return f"; set max_position_embeddings to {config.sliding_window} in its config.json, for contexts in which both compute the same"
 
 
-def _written(architecture: Architecture, config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a file has."""
-    theta = parameters_of(config)["rope_theta"]
-    keys = ("head_dim", "model_type", *NUMBERS, *architecture.numbers)
-    return {**{key: own.get(key) for key in keys}, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+def _unread(architecture: Architecture, config: Any, own: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a file has, but transformers' reader does not read: all of them if it knows no such files."""
+    if not architecture.in_transformers:
+        keys = ("head_dim", "model_type", *NUMBERS, *architecture.numbers)
+        rotary = {"rope_type": "default", "rope_theta": parameters_of(config)["rope_theta"]}
+        return {**{key: own.get(key) for key in keys}, "rope_parameters": rotary}
+    unread = {key: own[key] for key in architecture.unread}
+    if architecture.partial_rotary:
+        part = own["rope_parameters"].get("partial_rotary_factor")
+        unread["rope_parameters"] = {**read["rope_parameters"], "partial_rotary_factor": part}
+    return unread
 
 
 def _align(config: Any, own: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Give values of a config the form in which others are read that mean the same."""
+    """Replace settings in ``own`` by those that are found in a file, where both mean the same."""
     if own.get("head_dim") is None and found.get("head_dim") == config.hidden_size // config.num_attention_heads:
         own["head_dim"] = found["head_dim"]
     window = own.get("sliding_window")
     if window is not None and found.get("sliding_window") is None and window >= config.max_position_embeddings:
-        own["sliding_window"] = None  # it reaches over the whole context
+        own["sliding_window"] = None  # the window covers the whole context
 
 
 def computed_from(config: Any) -> set[str]:
     """Return the keys of a config that decide what the model computes.
 
-    The keys that all types have say where a model comes from and how it is called, and code reads no others than these.
+    Keys that all types of configs have are left out: they say where a model comes from and how it is called.
     """
     from transformers import PreTrainedConfig
 
@@ -108,8 +116,9 @@ def computed_from(config: Any) -> set[str]:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    """Return whether two settings are equal in the precision of a GGUF file."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6)  # GGUF has 32 bits
+        return math.isclose(one, other, rel_tol=1e-6)  # the file has 32 bits
     return bool(one == other)

@@ -58,7 +58,11 @@ def frequency_factors(config: Any) -> dict[str, torch.Tensor]:
 
 
 def without_scaling(parameters: Mapping[str, Any], types: frozenset[str]) -> dict[str, Any]:
-    """Return rotary parameters without a scaling of these types, of which the file has all settings."""
+    """Return rotary parameters without what a file has of their scaling.
+
+    A scaling of no type in ``types``, or without a setting that is written, stays as it is. Settings that neither the file has nor
+    llama.cpp assumes stay, too.
+    """
     full = parameters.get("full_attention")
     if full is not None:
         return {**parameters, "full_attention": without_scaling(full, types)}

@@ -24,14 +24,14 @@ _IN_FLOAT32 = {"ffn_gate_inp"}  # routers, as llama.cpp's converter writes them
 
 
 class _Piece(NamedTuple):
-    """A tensor, or an expert of a tensor of all experts, or the gate or the up projection of that expert."""
+    """A tensor of the folder, or an expert of a tensor of all experts, or the gate or the up projection of that expert."""
 
     tensor: str
     expert: int | None = None
-    half: int | None = None
+    half: int | None = None  # 0 is the gate, 1 the up projection
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
-        """Return the values, shape (rows, columns) of an expert."""
+        """Return the values; those of an expert are a matrix."""
         if self.expert is None:
             return checkpoint.read([self.tensor])[self.tensor]
         matrix = checkpoint.read([self.tensor], slice(self.expert, self.expert + 1))[self.tensor][0]
@@ -60,7 +60,7 @@ class _Tensor(NamedTuple):
 
 
 class _Bytes:
-    """The bytes of a tensor, with all that the package's writer asks of an array. One piece is in memory at a time."""
+    """The bytes of a tensor, with what the package gguf needs of a numpy array. One piece is in memory at a time."""
 
     def __init__(self, tensor: _Tensor, checkpoint: Checkpoint) -> None:
         self._tensor, self._checkpoint = tensor, checkpoint
@@ -105,19 +105,19 @@ class Tensors:
         for name, source in _sources(headers, checkpoint.folder).items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue  # readers take the embedding
-            found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            if found is None:
+            in_gguf = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if in_gguf is None:
                 raise ConfigError(f"{checkpoint.folder}: the tensor {name} has no name in GGUF; remove it")
             if len(source.pieces) > 1:
-                found += ".weight"
-            part = found.rsplit(".", 2)[-2]
-            exact = len(source.shape) == 1 or part in _IN_FLOAT32
-            chosen = torch.float32 if exact else dtype or dtype_of(headers[source.pieces[0].tensor])
+                in_gguf += ".weight"  # `name` has no such suffix if experts were joined
+            part = in_gguf.rsplit(".", 2)[-2]  # attn_q of blk.0.attn_q.weight
+            is_exact = len(source.shape) == 1 or part in _IN_FLOAT32
+            chosen = torch.float32 if is_exact else dtype or dtype_of(headers[source.pieces[0].tensor])
             if chosen not in _KINDS:
                 raise ConfigError(
                     f"{checkpoint.folder}: the tensor {name} has the dtype {chosen}; choose another: --dtype"
                 )
-            self._tensors.append(_Tensor(found, source, chosen, layouts.get(part)))
+            self._tensors.append(_Tensor(in_gguf, source, chosen, layouts.get(part)))
 
     def announce(self, writer: Any) -> None:
         """Add the names, shapes and dtypes of all tensors to a writer."""
@@ -147,30 +147,33 @@ def _sources(headers: Mapping[str, Header], folder: Path) -> dict[str, _Source]:
     Raises:
         ConfigError: an expert is missing, or has another shape than the first.
     """
-    found: dict[str, _Source] = {}
-    modules: dict[str, dict[int, str]] = {}
+    sources: dict[str, _Source] = {}
+    stacks: dict[str, dict[int, str]] = {}  # the tensors of experts in modules of their own, by the experts' numbers
     for name, header in headers.items():
         if match := _OWN_MODULE.fullmatch(name):
-            modules.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = name
+            experts, number, projection = match.groups()
+            stacks.setdefault(f"{experts}.{projection}", {})[int(number)] = name
         elif match := _FUSED.fullmatch(name):
-            found.update(_fused(name, header.shape, match[1], match[2]))
+            experts, kind = match.groups()
+            sources.update(_fused(name, header.shape, experts, kind))
         else:
-            found[name] = _Source(header.shape, [_Piece(name)])
-    for stack, names in modules.items():
+            sources[name] = _Source(header.shape, [_Piece(name)])
+    for stack, names in stacks.items():
+        # A missing expert gets a name that no header has, for the message.
         ordered = [names.get(number, f"{stack} of expert {number}") for number in range(max(names) + 1)]
         shape = headers[names[min(names)]].shape
         if odd := next((name for name in ordered if name not in headers or headers[name].shape != shape), None):
             raise ConfigError(f"{folder}: {odd} is missing or has another shape than that of other experts")
-        found[stack] = _Source(torch.Size((len(ordered), *shape)), [_Piece(name) for name in ordered])
-    return found
+        sources[stack] = _Source(torch.Size((len(ordered), *shape)), [_Piece(name) for name in ordered])
+    return sources
 
 
 def _fused(name: str, shape: torch.Size, experts: str, kind: str) -> dict[str, _Source]:
-    """Return the sources that are made of a tensor of all experts."""
+    """Return the sources that are made of a tensor of all experts: one of ``down``, and two of ``gate_up``."""
     if kind == "down":
         return {name: _Source(shape, [_Piece(name, expert) for expert in range(shape[0])])}
-    half = torch.Size((shape[0], shape[1] // 2, *shape[2:]))
+    half_shape = torch.Size((shape[0], shape[1] // 2, *shape[2:]))
     return {
-        f"{experts}.{projection}_proj": _Source(half, [_Piece(name, expert, index) for expert in range(shape[0])])
-        for index, projection in enumerate(("gate", "up"))
+        f"{experts}.{projection}_proj": _Source(half_shape, [_Piece(name, expert, half) for expert in range(shape[0])])
+        for half, projection in enumerate(("gate", "up"))
     }

@@ -92,7 +92,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def _leave_out(described: dict[str, Any], vocab_size: int) -> list[str]:
-    """Leave out added tokens without a row in the embedding, as a Gemma 3 has for images, and return a line on them."""
+    """Remove added tokens without a row in the embedding from ``described``, such as Gemma 3's for images. Return a note on them."""
     added = described["added_tokens"]
     lost = [each["content"] for each in added if each["id"] >= vocab_size]
     if not lost:
@@ -104,7 +104,7 @@ def _leave_out(described: dict[str, Any], vocab_size: int) -> list[str]:
 
 
 def _around_tokens(described: dict[str, Any]) -> list[str]:
-    """Return a line on added tokens that depend on the text around them."""
+    """Return a note on the added tokens that depend on the text around them; none if there are none."""
     flags = ("lstrip", "rstrip", "single_word")
     found = [each["content"] for each in described["added_tokens"] if any(each[flag] for flag in flags)]
     if not found:
@@ -113,16 +113,17 @@ def _around_tokens(described: dict[str, Any]) -> list[str]:
 
 
 def _byte_level(described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
+    """Return a tokenizer with the merges of byte-level BPE."""
     split = _split(described, folder / _FILE)
-    texts, kinds = _tokens(described, vocab_size, folder / _FILE)
-    notes = (
-        ["transformers' reader does not take digits alone, as llama.cpp does"] if split == SPLITS[DIGITS, False] else []
-    )
-    return Tokenizer("gpt2", split, texts, kinds, _special(folder, vocab_size, load_merges=True), notes=notes)
+    texts, types = _tokens(described, vocab_size, folder / _FILE)
+    notes = []
+    if split == SPLITS[DIGITS, False]:
+        notes.append("transformers' reader does not take digits alone, as llama.cpp does")
+    return Tokenizer("gpt2", split, texts, types, _special(folder, vocab_size, load_merges=True), notes=notes)
 
 
 def _with_byte_fallback(described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
-    """Return a tokenizer with the scores with which llama.cpp joins the same pairs as its merges: in the order of the scores.
+    """Return a tokenizer with scores instead of merges: llama.cpp joins first the pair whose token has the highest score.
 
     Raises:
         ModelNotSupportedError: no scores have the effect of the merges, or text is prepared in a way that llama.cpp does not have.
@@ -134,27 +135,27 @@ def _with_byte_fallback(described: dict[str, Any], folder: Path, vocab_size: int
     if lacks_bytes or model.get("dropout") or model.get("ignore_merges") or model.get("continuing_subword_prefix"):
         raise ModelNotSupportedError(f"{path}: this kind of BPE with byte fallback is not written as GGUF")
     add_space_prefix, notes = _space_prefix(described, path)
-    of_merged = _scores(described, path)
-    texts, kinds = _tokens(described, vocab_size, path)
+    merged_scores = _scores(described, path)
+    texts, types = _tokens(described, vocab_size, path)
     for number, text in enumerate(texts):
         if text == model.get("unk_token"):
-            kinds[number] = gguf.TokenType.UNKNOWN
+            types[number] = gguf.TokenType.UNKNOWN
         elif text in _BYTES:
-            kinds[number] = gguf.TokenType.BYTE
-        elif kinds[number] == gguf.TokenType.USER_DEFINED:
+            types[number] = gguf.TokenType.BYTE
+        elif types[number] == gguf.TokenType.USER_DEFINED:
             texts[number] = text.replace(_SPACE, " ")  # llama.cpp looks for it before spaces are replaced
-    lowest = -float(len(of_merged))  # of tokens that no merge makes
-    scores = [of_merged.get(text, lowest) for text in texts]
+    lowest = -float(len(merged_scores))  # of tokens that no merge makes
+    scores = [merged_scores.get(text, lowest) for text in texts]
     special = _special(folder, vocab_size, load_merges=False)
-    return Tokenizer("llama", "default", texts, kinds, special, scores, add_space_prefix, notes)
+    return Tokenizer("llama", "default", texts, types, special, scores, add_space_prefix, notes)
 
 
 def _special(folder: Path, vocab_size: int, load_merges: bool) -> Any:
-    """Return the special tokens of a folder. Those that are added to text are stated, because programs have other defaults."""
+    """Return the special tokens of a folder, the chat template, and the merges if ``load_merges``."""
     import gguf
 
     special = gguf.SpecialVocab(folder, load_merges=load_merges, n_vocab=vocab_size)
-    for kind in ("bos", "eos"):
+    for kind in ("bos", "eos"):  # programs differ in whether they add a token if the file does not say so
         special.add_special_token.setdefault(kind, False)
     return special
 
@@ -167,13 +168,14 @@ def _split(described: dict[str, Any], path: Path) -> str:
     level, split, digits = (parts.pop(name, None) for name in ("ByteLevel", "Split", "Digits"))
     pattern = split["pattern"].get("Regex") if split else None
     if digits is not None:
-        pattern = DIGITS if digits["individual_digits"] and split is None else ""
+        pattern = DIGITS if digits["individual_digits"] and split is None else "no known pattern"
     if model["type"] != "BPE" or normalizer["type"] != "NFC" or level is None or parts:
         raise ModelNotSupportedError(
             f"{path}: only tokenizers of BPE, byte-level or with byte fallback, are written as GGUF"
         )
     way = (pattern, bool(model.get("ignore_merges")))
-    if way not in SPLITS or (split is None) != level.get("use_regex", True) or level.get("add_prefix_space"):
+    splits_as_gpt2 = level.get("use_regex", True)  # by an expression of its own, which must not follow another
+    if way not in SPLITS or splits_as_gpt2 != (split is None) or level.get("add_prefix_space"):
         raise ModelNotSupportedError(
             f"{path}: llama.cpp has no known name for the way in which this tokenizer splits text"
         )
@@ -185,10 +187,10 @@ def _tokens(described: dict[str, Any], vocab_size: int, path: Path) -> tuple[lis
     import gguf
 
     texts = {number: text for text, number in described["model"]["vocab"].items()}
-    kinds = dict.fromkeys(texts, gguf.TokenType.NORMAL)
+    types = dict.fromkeys(texts, gguf.TokenType.NORMAL)
     for each in described["added_tokens"]:
         texts[each["id"]] = each["content"]
-        kinds[each["id"]] = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
+        types[each["id"]] = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
     if max(texts) >= vocab_size:
         raise ConfigError(
             f"{path} has {max(texts) + 1:,} tokens, but the model {vocab_size:,}; use the tokenizer of the model"
@@ -196,7 +198,7 @@ def _tokens(described: dict[str, Any], vocab_size: int, path: Path) -> tuple[lis
     numbers = range(vocab_size)
     return (
         [texts.get(number, f"[PAD{number}]") for number in numbers],
-        [kinds.get(number, gguf.TokenType.UNUSED) for number in numbers],
+        [types.get(number, gguf.TokenType.UNUSED) for number in numbers],
     )
 
 
@@ -210,15 +212,20 @@ _BYTES = frozenset(f"<0x{number:02X}>" for number in range(256))
 
 
 def _scores(described: dict[str, Any], path: Path) -> dict[str, float]:
-    """Return scores in the order of the merges: 0 for the tokens that are made first, then -1, ..."""
+    """Return scores of the tokens that merges make, in the order of the merges: 0 for the first, then -1, ...
+
+    Raises:
+        ModelNotSupportedError: by these scores, llama.cpp would join other pairs than the merges do.
+    """
     model, added = described["model"], {each["content"] for each in described["added_tokens"]}
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
     scores: dict[str, float] = {}
-    for rank, equals in enumerate(_ranks(pairs)):
-        tokens, lengths = {"".join(pair) for pair in equals}, [(len(first), len(second)) for first, second in equals]
+    for position, group in enumerate(_groups_by_token(pairs)):
+        tokens, lengths = {"".join(pair) for pair in group}, [(len(first), len(second)) for first, second in group]
         if len(tokens) > 1 and lengths != sorted(lengths, reverse=True):
             raise ModelNotSupportedError(f"{path}: no score of {min(tokens)!r} has the effect of its merges")
-        scores |= dict.fromkeys(tokens, -float(rank))
+        scores |= dict.fromkeys(tokens, -float(position))
+    # llama.cpp joins any two tokens whose text together is a token, whether or not there is a merge of them.
     merged = set(pairs)
     for token in model["vocab"].keys() - added:
         for cut in range(1, len(token)):
@@ -230,45 +237,46 @@ def _scores(described: dict[str, Any], path: Path) -> dict[str, float]:
     return scores
 
 
-def _ranks(pairs: list[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
-    """Yield the merges of each token, or of tokens between whose merges there are others of them.
+def _groups_by_token(pairs: list[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
+    """Yield the merges in the shortest runs in which all merges of a token are in one run.
 
-    The latter is how transformers writes merges of tokens with equal scores, such as runs of spaces: by length.
+    A run has several tokens if their merges are mixed. So transformers writes those of tokens with equal scores, such as runs of
+    spaces: by the lengths of the pairs.
     """
-    ends = {"".join(pair): index for index, pair in enumerate(pairs)}
+    last_index = {"".join(pair): index for index, pair in enumerate(pairs)}  # of a merge of each token
     start = end = 0
     for index, pair in enumerate(pairs):
         if index > end:
             yield pairs[start:index]
             start = index
-        end = max(end, ends["".join(pair)])
+        end = max(end, last_index["".join(pair)])
     yield pairs[start:]
 
 
 def _space_prefix(described: dict[str, Any], path: Path) -> tuple[bool, list[str]]:
-    """Return whether llama.cpp adds a space to the beginning of text, and lines on where the tokenizer does not."""
+    """Return whether llama.cpp adds a space before text, and notes on where it adds one and the tokenizer does not."""
     normalizers = _parts(described.get("normalizer"), "normalizers")
     splits = _parts(described.get("pre_tokenizer"), "pretokenizers")
     if normalizers == [_PREPEND, _REPLACE] and not splits:
         spaced = [each["content"] for each in described["added_tokens"] if each["normalized"]]
-        after = f"llama.cpp finds the added tokens {', '.join(spaced)} anywhere in text, but the tokenizer only after a space"
-        return True, [after] if spaced else []
+        note = f"llama.cpp finds the added tokens {', '.join(spaced)} anywhere in text, but the tokenizer only after a space"
+        return True, [note] if spaced else []
     if normalizers == [_REPLACE] and splits in ([], [_SPLIT]):
         return False, []
     if not normalizers and [part["type"] for part in splits] == ["Metaspace"]:
         space = splits[0]
         if space["replacement"] == _SPACE and space.get("split") is False:
             scheme = space.get("prepend_scheme", "always")
-            more = "before text that begins with a space, llama.cpp adds one more than the tokenizer"
-            if scheme == "first":
-                more = f"after special tokens, and {more}"
-            return scheme != "never", [more] if scheme != "never" else []
+            if scheme == "never":
+                return False, []
+            note = "before text that begins with a space, llama.cpp adds one more than the tokenizer"
+            return True, [f"after special tokens, and {note}" if scheme == "first" else note]
     raise ModelNotSupportedError(f"{path}: llama.cpp does not have this tokenizer's way of preparing text")
 
 
-def _parts(described: dict[str, Any] | None, kind: str) -> list[dict[str, Any]]:
-    """Return the members of a sequence of normalizers or splits, or the only one."""
+def _parts(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the parts of a normalizer or splitter: those that it has under ``key``, or itself; none if there is no such thing."""
     if described is None:
         return []
-    found: list[dict[str, Any]] = described.get(kind, [described])
-    return found
+    parts: list[dict[str, Any]] = described.get(key, [described])
+    return parts
