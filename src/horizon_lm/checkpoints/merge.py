@@ -72,20 +72,21 @@ def merge_adapter(
     quantization = take_quantization(config)
     plain, adapted = (skeletons.open_skeleton(source, config, trust_remote_code=trust_remote_code) for _ in range(2))
     checkpoint = Checkpoint(source) if quantization is None else DecodedCheckpoint(source, quantization)
-    merged = _MergedFolder(plain, adapted, adapter, checkpoint, _dtype(dtype))
+    merged = _MergedFolder(plain, adapted, adapter, checkpoint, getattr(torch, dtype) if dtype else None)
     written = plain
     if merged.untied:
-        config = copy.deepcopy(config)
-        declare_untied(config)
-        written = skeletons.open_skeleton(source, config, trust_remote_code=trust_remote_code)
-        first = parameter_names(written)
-        if shared := [each for each in merged.untied if first[each] != each]:
+        untied_config = copy.deepcopy(config)
+        declare_untied(untied_config)
+        written = skeletons.open_skeleton(source, untied_config, trust_remote_code=trust_remote_code)
+        first_names = parameter_names(written)
+        if still_tied := [each for each in merged.untied if first_names[each] != each]:
             raise ModelNotSupportedError(
                 f"{adapter}: the adapters change either the embedding or the head, and a {type(plain).__name__} shares "
-                f"{shared[0]} between both whatever its config says; use the adapters with their base"
+                f"{still_tied[0]} between both whatever its config says; use the adapters with their base"
             )
 
     def fill(part: Path) -> None:
+        """Write the model, the tokenizer, and code that belongs to either."""
         write_folder(Disk(), part, written, merged, max_shard_size)
         for path in _tokenizer_files(adapter) or _tokenizer_files(source):
             shutil.copyfile(path, part / path.name)
@@ -94,11 +95,6 @@ def merge_adapter(
                 shutil.copyfile(path, part / path.name)
 
     write_new_folder(folder, fill)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    found: torch.dtype | None = getattr(torch, name) if name else None
-    return found
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
@@ -120,6 +116,12 @@ class _Unit:
     targets: list[Target] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
+
+    def absorb(self, other: "_Unit") -> None:
+        """Write the merged tensors of another unit with this one's."""
+        self.groups += other.groups
+        self.targets += other.targets
+        self.added += other.added
 
 
 class _MergedFolder:
@@ -144,28 +146,31 @@ class _MergedFolder:
         if isinstance(checkpoint, DecodedCheckpoint):
             require_untransposed(checkpoint, conversion, find_parts(plain))
         check_headers(plain, checkpoint, conversion)
-        # `_first` has the first name of each parameter, by all of its names: tied ones have several.
-        self._headers, self._first = checkpoint.headers(), parameter_names(plain)
+        self._headers = checkpoint.headers()
+        self._first = parameter_names(plain)  # first names of parameters, by all of their names: tied ones have several
         self._shapes = {name: tensor.shape for name, tensor in plain.state_dict().items()}
         self._target: dict[str, Target] = {}  # by the name of each tensor that it gives
         for target in conversion.targets:
-            self._target |= dict.fromkeys(self._describe(target), target)
-        stored = {self._first.get(name, name): target for name, target in self._target.items()}
-        # The target of each tensor of the model, also if it is stored under another of its names; None if it is not stored.
-        self._source = {n: self._target.get(n) or stored.get(self._first.get(n, n)) for n in self._shapes}
+            self._target |= dict.fromkeys(self._meta_of_target(target), target)
+        by_first_name = {self._first.get(name, name): target for name, target in self._target.items()}
+        # The target of each tensor of the model, if need be under another name of a tied one; None if it is not stored.
+        self._source = {
+            name: self._target.get(name) or by_first_name.get(self._first.get(name, name)) for name in self._shapes
+        }
         dtypes = {name: self._stored_dtype(target) for name, target in self._source.items() if target is not None}
-        # With another dtype: weights but for those that transformers would keep in float32, and no buffers.
+        # What `dtype` applies to, in the model and in the checkpoint: parameters that transformers would not keep in float32.
         self._converted = set(self._first)
         if dtype is not None:
             self._converted -= kept_in_float32(plain, self._first, dtype) | created_in_float32(plain, self._first)
-        converted = [target for name, target in self._target.items() if name in self._converted]
-        self._weights = {source for target in converted for source in target.sources}
+        targets = [target for name, target in self._target.items() if name in self._converted]
+        self._converted_sources = {source for target in targets for source in target.sources}
         self._layers = MergedLayers(adapted, adapter, dtypes, self._read)
         self._groups = self._layers.groups
         self.untied = self._find_untied()
         self._units = self._find_units(conversion.targets)
-        self.num_params = sum(shape.numel() for name, shape in self._shapes.items() if self._first.get(name) == name)
-        self.num_params += sum(self._shapes[name].numel() for name in self.untied if self._first[name] != name)
+        first_names = [name for name in self._shapes if self._first.get(name) == name]
+        separate = [name for name in self.untied if self._first[name] != name]  # parameters of their own from now on
+        self.num_params = sum(self._shapes[name].numel() for name in first_names + separate)
         own = plain.config.dtype
         self.main_dtype = dtype or (own if isinstance(own, torch.dtype) else next(iter(dtypes.values())))
 
@@ -173,7 +178,7 @@ class _MergedFolder:
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
         """Return meta tensors for each unit, with the shapes and dtypes of those that `unit` returns."""
-        return [self._emit(unit, self._meta(unit.copies), self._described(unit)) for unit in self._units]
+        return [self._emit(unit, self._meta(unit.copies), self._meta_of_merged(unit)) for unit in self._units]
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit by their names in the folder."""
@@ -199,7 +204,7 @@ class _MergedFolder:
         return untied
 
     def _value(self, name: str, group: int | None) -> torch.Tensor:
-        """Return a tensor of the merged model, given the group of adapters that is merged into it; None for none."""
+        """Return a tensor of the merged model, into which a group of adapters is merged; None for none."""
         if group is None:
             return self._read(name)
         base = {each: self._read(each) for each in self._groups[group]}
@@ -216,17 +221,16 @@ class _MergedFolder:
         for index, names in enumerate(self._groups):
             own = {id(self._target[name]): self._target[name] for name in names if name in self._target}
             unit = _Unit(groups=[index])
-            for other in {id(by_target[key]): by_target[key] for key in own if key in by_target}.values():
-                unit.groups += other.groups  # layers whose weights are one tensor in the checkpoint
-                unit.targets += other.targets
-                unit.added += other.added
+            overlapping = {id(by_target[key]): by_target[key] for key in own if key in by_target}
+            for other in overlapping.values():
+                unit.absorb(other)
                 merged.remove(other)
             unit.targets += [target for key, target in own.items() if key not in by_target]
             unit.added += [name for name in names if name not in self._target and self._is_added(name)]
             by_target |= dict.fromkeys((id(target) for target in unit.targets), unit)
             merged.append(unit)
-        known = {name for names in self._groups for name in names}
-        merged += [_Unit(added=[n]) for n in self.untied if n not in known and n not in self._target]
+        in_groups = {name for names in self._groups for name in names}
+        merged += [_Unit(added=[n]) for n in self.untied if n not in in_groups and n not in self._target]
         unit_of = {source: by_target[id(t)] for t in targets if id(t) in by_target for source in t.sources}
         return [*self._in_order(unit_of), *(unit for unit in merged if not unit.targets and unit.added)]
 
@@ -235,17 +239,20 @@ class _MergedFolder:
         return name in self.untied or self._source[name] is None
 
     def _in_order(self, unit_of: Mapping[str, _Unit]) -> Iterator[_Unit]:
-        """Yield units in the order of the checkpoint, and units of tensors that are only copied."""
-        done: set[int] = set()
+        """Yield merged units in the order of their first tensors in the checkpoint, and between them units of copied tensors.
+
+        ``unit_of`` has the merged units by the names of their tensors in the checkpoint.
+        """
+        yielded: set[int] = set()
         copies, num_bytes, file = _Unit(), 0, None
         for name in self._checkpoint.names:
             unit = unit_of.get(name)
             if unit is not None:
-                if id(unit) not in done:
-                    done.add(id(unit))
+                if id(unit) not in yielded:
+                    yielded.add(id(unit))
                     yield unit
                 continue
-            size = self._headers[name].shape.numel() * 4
+            size = self._headers[name].shape.numel() * 4  # bytes, at most
             if copies.copies and (num_bytes + size > _CHUNK or file != self._checkpoint.file_of(name)):
                 yield copies
                 copies, num_bytes = _Unit(), 0
@@ -261,43 +268,49 @@ class _MergedFolder:
         headers = {name: self._headers[name] for name in names}
         return {name: torch.empty(h.shape, dtype=dtype_of(h), device="meta") for name, h in headers.items()}
 
-    def _described(self, unit: _Unit) -> dict[str, torch.Tensor]:
+    def _meta_of_merged(self, unit: _Unit) -> dict[str, torch.Tensor]:
         """Return meta tensors of those that `_merge` returns."""
-        found = {name: tensor for target in unit.targets for name, tensor in self._describe(target).items()}
+        found = {name: tensor for target in unit.targets for name, tensor in self._meta_of_target(target).items()}
         return found | {name: self._read(name).to("meta") for name in unit.added}
 
     def _merge(self, unit: _Unit) -> dict[str, torch.Tensor]:
-        """Return the tensors of a unit that are merged, by their names in the model."""
+        """Return the tensors of a unit that are no copies, merged, by their names in the model."""
         values = {name: tensor for target in unit.targets for name, tensor in self._read_target(target).items()}
         values |= {name: self._read(name) for name in unit.added}
         for index in unit.groups:
             base = {name: values[name] if name in values else self._read(name) for name in self._groups[index]}
             merged = self._layers.merge(index, _copies_of(base))
-            # A change of nothing may still change the sign of a zero.
+            # What is equal stays as it is: adding nothing may change the sign of a zero.
             values |= {n: each for n, each in merged.items() if n in values and not torch.equal(each, base[n])}
         return values
 
     def _emit(
         self, unit: _Unit, copies: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return tensors by their names in the folder, in the dtype of the merged model."""
-        found = {name: self._cast(tensor) if name in self._weights else tensor for name, tensor in copies.items()}
-        cast = {name: self._cast(tensor) if name in self._converted else tensor for name, tensor in values.items()}
-        converted = {name: cast[name] for name in unit.added}
-        for target in unit.targets:
-            if target.converter is None:
-                found[next(iter(target.sources))] = cast[target.name]
-            else:
-                converted |= {name: cast[name] for name in self._describe(target)}
-        return found | as_stored(self._model, converted)
+        """Return the tensors of a unit by their names in the folder, in the dtype of the merged model.
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._dtype is None else tensor.to(self._dtype)
+        ``copies`` have their names in the checkpoint, and ``values``, which are all others, those in the model.
+        """
+        emitted = self._cast(copies, self._converted_sources)
+        cast = self._cast(values, self._converted)
+        to_convert = {name: cast[name] for name in unit.added}
+        for target in unit.targets:
+            if target.converter is None:  # one tensor of the checkpoint, as it is
+                emitted[next(iter(target.sources))] = cast[target.name]
+            else:
+                to_convert |= {name: cast[name] for name in self._meta_of_target(target)}
+        return emitted | as_stored(self._model, to_convert)
+
+    def _cast(self, tensors: Mapping[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
+        """Return tensors, those of these names in the dtype of the merged model."""
+        if self._dtype is None:
+            return dict(tensors)
+        return {name: tensor.to(self._dtype) if name in names else tensor for name, tensor in tensors.items()}
 
     def _stored_dtype(self, target: Target) -> torch.dtype:
         return dtype_of(self._headers[next(iter(target.sources))])
 
-    def _describe(self, target: Target) -> dict[str, torch.Tensor]:
+    def _meta_of_target(self, target: Target) -> dict[str, torch.Tensor]:
         """Return meta tensors of the model that a target gives, by name."""
         return target.convert(self._model, self._meta(target.sources))
 
@@ -308,12 +321,13 @@ class _MergedFolder:
             value: torch.Tensor = self._model.state_dict()[name]
             return value
         found = self._read_target(target)
-        return (
-            found[name] if name in found else next(t for n, t in found.items() if self._first[n] == self._first[name])
-        )
+        if name in found:
+            return found[name]
+        # stored under another name of a tied parameter
+        return next(tensor for other, tensor in found.items() if self._first[other] == self._first[name])
 
     def _read_target(self, target: Target) -> dict[str, torch.Tensor]:
-        """Return tensors of the base by their names in the model."""
+        """Return the tensors of the base that a target gives, by their names in the model. Reject values that are not finite."""
         tensors = self._checkpoint.read(list(target.sources))
         for name, tensor in tensors.items():
             require_finite(name, tensor, self._checkpoint.file_of(name))
