@@ -33,6 +33,7 @@ class _Numbers(NamedTuple):
 
 
 def _numbers(step: int, lr: float, betas: tuple[float, float], eps: float) -> _Numbers:
+    """Return the numbers of a step, computed in double precision."""
     beta1, beta2 = betas
     return _Numbers(
         one_minus_beta1=np.float32(1 - beta1),
@@ -46,6 +47,7 @@ def _numbers(step: int, lr: float, betas: tuple[float, float], eps: float) -> _N
 
 @inlined
 def _advance(grad: Any, first: Any, second: Any, n: Any) -> Any:
+    """Return the mean of the gradients and that of their squares after a step."""
     return fma(n.one_minus_beta1, grad - first, first), fma(n.one_minus_beta2 * grad, grad, second * n.beta2)
 
 

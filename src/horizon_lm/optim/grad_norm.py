@@ -18,9 +18,9 @@ REMEDY = "Lower the learning rate, or look at the rows of this step."
 
 
 def sum_squares(engine: Machinery, present: Mapping[Unit, Iterable[str]]) -> dict[Unit, float]:
-    """Return the sum of squares of each unit's gradients on all ranks.
+    """Return the sum of squares of each unit's gradients, to which all ranks add their parts.
 
-    They are read from host memory only if landing did not sum them.
+    Gradients are read from host memory only if landing did not sum their squares.
 
     Args:
         engine: the model's engine.
@@ -30,10 +30,11 @@ def sum_squares(engine: Machinery, present: Mapping[Unit, Iterable[str]]) -> dic
     squared_norms = {unit: 0.0 for unit in units if not unit.is_float32}
     for unit, slabs in units.items():
         names = present[unit]
-        known = engine.grads.squared_norms.of(unit) if names else None
-        if known is None and names and slabs.grads.numel():
-            known = _squared_norm(slabs, names)
-        squared_norms[unit.home] += known or 0.0
+        landed = engine.grads.squared_norms.of(unit) if names else None
+        if landed is not None:
+            squared_norms[unit.home] += landed
+        elif names and slabs.grads.numel():
+            squared_norms[unit.home] += _squared_norm(slabs, names)
     if engine.mesh is None:
         return squared_norms
     sums = engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
@@ -41,7 +42,7 @@ def sum_squares(engine: Machinery, present: Mapping[Unit, Iterable[str]]) -> dic
 
 
 def _squared_norm(slabs: UnitSlabs, names: Iterable[str]) -> float:
-    """Return the sum of squares of some gradients of a unit, as stored in host memory, of the part that this rank owns."""
+    """Return the sum of squares of what this rank owns of some gradients of a unit in host memory."""
     kernel = squared_norm_kernel(dtype_name(slabs.grads))
     return sum(kernel(as_array(slabs.grads[slabs.grad_layout.part_of(name, slabs.own_grads)])) for name in names)
 
@@ -52,7 +53,7 @@ def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:
 
 
 def first_non_finite_unit(squared_norms: Mapping[Unit, float], num_blocks: int) -> Unit | None:
-    """Return the first unit, in backward order, whose norm is not finite; non-finite values spread from there."""
+    """Return the first unit in backward order whose sum is not finite, as the origin: a backward pass spreads such values."""
     order = [HEAD, *map(block, reversed(range(num_blocks))), OUTER, EMBED]
     return next((unit for unit in order if not math.isfinite(squared_norms[unit])), None)
 
@@ -65,7 +66,7 @@ class SkippedSteps:
         limit: maximum number of consecutive skipped steps; None for no limit.
 
     Attributes:
-        may_skip: steps are skipped.
+        may_skip: whether steps may be skipped.
         num: number of steps skipped so far.
     """
 

@@ -38,6 +38,7 @@ def _advance(grad: Any, first: Any, second: Any, n: Any) -> Any:
 
 @inlined
 def _move(first: Any, direction: Any, n: Any) -> Any:
+    """Return what is subtracted from the weight."""
     return n.lr * direction
 
 

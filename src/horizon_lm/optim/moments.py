@@ -78,29 +78,31 @@ class Moments:
         """Allocate one moment of these parameters: an arena of values, and one of scales."""
         dtype = _DTYPES[self.kind]
         layouts = {unit: slabs.grad_layout.restrict(parameters) for unit, slabs in store.units.items()}
-        scales = {unit: self._place_scales(layout, store.units[unit]) for unit, layout in layouts.items()}
+        placed = {unit: self._place_scales(layout, store.units[unit]) for unit, layout in layouts.items()}
         arena = store.new_arena([layout.numel for layout in layouts.values()], dtype)
-        scale_arena = store.new_arena([count for _, count in scales.values()], torch.float32)
+        scale_arena = store.new_arena([count for _, count in placed.values()], torch.float32)
         for unit, layout in layouts.items():
-            slabs, (starts, count) = store.units[unit], scales[unit]
-            own = slabs.own_range(layout)
-            ends = (scale_at(layout.numels, at, slabs.row) if starts else 0 for at in (own.start, own.stop))
-            own_scales = slice(*ends)
+            slabs, (scale_starts, count) = store.units[unit], placed[unit]
+            own, own_scales = slabs.own_range(layout), slice(0, 0)
+            if scale_starts:
+                first, last = (scale_at(layout.numels, at, slabs.row) for at in (own.start, own.stop))
+                own_scales = slice(first, last)
             values = arena.take(layout.numel, dtype, own)
-            of_blocks = scale_arena.take(count, torch.float32, own_scales)
-            self.units[unit][moment] = MomentSlabs(layout, own, values, starts, own_scales, of_blocks)
+            scales = scale_arena.take(count, torch.float32, own_scales)
+            self.units[unit][moment] = MomentSlabs(layout, own, values, scale_starts, own_scales, scales)
 
     def _place_scales(self, layout: SlabLayout, slabs: UnitSlabs) -> tuple[dict[str, int], int]:
-        """Return the index of each parameter's first scale, and the number of scales."""
+        """Return the index of each parameter's first scale, and the number of scales; none unless moments have 8 bits."""
         starts: dict[str, int] = {}
         count = 0
-        for name, entry in layout.entries.items() if self.kind == "8bit" else ():
-            starts[name] = count
-            count += num_scales(entry.numel, slabs.row)
+        if self.kind == "8bit":
+            for name, entry in layout.entries.items():
+                starts[name] = count
+                count += num_scales(entry.numel, slabs.row)
         return starts, count
 
     def allocate_pages(self) -> None:
-        """Write zeros, which all moments are, so that no page is allocated later."""
+        """Write the zeros with which moments begin, so that the system allocates all pages now."""
         for moments in self.units.values():
             for each in moments.values():
                 each.values[each.own].zero_()
@@ -109,14 +111,14 @@ class Moments:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the moments, and of their scales, in a saved state."""
-        return (*self._moments, *map(scale_name, self._moments if self.kind == "8bit" else ()))
+        return (*self._moments, *map(scale_name, self._moments)) if self.kind == "8bit" else self._moments
 
     def state(self, unit: Unit, slabs: UnitSlabs, name: str) -> dict[str, torch.Tensor]:
         """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
-        found = {moment: each for moment, each in self.units[unit].items() if name in each.layout}
-        views = {moment: each.layout.view(each.values, name) for moment, each in found.items()}
+        own = {moment: each for moment, each in self.units[unit].items() if name in each.layout}
+        views = {moment: each.layout.view(each.values, name) for moment, each in own.items()}
         if self.kind == "8bit":
-            for moment, each in found.items():
+            for moment, each in own.items():
                 start = each.scale_starts[name]
                 stop = start + num_scales(each.layout.entries[name].numel, slabs.row)
                 views[scale_name(moment)] = each.scales[start:stop]
@@ -171,16 +173,16 @@ class UnitArrays:
         """Return the arrays of a unit."""
         slabs, precision = store.units[unit], store.precision_of(unit)
         return cls(
-            slabs.layout,
-            slabs.grad_layout,
-            slabs.own,
-            slabs.own_grads,
-            as_array(slabs.weights),
-            np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low),
-            precision.name,
-            moments.kind,
-            dtype_name(torch.empty(0, dtype=precision.grad_dtype)),
-            {name: MomentArrays.of(each) for name, each in moments.units[unit].items()},
+            layout=slabs.layout,
+            grad_layout=slabs.grad_layout,
+            own=slabs.own,
+            own_grads=slabs.own_grads,
+            weights=as_array(slabs.weights),
+            low=np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low),
+            weight_format=precision.name,
+            moment_kind=moments.kind,
+            grad_format=dtype_name(torch.empty(0, dtype=precision.grad_dtype)),
+            moments={name: MomentArrays.of(each) for name, each in moments.units[unit].items()},
         )
 
     @property
@@ -200,14 +202,15 @@ class UnitArrays:
         )
 
     def modes(self, rule: Rule) -> tuple[Rule, str, str, str]:
-        """Return what selects the kernel of a rule."""
+        """Return the arguments of `update_kernel` and `rows_kernel` for a rule."""
         return rule, self.weight_format, self.moment_kind, self.grad_format
 
     def moments_of(self, rule: Rule) -> list[MomentArrays]:
         """Return the moments of a rule, as the kernels take them: two, of which those that the rule lacks are empty."""
-        found = [self.moments[moment.name] for moment in rule.moments]
-        return [*found, *[self._no_moment()] * (2 - len(found))]
+        arrays = [self.moments[moment.name] for moment in rule.moments]
+        return arrays + [self._no_moment()] * (2 - len(arrays))
 
     def _no_moment(self) -> MomentArrays:
+        """Return empty arrays, of the dtypes for which a kernel is compiled."""
         dtype = {"float32": np.float32, "bfloat16": np.uint16, "8bit": np.uint8}[self.moment_kind]
         return MomentArrays(SlabLayout({}), np.empty(0, dtype), {}, np.empty(0, np.float32))

@@ -34,16 +34,17 @@ def orthogonalize(matrices: torch.Tensor) -> None:
     Newton and Schulz' iteration with a polynomial of degree 5, in bfloat16.
     """
     if matrices.ndim == 3:
-        for some in matrices.split(max(1, ORTHOGONALIZED_AT_ONCE // matrices[0].numel())):
-            some.copy_(_iterate(some, torch.baddbmm))
+        for part in matrices.split(max(1, ORTHOGONALIZED_AT_ONCE // matrices[0].numel())):
+            part.copy_(_iterate(part, torch.baddbmm))
         return
     matrices.copy_(_iterate(matrices, torch.addmm))
 
 
 def _iterate(matrices: torch.Tensor, add_product: Any) -> torch.Tensor:
+    """Return a matrix, or several, after all iterations. ``add_product`` is ``torch.addmm``, or ``torch.baddbmm`` for several."""
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    # Wide ones have the smaller product with their transpose.
+    # Tall matrices are transposed, because wide ones have the smaller product with their transpose.
     wide = (matrices.mT if is_tall else matrices).bfloat16()
     wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)  # no singular value is above 1
     for _ in range(ORTHOGONALIZING_STEPS):
@@ -69,33 +70,39 @@ class _Numbers(NamedTuple):
 def _numbers(
     step: int, lr: float, betas: tuple[float, float], eps: float, momentum: float, shape: tuple[int, ...]
 ) -> _Numbers:
+    """Return the numbers of a step of matrices of this shape. ``betas`` and ``eps`` are those of other weights."""
     scaled = lr * 0.2 * math.sqrt(max(shape[-2:]))  # steps have the root mean square of AdamW's
     return _Numbers(np.float32(1 - momentum), np.float32(momentum) - np.float32(1), np.float32(scaled))
 
 
 @inlined
 def _advance(grad: Any, first: Any, second: Any, n: Any) -> Any:
+    """Return the mean of the gradients after a step, and for `_pass_on` Nesterov's direction, in place of a second moment."""
     # A weighted mean is computed from the nearer of its two ends, as in torch.
     mean = fma(n.one_minus_momentum, grad - first, first)
-    return mean, fma(n.back, mean - grad, mean)  # Nesterov's direction, which takes the place of a second moment
+    return mean, fma(n.back, mean - grad, mean)
 
 
 @inlined
 def _pass_on(first: Any, direction: Any, n: Any) -> Any:
+    """Return the direction negated: it is subtracted from zero, and the device gets the result."""
     return -direction
 
 
 @inlined
 def _keep(orthogonalized: Any, first: Any, second: Any, n: Any) -> Any:
+    """Return the device's result, which comes in place of a gradient, for `_move`."""
     return orthogonalized, F32(0)
 
 
 @inlined
 def _move(orthogonalized: Any, second: Any, n: Any) -> Any:
+    """Return what is subtracted from the weight."""
     return n.lr * orthogonalized
 
 
 def _numbers_of_others(step: int, lr: float, betas: tuple[float, float], eps: float, momentum: float) -> Any:
+    """Return AdamW's numbers, for weights that are not orthogonalized."""
     return AdamW.rule.numbers(step, lr, betas, eps)
 
 

@@ -77,14 +77,15 @@ def check_state(given: Any, own: Mapping[str, Any], moments: str, rule: Rule, se
     for index, entry in entries.items():
         if entry is not None:
             _check_entry(f"parameter {index}", entry, own["state"][index], moments)
-    halved = [entry for index, entry in entries.items() if entry is not None and LOW_HALF in own["state"][index]]
-    _require_low_halves_of_all(halved)
+    of_masters = [entry for index, entry in entries.items() if entry is not None and LOW_HALF in own["state"][index]]
+    _require_low_halves_of_all(of_masters)
     num_steps = _as_num_steps(f"{STEPS!r}", given[STEPS]) if STEPS in given else 0
     steps = (_as_num_steps("step", entry["step"]) for entry in entries.values() if entry is not None)
     return SavedState(entries, groups, max([num_steps, *steps]))
 
 
 def _a(name: str) -> str:
+    """Return a name with its article."""
     return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
@@ -92,11 +93,11 @@ _PARTS = {"state": Mapping, "param_groups": Sequence}
 
 
 def _match_parameters(given: Sequence[Any], own: Sequence[Any]) -> dict[Any, int]:
-    """Map the parameter numbers of a state to ours by their positions in the groups, as in torch."""
-    sizes = [[len(group.get("params", ())) for group in groups] for groups in (given, own)]
-    if sizes[0] != sizes[1]:
+    """Map the parameter numbers in the groups of a state to ours by their positions, as torch does."""
+    given_sizes, own_sizes = ([len(group.get("params", ())) for group in groups] for groups in (given, own))
+    if given_sizes != own_sizes:
         raise ConfigError(
-            f"the optimizer state has other parameter groups than this optimizer: {sizes[0]} parameters instead of {sizes[1]}; "
+            f"the optimizer state has other parameter groups than this optimizer: {given_sizes} parameters instead of {own_sizes}; "
             "create the optimizer with the groups of the saved one"
         )
     numbers = [number for group in given for number in group["params"]]
@@ -124,8 +125,9 @@ def _check_group(number: int, group: Mapping[str, Any], rule: Rule, settings: Se
 def _match_entries(
     given: Mapping[str, Any], own: Mapping[int, Any], index_of: Mapping[Any, int]
 ) -> dict[int, Mapping[str, Any] | None]:
-    """Return the saved state of each of our parameters. Reject a state for other parameters, or one that is
-    incomplete.
+    """Return the saved state of each of our parameters; None for one without. Reject a state of other parameters, or an incomplete one.
+
+    ``index_of`` maps parameter numbers of the saved state to ours.
     """
     states = given["state"]
     if unknown := [number for number in states if index_of.get(number) not in own]:
@@ -180,6 +182,7 @@ def _is_of_kind(given: torch.dtype, own: torch.dtype) -> bool:
 
 
 def _require_low_halves_of_all(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if some entries have a low half and others do not. None has one in a state of torch's optimizer."""
     found = sum(LOW_HALF in entry for entry in entries)
     if found not in (0, len(entries)):
         raise ConfigError(f"the optimizer state has {LOW_HALF} of {found} of {len(entries)} parameters; it is damaged")
@@ -220,9 +223,9 @@ def check_scalars(
         for group in scalars["groups"]:
             check_settings({name: group[name] for name in settings}, rule)
         _require_numbers(scalars)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"the checkpoint's optimizer state is damaged: {first_line(error)}") from error
 
 

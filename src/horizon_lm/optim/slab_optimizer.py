@@ -68,7 +68,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._store: Store = self._engine.store
         self._names = {id(ref.param): name for name, ref in self._engine.refs.items()}
         self._steps: dict[torch.Tensor, int] = {}
-        self._has_states = False
+        self._has_states = False  # torch's constructor adds groups, whose states need the moments
         super().__init__(list(params) if params is not None else self._trainable(), defaults)
         if update_in_backward:
             apply_in_backward(self._engine, self)
@@ -77,7 +77,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.unit_grad_norms: dict[Unit, float] = {}
         self.non_finite_unit: str | None = None
-        self._rejected: str | None = None
+        self._rejected: str | None = None  # why the next step is rejected whatever its gradients are
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
         self._current: StepUpdate | None = None  # the step that backward passes are applying
         rules = {name: self.rule_of(name) for slabs in self._store.units.values() for name in slabs.grad_layout}
@@ -89,7 +89,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._updates.compile(self.defaults)
 
     def allocate_moments(self) -> None:
-        """Let the system allocate the memory of all moments now, which are zero. It would do so in the first update."""
+        """Let the system allocate the memory of all moments now, and not in the first update. They are still zero."""
         self._moments.allocate_pages()
 
     def rule_of(self, name: str) -> Rule:
@@ -103,7 +103,7 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def hyperparameters(settings: Any) -> dict[str, Any]:
-        """Return the arguments of the class that stand in the settings of a run, or of transformers, under the same names."""
+        """Return the arguments of the class that are settings, given those of a run or transformers' `TrainingArguments`."""
         raise NotImplementedError
 
     def _trainable(self) -> list[torch.nn.Parameter]:
@@ -124,7 +124,7 @@ class SlabOptimizer(torch.optim.Optimizer):
             StreamingError: if an error made the gradients incomplete; call `zero_grad` first.
         """
         loss = closure() if closure is not None else None
-        reason, self._rejected = self._rejected, None
+        reason, self._rejected = self._rejected, None  # of `reject_step`
         engine = self._engine
         engine.resume_interrupted()
         if engine.grads.invalid:
@@ -135,12 +135,13 @@ class SlabOptimizer(torch.optim.Optimizer):
         engine.access.wait_for_grads()
         engine.foreign_writes.follow()
         present = self._present()
-        if not (self.pending if self._in_backward else any(present.values())):  # no gradients: do nothing, like torch
+        has_grads = self.pending if self._in_backward else any(present.values())
+        if not has_grads:  # as in torch, nothing is done
             return loss
         squared_norms = sum_squares(engine, present)
         unit = first_non_finite_unit(squared_norms, self._engine.parts.num_blocks)
         if unit is not None:
-            self._reject_step(unit)
+            self._reject_gradient_of(unit)
             return loss
         if reason is not None:
             self._skipped.skip(f"{reason} at step {self._step + 1}")
@@ -200,15 +201,18 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._engine.access.clear_grads()
 
     def _present(self) -> dict[Unit, list[str]]:
-        """Return the parameters of each unit that have a gradient. Other parameters are not updated, as in torch."""
+        """Return the parameters of each unit that have a gradient. Others are not updated, as in torch.
+
+        With updates in the backward pass, which use gradients up, all that are trained count.
+        """
         grads = self._engine.grads
         return {
             unit: [name for name in slabs.grad_layout if self._in_backward or not grads.is_empty(name)]
             for unit, slabs in self._store.units.items()
         }
 
-    def _reject_step(self, unit: Unit) -> None:
-        """Skip a step whose gradient is not finite, or raise NonFiniteError."""
+    def _reject_gradient_of(self, unit: Unit) -> None:
+        """Skip a step in which the gradient of a unit is not finite, or raise NonFiniteError."""
         self.non_finite_unit = unit
         reason = f"the gradient of {unit} is not finite at step {self._step + 1}"
         if not self._in_backward:
@@ -224,6 +228,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     # One step
 
     def _new_step(self, clip: float) -> StepUpdate:
+        """Return the numbers of the next step, with the settings of now."""
         groups = [(group["params"], {name: group[name] for name in self.defaults}) for group in self.param_groups]
         return StepUpdate(groups, self._steps, self._seed, self._step + 1, clip)
 
@@ -250,7 +255,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     # The interface for updates in a backward pass (`engine.host.updates.UnitOptimizer`)
 
     def begin(self) -> None:
-        """Begin a step with the settings of now. Raise StreamingError if the step before was not ended by `step`."""
+        """Begin the step that a backward pass applies. Raise StreamingError if the last one was not ended by `step`."""
         if self.pending:
             raise StreamingError(
                 "update_in_backward has already changed the weights in this step's backward; call optimizer.step() after "

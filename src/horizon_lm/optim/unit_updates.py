@@ -50,16 +50,18 @@ class UnitUpdates:
         Args:
             settings: settings of a parameter group.
         """
-        used = {
-            (arrays.modes(rule), unit == EMBED): arrays
-            for unit, arrays in self.arrays.items()
-            for rule in {self._rules[name] for name in arrays.grad_layout}
-        }
-        for ((rule, *_), is_table), arrays in used.items():
-            compile_kernels(arrays, rule, settings, is_table)
-            # A device has gradients in the dtype of its weights, and in fp32 if it sums several.
-            sources = {"float32", "float32" if arrays.weight_format == "float32" else "bfloat16"}
-            compile_landing(arrays.grad_format, sources, is_table)
+        compiled = set()
+        for unit, arrays in self.arrays.items():
+            is_table = unit == EMBED
+            for rule in {self._rules[name] for name in arrays.grad_layout}:
+                variant = (arrays.modes(rule), is_table)
+                if variant in compiled:
+                    continue
+                compiled.add(variant)
+                compile_kernels(arrays, rule, settings, is_table)
+                # A device has gradients in the dtype of its weights, and in fp32 if it sums several.
+                sources = {"float32", "float32" if arrays.weight_format == "float32" else "bfloat16"}
+                compile_landing(arrays.grad_format, sources, is_table)
 
     def of_all(self, step: StepUpdate, present: Mapping[Unit, Iterable[str]]) -> UpdatePass:
         """Return the update of all units, in the order in which the next forward pass streams them in.
@@ -70,14 +72,13 @@ class UnitUpdates:
         """
         blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
         order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
-        parts = {unit: self._store.parts_of(unit) for unit in order}
+        parts = {unit: self._store.parts_of(unit) for unit in order}  # with the unit's weights in float32
         spans = {part: self._spans(step, part, present[part]) for unit in order for part in parts[unit]}
         moves = {
             unit: joined([self._pieces(self.arrays[part], part, last_parts(spans[part])) for part in parts[unit]])
             for unit in order
         }
-        first = {unit: first_parts(found) for unit, found in spans.items()}
-        on_device = {unit: self._on_device(unit, found) for unit, found in first.items() if found}
+        on_device = {part: self._on_device(part, first) for part in spans if (first := first_parts(spans[part]))}
         table = None
         if present[EMBED]:
             table = self.of_table(step, TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
@@ -102,9 +103,7 @@ class UnitUpdates:
         return step.spans(unit, self.arrays[unit], params, self._rules)
 
     def _on_device(self, unit: Unit, spans: Sequence[Span]) -> DevicePart:
-        """Return the part of a unit's update on the device: the moves before it, which leave their results in place of the
-        gradients, and the matrices that it replaces.
-        """
+        """Return the part of a unit's update on the device, which begins with these spans (`first_parts`) on the host."""
         rule = spans[0].rule
         assert rule.on_device is not None
         arrays = self.arrays[unit].of_grads(as_array(self._store.units[unit].grads))
@@ -114,7 +113,7 @@ class UnitUpdates:
     def _pieces(
         self, arrays: UnitArrays, unit: Unit, spans: Sequence[Span], grads: torch.Tensor | None = None
     ) -> Sequence[Move]:
-        """Return the update of some spans, from the part of a gradient slab that this rank owns; None for that of the unit."""
+        """Return the update of some spans of a unit. ``grads`` is this rank's part of a gradient slab; None for that of the unit."""
         if grads is None:
             slabs = self._store.units[unit]
             grads = slabs.grads[slabs.own_grads]
@@ -122,10 +121,8 @@ class UnitUpdates:
         return span_pieces(arrays, spans, as_array(grads), record, self._guard(unit))
 
     def _guard(self, unit: Unit) -> Callable[[], bool]:
-        """Return a check of a unit's gradient to call when its update runs; before that, the gradient may be
-        incomplete.
-        """
-        if not self._in_backward:
+        """Return a function that says whether a unit's gradient is finite. It is called when the update runs, after the landing."""
+        if not self._in_backward:  # `step` has checked all gradients
             return lambda: True
         squared_norms = self._engine.grads.squared_norms
         return lambda: math.isfinite(squared_norms.of(unit) or 0.0)

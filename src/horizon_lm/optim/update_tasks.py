@@ -22,9 +22,9 @@ from horizon_lm.store.arena import as_array
 from horizon_lm.store.unit_slabs import SlabLayout
 from horizon_lm.units import Unit
 
-# The least elements of a piece, a multiple of the 8-bit block size: half a millisecond of work.
+# Elements of a piece of a small span, a multiple of the 8-bit block size: half a millisecond of work.
 _PIECE_ELEMENTS = 1 << 19
-_LARGEST = 4  # times as many elements has a piece at most
+_MAX_FACTOR = 4  # pieces of a large span are up to as many times larger
 _ENOUGH_PIECES = 64  # so that all threads have work until the end of a span
 
 
@@ -83,10 +83,13 @@ class StepUpdate:
     def spans(
         self, unit: Unit, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter], rules: Mapping[str, Rule]
     ) -> list[Span]:
-        """Group parameters of a unit into spans, leaving out parameters that the optimizer does not train."""
+        """Group parameters of a unit into spans, leaving out parameters that the optimizer does not train.
+
+        The others are added to `stepped`.
+        """
         order = {name: number for number, name in enumerate(arrays.layout)}
         spans: list[tuple[list[str], Rule, Scalars]] = []
-        before: tuple[Any, ...] = ()
+        last: tuple[Any, ...] = ()  # the place of the last parameter, and what it is updated with
         for name, param in params.items():
             settings = self._settings.get(id(param))
             if settings is None:
@@ -94,12 +97,13 @@ class StepUpdate:
             rule, step = rules[name], self._steps[param] + 1
             if rule.on_device is not None:
                 settings = {**settings, "shape": tuple(param.shape)}
-            if arrays.mergeable and before == (order[name] - 1, rule, settings, step):
-                spans[-1][0].append(name)
+            if arrays.mergeable and last == (order[name] - 1, rule, settings, step):
+                names, _, _ = spans[-1]
+                names.append(name)
             else:
                 key = noise_key(self._seed, self._step, unit)
                 spans.append(([name], rule, step_scalars(rule, settings, step, self._clip, key)))
-            before = order[name], rule, settings, step
+            last = order[name], rule, settings, step
             self.stepped.append(param)
         return [Span(*span) for span in spans]
 
@@ -120,10 +124,10 @@ def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any], is_table: bool) -> None:
-    """Compile the kernels of a rule, so that the first step takes no longer than later steps."""
+    """Compile the kernels of a rule by calling them with no elements, so that the first step takes no longer than later steps."""
     shape = {} if rule.on_device is None else {"shape": (1, 1)}
-    scalars = step_scalars(rule, _copied(settings) | shape, 1, 1.0, 0)
-    nothing = np.empty(0, np.int64)
+    scalars = step_scalars(rule, _copied(settings) | shape, step=1, clip=1.0, key=0)
+    no_rows = np.empty(0, np.int64)
     values = as_array(torch.empty(0, dtype=getattr(torch, arrays.grad_format)))
 
     def compile_rule(arrays: UnitArrays, rule: Rule) -> None:
@@ -132,7 +136,7 @@ def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any],
         slabs = [each[:0] for each in slabs]
         update_kernel(*arrays.modes(rule))(*slabs, np.uint32(0), scalars)
         if is_table:
-            rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, nothing, nothing, scalars)
+            rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, no_rows, no_rows, scalars)
 
     if rule.on_device is None:
         compile_rule(arrays, rule)
@@ -142,7 +146,10 @@ def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any],
 
 
 def first_parts(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans of which a part is computed on the device, as updates of their gradients, of which nothing is kept."""
+    """Return the spans of which a part is computed on the device, with scalars by which the result replaces the gradient.
+
+    The gradient is there in place of the weight (`UnitArrays.of_grads`), and a decay to 0 removes it.
+    """
 
     def without_weight(scalars: Scalars) -> Scalars:
         return Scalars(scalars.clip, np.float32(0), scalars.key, scalars.numbers)
@@ -151,7 +158,7 @@ def first_parts(spans: Iterable[Span]) -> list[Span]:
 
 
 def last_parts(spans: Iterable[Span]) -> list[Span]:
-    """Return spans with the rules by which their weights are updated, after what is computed on the device."""
+    """Return spans with the rules by which weights are updated, if need be from what the device has computed."""
     return [s if s.rule.on_device is None else replace(s, rule=s.rule.on_device.then) for s in spans]
 
 
@@ -197,7 +204,7 @@ class Pieces(Sequence[Move]):
         return _Piece(self, range(len(self))[number])
 
     def run(self, number: int) -> None:
-        """Run a piece unless it has already run."""
+        """Run a piece unless it has already run, or its guard returns False."""
         if self._done[number]:
             return
         if self._guard():
@@ -215,7 +222,7 @@ def piece_elements(numel: int) -> int:
     A piece takes about 10 us of the interpreter's time, which other threads need to enqueue computations. At 200 GB/s,
     small pieces of a 7B model would take an eighth of that time.
     """
-    return _PIECE_ELEMENTS * max(1, min(_LARGEST, numel // (_ENOUGH_PIECES * _PIECE_ELEMENTS)))
+    return _PIECE_ELEMENTS * max(1, min(_MAX_FACTOR, numel // (_ENOUGH_PIECES * _PIECE_ELEMENTS)))
 
 
 def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: Record, guard: Guard) -> Pieces:
@@ -224,12 +231,14 @@ def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: 
     The padding between parameters is also updated: zeros stay zeros.
     """
     placed = [_Placed.of(arrays, span) for span in spans]
-    pieces = [piece_elements(each.numel) for each in placed]
-    firsts = [0, *accumulate(-(-each.numel // piece) for each, piece in zip(placed, pieces, strict=True))]
+    sizes = [piece_elements(each.numel) for each in placed]  # of the pieces of each span
+    # The number of the first piece of each span, and the number of all pieces.
+    firsts = [0, *accumulate(-(-each.numel // size) for each, size in zip(placed, sizes, strict=True))]
 
     def update(number: int) -> None:
+        """Update the piece with a number."""
         index = bisect_right(firsts, number) - 1
-        placed[index].update(values, (number - firsts[index]) * pieces[index], pieces[index])
+        placed[index].update(values, (number - firsts[index]) * sizes[index], sizes[index])
 
     return Pieces(firsts[-1], update, record, guard)
 
@@ -262,24 +271,26 @@ class _Placed:
         return cls(arrays, span, start - first.offset, stop - start, kernel, arrays.moments_of(span.rule))
 
     def update(self, values: Any, offset: int, size: int) -> None:
-        """Update at most ``size`` elements from an offset in the part of this rank on."""
+        """Update at most ``size`` elements, from ``offset`` in this rank's part of the span on, with its part of a gradient slab."""
         arrays, name = self.arrays, self.span.names[0]
-        size, start = min(size, self.numel - offset), self.before + offset
+        size, start = min(size, self.numel - offset), self.before + offset  # `start`: in the span
 
         def part_of(layout: SlabLayout, slab: Any) -> Any:
+            """Return the elements in a slab."""
             if name not in layout:  # of a moment that the rule lacks, whose slab is empty
                 return slab[:0]
             first = layout.entries[name].offset + start
             return slab[first : first + size]
 
         def scales(moment: MomentArrays) -> Any:
+            """Return their scales."""
             if not moment.scale_starts:
                 return moment.scales[:0]
             first = moment.scale_starts[name] + start // BLOCK  # other ranks own a multiple of a block
             return moment.scales[first : first - (-size // BLOCK)]
 
         grad = arrays.grad_layout.entries[name].offset + start - arrays.own_grads.start
-        number = arrays.layout.entries[name].offset + start
+        number = arrays.layout.entries[name].offset + start  # of the first element in the slab
         self.kernel(
             part_of(arrays.layout, arrays.weights), part_of(arrays.layout, arrays.low), values[grad : grad + size],
             *(part_of(each.layout, each.values) for each in self.moments), *map(scales, self.moments),
@@ -312,15 +323,16 @@ class TableRows:
         return self._pieces(np.arange(own.start // self._width, min(-(-own.stop // self._width), self._num_rows)))
 
     def _pieces(self, rows: Any) -> Pieces:
-        count = max(1, _PIECE_ELEMENTS // self._width)
-        return Pieces(
-            -(-len(rows) // count),
-            lambda number: self._update(rows[number * count : (number + 1) * count]),
-            self._record,
-            self._guard,
-        )
+        """Return the update of some rows in pieces."""
+        height = max(1, _PIECE_ELEMENTS // self._width)  # rows of a piece
+
+        def update(number: int) -> None:
+            self._update(rows[number * height : (number + 1) * height])
+
+        return Pieces(-(-len(rows) // height), update, self._record, self._guard)
 
     def _update(self, rows: Any) -> None:
+        """Update rows, except those that this step has updated before."""
         rows = rows[~self._done[rows]]
         self._kernel(
             self._arrays.weights, self._arrays.low, self._grads, *(each.values for each in self._moments),
