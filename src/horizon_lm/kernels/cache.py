@@ -44,9 +44,8 @@ def name_by_parts(function: FunctionType) -> FunctionType:
 
 
 def keep(kernel: Any) -> None:
-    """Keep on disk what a kernel is compiled to, unless it calls functions of others, whose sources may change unnoticed.
-
-    Its name has to be one by `name_by_parts`.
+    """Keep on disk what a kernel, named by `name_by_parts`, is compiled to, unless it calls functions of other packages, whose sources may
+    change unnoticed.
     """
     if all(part.__module__.startswith("horizon_lm.") for part in _parts(kernel) if isinstance(part, FunctionType)):
         kernel._cache = _KernelCache(kernel.py_func)
@@ -89,6 +88,7 @@ class _KernelCache(NullCache):
                     part.unlink(missing_ok=True)
 
     def _name(self, types: Any, codegen: Any) -> str:
+        """Return the name of a file: a hash of all that machine code depends on."""
         key = (_versions(), codegen.magic_tuple(), self._identity, str(types))
         return hashlib.sha256(repr(key).encode()).hexdigest()
 

@@ -104,10 +104,12 @@ def _target(out: torch.Tensor) -> torch.Tensor:
 
 
 def _programs(numel: int) -> int:
+    """Return the number of programs that decode so many elements."""
     return -(-numel // int(_kernels().BLOCK))
 
 
 def _kernels() -> Any:
+    """Return the module of the kernels, which needs Triton."""
     from horizon_lm.kernels import decoding_kernels
 
     return decoding_kernels

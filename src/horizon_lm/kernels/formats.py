@@ -106,7 +106,9 @@ _UNSIGNED = _ONE - 255  # code 255 is 1.0, code 1 about 2**-31
 def _encode_signed(array: Any, i: int, relative: Any, noise: Any) -> None:
     """Write a moment that may be negative as 8 bits, given relative to the largest of its block."""
     size = abs(relative)
+    # Noise in the 20 bits that are cut off rounds up as often as their value demands.
     code = np.int32(U32(bits_of(size) + U32(noise << U32(4))) >> U32(20)) - np.int32(_SIGNED)
+    # Below the number of code 1, the spacing of codes is that number, and so is the range of the noise.
     smallest = float_of(U32(_SIGNED + 1) << U32(20))
     tiny = np.int32(1) if size > smallest * F32(noise) * F32(2**-16) else np.int32(0)
     code = code if code > 0 else tiny

@@ -25,7 +25,7 @@ Components = Mapping[str, torch.Tensor]
 
 def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch.dtype) -> None:
     """Decode components into ``out``. The arguments are those of `Codec.decode_part`; any thread may call this."""
-    form = _FORMS.get((dtype, out.dtype))
+    form = _FORMS.get((dtype, out.dtype))  # None: only the codec's torch code has it
     if isinstance(codec, Rows):
         decode(codec.of, components, out, dtype)
     elif isinstance(codec, Stack):
@@ -57,35 +57,38 @@ _E2M1 = np.array([*VALUES, *(-value for value in VALUES)], F32)
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
-def _decode_bnb(codec: Bnb4Bit, components: Components, out: torch.Tensor, form: str) -> None:
-    arrays = [
-        each.contiguous().numpy() for each in (components["weight"], codec.scales(components), components["quant_map"])
-    ]
-    _decode_4bit(form)(*arrays, codec.blocksize, as_array(out.view(-1)))
+def _decode_bnb4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor, form: str) -> None:
+    """Decode 4-bit codes."""
+    tensors = components["weight"], codec.scales(components), components["quant_map"]
+    codes, scales, table = (each.contiguous().numpy() for each in tensors)
+    _bnb4bit_kernel(form)(codes, scales, table, codec.blocksize, as_array(out.view(-1)))
 
 
-def _decode_stacked_mxfp4(codec: Mxfp4, components: Components, out: torch.Tensor, form: str) -> None:
+def _decode_mxfp4(codec: Mxfp4, components: Components, out: torch.Tensor, form: str) -> None:
+    """Decode stacked matrices (E, I, O)."""
     for blocks, scales, matrix in zip(components["blocks"], components["scales"], out, strict=True):
-        _decode_mxfp4(form)(blocks.numpy(), scales.numpy(), _E2M1, as_array(matrix))
+        _mxfp4_kernel(form)(blocks.numpy(), scales.numpy(), _E2M1, as_array(matrix))
 
 
-def _decode_tiles(codec: Fp8, components: Components, out: torch.Tensor, form: str) -> None:
+def _decode_fp8(codec: Fp8, components: Components, out: torch.Tensor, form: str) -> None:
+    """Decode a matrix (O, I) with a scale for each tile."""
     codes, scales = components["weight"].view(torch.uint8).numpy(), components["weight_scale_inv"].float().numpy()
-    _decode_fp8(form)(codes, scales, _E4M3, *codec.tile, as_array(out))
+    _fp8_kernel(form)(codes, scales, _E4M3, *codec.tile, as_array(out))
 
 
-def _decode_groups(codec: Int4, components: Components, out: torch.Tensor, form: str) -> None:
+def _decode_int4(codec: Int4, components: Components, out: torch.Tensor, form: str) -> None:
+    """Decode a matrix (O, I) with a scale for each group of a row."""
     pairs, scales = components["weight_packed"].view(torch.uint8).numpy(), components["weight_scale"].float().numpy()
-    _decode_int4(form)(pairs, scales, as_array(out))
+    _int4_kernel(form)(pairs, scales, as_array(out))
 
 
 _DECODERS: dict[type[Codec], Callable[[Any, Components, torch.Tensor, str], None]] = {
-    Bnb4Bit: _decode_bnb, Mxfp4: _decode_stacked_mxfp4, Fp8: _decode_tiles, Int4: _decode_groups
+    Bnb4Bit: _decode_bnb4bit, Mxfp4: _decode_mxfp4, Fp8: _decode_fp8, Int4: _decode_int4
 }  # fmt: skip
 
 
 @cache
-def _decode_4bit(form: str) -> Any:
+def _bnb4bit_kernel(form: str) -> Any:
     """Compile a decoder of pairs of codes (N / 2,) with scales (N / blocksize,) and the value of each code (16,) to (N,)."""
     store = _STORE[form]
 
@@ -103,7 +106,7 @@ def _decode_4bit(form: str) -> Any:
 
 
 @cache
-def _decode_mxfp4(form: str) -> Any:
+def _mxfp4_kernel(form: str) -> Any:
     """Compile a decoder of blocks (I / 32, 16, O) and scales (I / 32, O), with the value of each code (16,), to (I, O).
 
     A scale is the exponent of a power of two, in the bits of a float; 0 is the subnormal 2**-127.
@@ -129,7 +132,7 @@ def _decode_mxfp4(form: str) -> Any:
 
 
 @cache
-def _decode_fp8(form: str) -> Any:
+def _fp8_kernel(form: str) -> Any:
     """Compile a decoder of codes (O, I) with a scale for each tile and the value of each code (256,) to (O, I)."""
     store = _STORE[form]
 
@@ -146,7 +149,7 @@ def _decode_fp8(form: str) -> Any:
 
 
 @cache
-def _decode_int4(form: str) -> Any:
+def _int4_kernel(form: str) -> Any:
     """Compile a decoder of pairs of codes (O, I / 2) with scales (O, groups) to (O, I)."""
     store = _STORE[form]
 

@@ -89,9 +89,7 @@ class Scalars(NamedTuple):
 
 @inlined
 def _largest(values: Any, size: int) -> Any:
-    """Return the largest magnitude. Positive numbers have the same order as their bit patterns, which
-    compare faster.
-    """
+    """Return the largest magnitude. Bit patterns of positive numbers have the order of the numbers, and compare faster."""
     largest = U32(0)
     for j in range(size):
         largest = max(largest, U32(bits_of(values[j]) & U32(0x7FFFFFFF)))
@@ -100,11 +98,12 @@ def _largest(values: Any, size: int) -> Any:
 
 @inlined
 def _inverse(scale: Any) -> Any:
+    """Return 1 / scale; 0 for a block of zeros."""
     return F32(1) / scale if scale > F32(0) else F32(0)
 
 
 def _update(rule: Rule, weight_format: str, moment_format: str, grad_format: str) -> Any:
-    """Compose the update of consecutive elements, to be inlined. ``m`` and ``v`` are scratch space for one block."""
+    """Compose the update of consecutive elements, to be inlined. ``m`` and ``v`` are scratch space for the moments of one block."""
     read_weight, write_weight = WEIGHT_CODECS[weight_format]
     read_grad = GRAD_READERS[grad_format]
     scaled1, scaled2 = (moment_format == "8bit" and len(rule.moments) >= count for count in (1, 2))
@@ -123,23 +122,23 @@ def _update(rule: Rule, weight_format: str, moment_format: str, grad_format: str
         for start in range(0, len(weights), BLOCK):
             block, size = start // BLOCK, min(BLOCK, len(weights) - start)
             g_, first_, second_ = grads[start:], first[start:], second[start:]
-            before1 = scale1[block] if scaled1 else F32(1)
-            before2 = scale2[block] if scaled2 else F32(1)
+            old1 = scale1[block] if scaled1 else F32(1)
+            old2 = scale2[block] if scaled2 else F32(1)
             for j in range(size):
                 grad = read_grad(g_, j) * s.clip
-                m[j], v[j] = advance(grad, read_first(first_, j, before1), read_second(second_, j, before2), s.numbers)
-            per1, per2 = F32(1), F32(1)
+                m[j], v[j] = advance(grad, read_first(first_, j, old1), read_second(second_, j, old2), s.numbers)
+            inverse1, inverse2 = F32(1), F32(1)
             if scaled1:
                 scale1[block] = _largest(m, size)
-                per1 = _inverse(scale1[block])
+                inverse1 = _inverse(scale1[block])
             if scaled2:
                 scale2[block] = _largest(v, size)
-                per2 = _inverse(scale2[block])
+                inverse2 = _inverse(scale2[block])
             for j in range(size):
                 # Hashed twice, so that it is not the noise of the weights.
                 noise = mix(mix(U32(U32(start + j) + number ^ s.key)))
-                write_first(first_, j, m[j] * per1, noise & U32(0xFFFF))
-                write_second(second_, j, v[j] * per2, noise >> U32(16))
+                write_first(first_, j, m[j] * inverse1, noise & U32(0xFFFF))
+                write_second(second_, j, v[j] * inverse2, noise >> U32(16))
             w_, low_ = weights[start:], low[start:]
             for j in range(size):
                 noise = mix(U32(U32(start + j) + number ^ s.key))
