@@ -64,7 +64,7 @@ class Codec(ABC):
         """Cut a tensor into parts of at most ``max_bytes`` packed bytes, or as small as the format allows."""
 
     def joins(self, heights: Sequence[int]) -> bool:
-        """Return whether matrices of these heights, one below the other, have the components of each, one below the other."""
+        """Return whether matrices of these heights may be joined, one below the other, by joining their components by rows."""
         return False
 
     def num_bytes(self, shape: Sequence[int]) -> int:
@@ -140,7 +140,7 @@ class Codec(ABC):
 
 
 def spans(count: int, bytes_each: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut ``count`` equal pieces into spans of at most ``max_bytes``, and of at least one piece."""
+    """Group ``count`` equal pieces into spans of at most ``max_bytes``, or of one piece. Yield the first of each, and the next one's."""
     size = max(1, max_bytes // bytes_each)
     for first in range(0, count, size):
         yield first, min(count, first + size)

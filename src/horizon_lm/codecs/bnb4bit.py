@@ -83,7 +83,7 @@ class Bnb4Bit(Codec):
         out.view(-1).copy_(padded.view(-1)[: out.numel()])
 
     def scales(self, components: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the scale of each block in float32: the stored one, or with double quantization 256 of them share an outer scale."""
+        """Return the scale of each block in float32, decoded if scales are quantized: each table entry times its outer scale, plus the mean."""
         if not self.nested:
             return components["absmax"]
         values = components["nested_quant_map"][components["absmax"].int()]
@@ -94,30 +94,34 @@ class Bnb4Bit(Codec):
         """Quantize a weight, some whole blocks at a time. For the shapes of components, see `decode_components`."""
         table = torch.tensor(TABLES[self.quant_type])
         components["quant_map"].copy_(table)
-        flat, found = weight.reshape(-1), []
+        flat, scales_of_parts = weight.reshape(-1), []
         step = self.blocksize * (_AT_ONCE // self.blocksize)
         for start in range(0, flat.numel(), step):  # a quantized copy of the whole would take 20 bytes an element
             codes, part = _quantize(flat[start : start + step].float(), table, self.blocksize)
             codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
             components["weight"][start // 2 : (start + step) // 2].copy_(codes[:, 0] << 4 | codes[:, 1])
-            found.append(part)
-        scales = torch.cat(found)
-        if not self.nested:
+            scales_of_parts.append(part)
+        scales = torch.cat(scales_of_parts)
+        if self.nested:
+            _quantize_scales(scales, components)
+        else:
             components["absmax"].copy_(scales)
-            return
-        offset, table = scales.mean(), dynamic_table()
-        # Double quantization: scales minus their mean, in 8-bit codes and with an outer scale for every 256.
-        codes, outer = _quantize(scales - offset, table, _NESTED_BLOCK, in_steps=True)
-        components["absmax"].copy_(codes)
-        components["nested_absmax"].copy_(outer)
-        components["nested_quant_map"].copy_(table)
-        components["nested_offset"].copy_(offset)
+
+
+def _quantize_scales(scales: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:
+    """Quantize scales, minus their mean, into components: 8-bit codes, and an outer scale for every 256."""
+    offset, table = scales.mean(), dynamic_table()
+    codes, outer = _quantize(scales - offset, table, _NESTED_BLOCK, in_steps=True)
+    components["absmax"].copy_(codes)
+    components["nested_absmax"].copy_(outer)
+    components["nested_quant_map"].copy_(table)
+    components["nested_offset"].copy_(offset)
 
 
 def _quantize(
     values: torch.Tensor, table: torch.Tensor, blocksize: int, in_steps: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the code of the nearest table entry of each value, divided by its block's scale, and the scales.
+    """Divide each value by the scale of its block, its largest magnitude. Return the codes of the nearest table entries, and the scales.
 
     ``in_steps``: values are rounded to one of 65,536 steps first, as bitsandbytes does for 8-bit codes.
     """

@@ -44,19 +44,14 @@ class Fp8(Codec):
         (height, width), rows = shape, self.tile[0]
         for first, last in spans(-(-height // rows), self.num_bytes((rows, width)), max_bytes):
             top, bottom = first * rows, min(height, last * rows)
-            part = torch.Size((bottom - top, width))
-            yield Part(
-                top * width,
-                bottom * width,
-                part,
-                {"weight": slice(top, bottom), "weight_scale_inv": slice(first, last)},
-            )
+            taken = {"weight": slice(top, bottom), "weight_scale_inv": slice(first, last)}
+            yield Part(top * width, bottom * width, torch.Size((bottom - top, width)), taken)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         scales = components["weight_scale_inv"].float()
-        for top, row in zip(range(0, out.shape[0], self.tile[0]), scales, strict=True):
+        for top, row_of_tiles in zip(range(0, out.shape[0], self.tile[0]), scales, strict=True):
             bottom = min(out.shape[0], top + self.tile[0])
-            by_column = row.repeat_interleave(self.tile[1])[: out.shape[1]]
+            by_column = row_of_tiles.repeat_interleave(self.tile[1])[: out.shape[1]]
             out[top:bottom].copy_(components["weight"][top:bottom].float().mul_(by_column))
 
     def encode_components(self, weight: torch.Tensor, components: Mapping[str, torch.Tensor]) -> None:

@@ -50,17 +50,18 @@ class Mxfp4(Codec):
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
         experts, width, height = shape
         size, row = width * height, _BLOCK * height  # elements of a matrix, and of a row of its blocks
-        if self.num_bytes((1, width, height)) <= max_bytes:
-            for first, last in spans(experts, self.num_bytes((1, width, height)), max_bytes):
-                whole = slice(first, last)
-                part = torch.Size((last - first, width, height))
-                yield Part(first * size, last * size, part, {"blocks": whole, "scales": whole})
+        matrix_bytes = self.num_bytes((1, width, height))
+        if matrix_bytes <= max_bytes:
+            for first, last in spans(experts, matrix_bytes, max_bytes):
+                matrices = slice(first, last)
+                shape_of_part = torch.Size((last - first, width, height))
+                yield Part(first * size, last * size, shape_of_part, {"blocks": matrices, "scales": matrices})
             return
         for expert in range(experts):
             for first, last in spans(width // _BLOCK, self.num_bytes((1, _BLOCK, height)), max_bytes):
                 rows = (slice(expert, expert + 1), slice(first, last))
-                start, part = expert * size, torch.Size((1, (last - first) * _BLOCK, height))
-                yield Part(start + first * row, start + last * row, part, {"blocks": rows, "scales": rows})
+                start, shape_of_part = expert * size, torch.Size((1, (last - first) * _BLOCK, height))
+                yield Part(start + first * row, start + last * row, shape_of_part, {"blocks": rows, "scales": rows})
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         table = _table(out.device)
@@ -74,6 +75,7 @@ class Mxfp4(Codec):
         for matrix, blocks, scales in zip(weight, components["blocks"], components["scales"], strict=True):
             values = matrix.float().reshape(-1, _BLOCK, matrix.shape[-1])  # (I / 32, 32, O)
             largest = values.abs().amax(dim=1)
+            # The scale by which the largest value gets the exponent of the largest code; `frexp` counts from 0.5, not from 1.
             exponents = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT
             exponents = torch.where(largest > 0, exponents, 0).clamp_(-_BIAS, _BIAS)
             scales.copy_(exponents + _BIAS)

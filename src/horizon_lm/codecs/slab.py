@@ -66,7 +66,7 @@ class PackedSlab:
         return (self.data if slab is None else slab)[entry.start : entry.start + entry.num_bytes]
 
     def own_part(self, name: str) -> slice:
-        """Return the bytes of a tensor that this rank owns, as a range of the tensor's bytes."""
+        """Return the bytes of a tensor that this rank owns, as a range of the tensor's bytes, which may be empty."""
         entry, own = self.entries[name], self.own
         start = min(max(own.start - entry.start, 0), entry.num_bytes)
         return slice(start, max(start, min(own.stop - entry.start, entry.num_bytes)))

@@ -23,20 +23,21 @@ class Stack(Codec):
         return {name: Component(torch.Size((shape[0], *each.shape)), each.dtype) for name, each in inner.items()}
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
-        one, size = torch.Size(shape[1:]), self.of.num_bytes(shape[1:])
-        if size > max_bytes:
+        one, bytes_each = torch.Size(shape[1:]), self.of.num_bytes(shape[1:])
+        if bytes_each > max_bytes:
             for index in range(shape[0]):
                 yield from self._parts_of(index, one, max_bytes)
             return
-        for first, last in spans(shape[0], size, max_bytes):
+        for first, last in spans(shape[0], bytes_each, max_bytes):
             rows = dict.fromkeys(self.of.components(one), slice(first, last))
             yield Part(first * one.numel(), last * one.numel(), torch.Size((last - first, *one)), rows)
 
     def _parts_of(self, index: int, one: torch.Size, max_bytes: int) -> Iterator[Part]:
-        """Cut one of the tensors."""
+        """Cut the tensor of this index, which has the shape ``one``."""
         start, own = index * one.numel(), slice(index, index + 1)
         for part in self.of.parts(one, max_bytes):
-            rows = {name: (own, *(each if isinstance(each, tuple) else (each,))) for name, each in part.rows.items()}
+            inner = {name: each if isinstance(each, tuple) else (each,) for name, each in part.rows.items()}
+            rows = {name: (own, *each) for name, each in inner.items()}
             yield Part(start + part.start, start + part.stop, torch.Size((1, *part.shape)), rows)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
