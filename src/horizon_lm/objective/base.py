@@ -78,7 +78,7 @@ def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None, batch: Batch
 
 
 def share_aux_loss(loss: torch.Tensor, output: Any, model: Any, batch: Batch) -> torch.Tensor:
-    """Return a loss of a model in which its auxiliary loss counts as much as this batch does in its step."""
+    """Return the loss in a model's output, with its auxiliary loss, which is in it already, scaled by the batch's share of the step."""
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is None or batch.share == 1:
         return loss
@@ -136,4 +136,5 @@ class CustomObjective:
 
 
 def _number(value: Any) -> float:
+    """Return a number, which may be a tensor with one element."""
     return float(value.item() if isinstance(value, torch.Tensor) else value)

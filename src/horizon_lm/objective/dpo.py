@@ -94,16 +94,17 @@ class Dpo:
             "rewards/chosen": rewards[0], "rewards/rejected": rewards[1], "rewards/margins": margins,
             "rewards/accuracies": (margins > 0).float(), "logps/chosen": logprobs[0], "logps/rejected": logprobs[1],
         }  # fmt: skip
-        by_answer = {name: values.sum(1).view(2, -1) for name, values in statistics.values.items()}
         # Read from the device together: each reading waits for it.
-        names, sums = list(metrics), torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
+        sums = torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
+        by_answer = {name: values.sum(1).view(2, -1) for name, values in statistics.values.items()}
+        token_metrics = {  # as in TRL's DPOTrainer: the entropy of both answers, the accuracy of the chosen one
+            "entropy": TokenSums(by_answer["entropy"].sum(0), lengths.sum(0)),
+            "mean_token_accuracy": TokenSums(by_answer["is_top1"][0], lengths[0]),
+        }
         mean = torch.stack(terms).sum()
         return Loss(
-            add_aux_loss(mean if batch.share == 1 else mean * batch.share, aux_loss, batch),
-            float(margins.numel()),
-            dict(zip(names, sums, strict=True)),
-            {  # as TRL's DPOTrainer: the entropy of both answers, the accuracy of the chosen one
-                "entropy": TokenSums(by_answer["entropy"].sum(0), lengths.sum(0)),
-                "mean_token_accuracy": TokenSums(by_answer["is_top1"][0], lengths[0]),
-            },
+            value=add_aux_loss(mean if batch.share == 1 else mean * batch.share, aux_loss, batch),
+            weight=float(margins.numel()),
+            metrics=dict(zip(metrics, sums, strict=True)),
+            token_metrics=token_metrics,
         )

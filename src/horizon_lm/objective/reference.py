@@ -50,16 +50,15 @@ class PairFile:
             self._read(b"" if file is None else file.read_bytes())
 
     def _read(self, content: bytes) -> None:
-        """Take the pairs whose checksums are right, and count the altered ones."""
+        """Take the pairs whose checksums are right from the contents of a file, and count the altered ones."""
         count = len(self.known)
-        # Records after the end of the file count as not written.
+        # Records after the end of the file are zeros, as if they were not written.
         body = content[len(_MAGIC) :].ljust(count * _RECORD.itemsize, b"\0")
         records = np.frombuffer(body, _RECORD, count)
         self.known = records["checksum"] == self._checksums(records["pair"], 0)
         if not content.startswith(_MAGIC):
             self.known[:] = False
         self.values[self.known] = records["pair"][self.known]
-        # A record of zeros was never written, so it is missing but not altered.
         written = (records["checksum"] != 0) | records["pair"].any(1)
         self.num_altered = int((written & ~self.known).sum())
 
@@ -107,7 +106,7 @@ class ReferenceCache:
         say: function that prints a line about cached values that cannot be used.
 
     Attributes:
-        problem: reason why values cannot be cached, or an empty text.
+        problem: the reason why values cannot be cached; empty if they can.
     """
 
     def __init__(self, model: Any, say: Callable[[str], None] = lambda line: None) -> None:
@@ -142,8 +141,9 @@ class ReferenceCache:
                 f"reference: corrupted rows in {file}, which will be computed again: {kept.num_altered:,} of {len(rows):,}"
             )
         self._compute(kept, rows, batch_size, advance)
-        if not np.isfinite(kept.values).all():
-            place = rows[int(np.flatnonzero(~np.isfinite(kept.values).all(1))[0])].place
+        are_finite = np.isfinite(kept.values).all(1)
+        if not are_finite.all():
+            place = rows[int(np.argmin(are_finite))].place  # of the first row that is not
             kept.delete()
             raise NonFiniteError(f"the reference log-probability of {place} is not finite; check the model's weights")
         return kept.values
@@ -155,7 +155,7 @@ class ReferenceCache:
         """
         mesh = engine_of(self._model).mesh
         rank, size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
-        if mesh is not None:  # each machine has files of its own
+        if mesh is not None:  # each machine has files of its own: what one lacks is computed for all
             masks = mesh.exchange("the known reference", np.packbits(kept.known).tobytes().hex())
             known = np.bitwise_and.reduce([np.frombuffer(bytes.fromhex(mask), np.uint8) for mask in masks])
             kept.known = np.unpackbits(known, count=len(rows)).astype(bool)
@@ -164,9 +164,10 @@ class ReferenceCache:
         ]
         with evaluation_mode(self._model), without_adapters(self._model):
             for turn in range(0, len(missing), size):
-                starts = missing[turn : turn + size]
+                starts = missing[turn : turn + size]  # the first row of each rank's batch
                 batch = batch_from(rows, starts[min(rank, len(starts) - 1)], batch_size)
-                pairs = answer_logprobs(self._model, batch)[0].T.cpu().numpy()
+                logprobs, _ = answer_logprobs(self._model, batch)
+                pairs = logprobs.T.cpu().numpy()
                 everyone = [pairs] if mesh is None else mesh.exchange("the reference", pairs.tolist())
                 for start, found in zip(starts, everyone, strict=False):
                     kept.put(start, np.asarray(found, np.float32))
@@ -188,22 +189,20 @@ def model_key(model: Any) -> str:
         model.config.get_text_config()._attn_implementation, engine.options.compute_dtype, engine.device.torch_device.type,
     ]  # fmt: skip
     digest = hashlib.sha256(repr(computation).encode())
+    units, left_out = engine.store.units, engine.parts.adapter_names
     with ThreadPoolExecutor(usable_cores()) as threads:
-        left_out = engine.parts.adapter_names
-        units = engine.store.units
         for each in threads.map(lambda unit: _digest(unit, units[unit], left_out), units):
             digest.update(each)
-    if engine.mesh is not None and engine.access.has_parts:
-        return hashlib.sha256(
-            "".join(engine.mesh.exchange("the hash of the weights", digest.hexdigest())).encode()
-        ).hexdigest()
-    return digest.hexdigest()
+    if engine.mesh is None or not engine.access.has_parts:
+        return digest.hexdigest()
+    everyone = engine.mesh.exchange("the hash of the weights", digest.hexdigest())
+    return hashlib.sha256("".join(everyone).encode()).hexdigest()
 
 
 def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:
     """Return a hash of the names and own weights of a unit, without the alignment gaps between the weights."""
     digest, own = hashlib.sha256(name.encode()), slabs.own
-    for slab in (slabs.weights, slabs.low) if slabs.low is not None else (slabs.weights,):
+    for slab in [slabs.weights] if slabs.low is None else [slabs.weights, slabs.low]:
         for tensor, entry in slabs.plain.entries.items():
             if tensor not in left_out:
                 digest.update(tensor.encode())
