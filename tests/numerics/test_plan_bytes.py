@@ -171,7 +171,7 @@ def test_eager_scores_are_planned_quadratically() -> None:
 
 def test_shapes_that_are_remembered_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = tiny_models.build("gpt_oss"), dict[Any, Any]()
-    monkeypatch.setattr(meta_recorder, "_made", made)
+    monkeypatch.setattr(meta_recorder, "_results", made)
     first = outline_of(model)
     assert made
     assert outline_of(model) == first

@@ -70,9 +70,7 @@ class BlockCalls:
         return run_core_on_meta(self.block, experts, args, kwargs, self.dtype, self.accelerated, self.in_float32)
 
     def shared_bytes(self, rows: int) -> dict[int, int]:
-        """Return the size in bytes of each input shared with other blocks (masks, rotary tables), by the identity of
-        the tensor.
-        """
+        """Return the bytes of each input shared with other blocks (masks, rotary tables), by the identity of the tensor."""
         args, kwargs = self.arguments(rows)
         hidden = args[0] if args else kwargs["hidden_states"]
         leaves = pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)[0]
@@ -84,11 +82,11 @@ class BlockCalls:
 
 
 def shared_bytes(calls: Iterable[BlockCalls], rows: int) -> int:
-    """Return the bytes of shared inputs. Structures of blocks may have different masks; a shared tensor counts once."""
-    found: dict[int, int] = {}
+    """Return the bytes of inputs that all blocks of a model share. Structures of blocks may differ in their masks; a tensor counts once."""
+    bytes_of: dict[int, int] = {}
     for each in calls:
-        found |= each.shared_bytes(rows)
-    return sum(found.values())
+        bytes_of |= each.shared_bytes(rows)
+    return sum(bytes_of.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +103,7 @@ class _Extent:
 
 
 def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool, accelerated: bool) -> list[BlockCalls]:
-    """Return the arguments with which a model on the meta device calls its blocks, one entry per distinct block
-    structure.
+    """Return the arguments with which a model on the meta device calls its blocks, for each structure that blocks have.
 
     Args:
         parts: parts of a skeleton.
@@ -115,18 +112,18 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool,
         masked: rows are padded, which requires a mask.
         accelerated: assume the kernels of a GPU.
     """
-    indices: dict[Any, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for index, block in enumerate(parts.blocks):
-        indices.setdefault(structure_key(block), []).append(index)
-    copies = [meta_copy(parts.blocks[same[0]]) for same in indices.values()]  # without replaced forward methods
-    kinds = {index: copy for copy, same in zip(copies, indices.values(), strict=True) for index in same}
-    seen = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
+        alike.setdefault(structure_key(block), []).append(index)
+    copies = {first: meta_copy(parts.blocks[first]) for first, *_ in alike.values()}  # without replaced forward methods
+    kinds = {index: copies[indices[0]] for indices in alike.values() for index in indices}
+    recorded = [_record(parts, kinds, dtype, _batch(rows, tokens, masked), length) for rows, tokens in _shapes()]
     return [
         _compare(
-            [calls[same[0]] for calls in seen], block=copy, indices=tuple(same), in_float32=_in_float32(parts, same[0]),
-            dtype=dtype, length=length, accelerated=accelerated,
+            [calls[indices[0]] for calls in recorded], block=copies[indices[0]], indices=tuple(indices),
+            in_float32=_in_float32(parts, indices[0]), dtype=dtype, length=length, accelerated=accelerated,
         )
-        for copy, same in zip(copies, indices.values(), strict=True)
+        for indices in alike.values()
     ]  # fmt: skip
 
 
@@ -139,16 +136,17 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _in_float32(parts: ModelParts, index: int) -> frozenset[str]:
+    """Return the weights that a block computes with in float32, by their names inside the block."""
     return parts.in_float32_inside(f"{parts.block_prefix}.{index}")
 
 
 def _compare(calls: list[Call], **known: Any) -> BlockCalls:
-    """Return the arguments for batches of any shape, from the calls of a block in the batches of `_shapes`. ``known``: what else is
-    known of the block.
+    """Return the arguments for batches of any shape, from the calls of a block in the batches of `_shapes`.
+
+    ``known`` has the fields of `BlockCalls` that do not depend on the calls.
     """
     flat = [pytree.tree_flatten(call, is_leaf=_is_leaf) for call in calls]
-    leaves, spec = flat[0]
-    more_rows, more_tokens = flat[1][0], flat[2][0]
+    (leaves, spec), (more_rows, _), (more_tokens, _) = flat
     tensors = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
@@ -160,11 +158,12 @@ def _compare(calls: list[Call], **known: Any) -> BlockCalls:
 
 
 def _is_leaf(value: Any) -> bool:
+    """Return whether pytree must leave a value whole: only tuples, lists and dictionaries are opened."""
     return not isinstance(value, tuple | list | dict)
 
 
 def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
-    """Return what a size depends on, from its values in the batches of `_shapes`."""
+    """Return what a size depends on, from its values in the batches of `_shapes`: it is proportional to what it depends on."""
     by_rows = more_rows * _ROWS[0] == number * _ROWS[1]
     by_length = more_tokens * _LENGTH[0] == number * _LENGTH[1]
     if (not by_rows and more_rows != number) or (not by_length and more_tokens != number):
@@ -238,6 +237,7 @@ def _record(
 
 
 def _zeros(leaf: Any) -> Any:
+    """Return zeros on the CPU in place of a tensor, and anything else as it is."""
     return torch.zeros_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -249,7 +249,7 @@ def _zero_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[Place]:
 
 
 def _short_window(parts: ModelParts, length: int) -> AbstractContextManager[Any]:
-    """Context manager: scale the sliding window to the probe, keeping its ratio to ``length``."""
+    """Context manager: shorten a sliding window, so that it cuts rows of the probe if it cuts rows of ``length`` tokens."""
     config = parts.model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is None:

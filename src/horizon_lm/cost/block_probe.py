@@ -53,7 +53,7 @@ def run_on_meta(
 
 
 def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool) -> BlockRun:
-    """Run a module on the meta device, as `copy_on_meta` returns it with its arguments."""
+    """Run a module on the meta device, forward and backward, and measure it. `copy_on_meta` returns it and its arguments."""
     with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.enable_grad():
         output = module.forward(*args, **kwargs)
         tensors = _differentiable(output)
@@ -82,8 +82,8 @@ def copy_on_meta(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype,
     in_float32: Collection[str] = (),
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """Return a copy of a block on the meta device with weights in these dtypes, and arguments with differentiable hidden
-    states. The arguments are those of `run_on_meta`.
+    """Return a copy of a block on the meta device, with weights in these dtypes, and its arguments there; hidden states are differentiable.
+    The arguments are those of `run_on_meta`.
     """
     module = meta_copy(block)
     module.__dict__.pop("forward", None)  # the forward override of a streamed block
@@ -117,15 +117,12 @@ def measured_footprint(
         meter: context manager that measures bytes in use as ``current`` and ``peak``.
         in_float32: as in `run_on_meta`.
     """
-    params = {  # plain tensors, as in training: torch.compile would recompile for a different tensor class
-        name: (
-            0.02 * torch.randn(param.shape, dtype=torch.float32 if name in in_float32 else dtype, device=device)
-        ).requires_grad_(param.requires_grad)
-        for name, param in block.module.named_parameters(remove_duplicate=False)
-    }
-    for param in params.values():
+    params = {}  # plain tensors, as in training: torch.compile would recompile for a different tensor class
+    for name, param in block.module.named_parameters(remove_duplicate=False):
+        own_dtype = torch.float32 if name in in_float32 else dtype
+        params[name] = 0.02 * torch.randn(param.shape, dtype=own_dtype, device=device)
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_drop)
+            params[name].requires_grad_().register_post_accumulate_grad_hook(_drop)
     args, kwargs = _detached((args, kwargs))
     hidden = args[0] if args else kwargs["hidden_states"]
     hidden.requires_grad_()
@@ -142,19 +139,23 @@ def measured_footprint(
     return Footprint(graph, peak), output
 
 
-def _detached(output: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+def _detached(nested: Any) -> Any:
+    """Return nested values with their tensors detached."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, nested)
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in an output that have a graph."""
     return [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def _leaf_on_meta(leaf: Any) -> Any:
+    """Return a tensor of the same shape on the meta device, and anything else as it is."""
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _drop(param: torch.Tensor) -> None:
+    """Free the gradient of a parameter as soon as it is there."""
     param.grad = None
 
 
@@ -163,8 +164,9 @@ _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", 
 
 
 def find_written(parts: ModelParts, trial: OuterTrial | None) -> Mapping[int, frozenset[str]]:
-    """Return the names of the weights that a block's forward pass may write in training, for each block that writes
-    any.
+    """Return the weights that blocks may write in a forward pass in training: for each block that does, names inside it.
+
+    ``trial`` has called the blocks; without one nothing is found.
     """
     if trial is None:
         return {}
@@ -193,7 +195,11 @@ def _written(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class _Watch(TorchFunctionMode):
-    """A dispatch mode that records functions that write to the storage of a parameter, also through its ``data``."""
+    """A mode that records which parameters of a module torch's functions write to, also through their ``data``.
+
+    Attributes:
+        written: the names of these parameters.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -204,6 +210,7 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != _NO_WRITE)
         if writes and args and isinstance(args[0], torch.Tensor):
-            written = self._names.get(args[0].untyped_storage()._cdata)
-            self.written |= {written} if written is not None else set()
+            storage = args[0].untyped_storage()._cdata
+            if storage in self._names:
+                self.written.add(self._names[storage])
         return func(*args, **(kwargs or {}))

@@ -51,10 +51,10 @@ class CacheProbe:
 
     def __init__(self, source: ModelSource, dtype: torch.dtype, accelerated: bool) -> None:
         self._source, self._dtype, self._accelerated = source, dtype, accelerated
-        self._trial: Callable[[int, int], _Trial] = cache(self._run)
+        self._trial: Callable[[int, int], _Trial] = cache(self._try)
 
     def cache_bytes(self, generation: Generation) -> int:
-        """Return the bytes of a cache on the device, at its largest; a model that cannot be tried has keys and values for all tokens."""
+        """Return the bytes of a cache on the device, at its largest. A model that cannot be tried is assumed to cache all tokens."""
         try:
             layers = self._trial(generation.rows, generation.length).layers
             in_prompt = layers if generation.is_static else self._in_prompt(generation)
@@ -76,7 +76,7 @@ class CacheProbe:
 
     def _working(self, generation: Generation) -> int:
         """Return the peak of computations beside the cache."""
-        # The peak has a layer once more: concatenation makes a new one before it drops the old one.
+        # Both peaks have a layer on top of the cache: concatenation makes a new one before it drops the old one.
         of_token = self._trial(generation.rows, generation.length).peak()
         of_prompt = max(self._in_prompt(generation)) + self._prompt_peak(generation.rows, generation.prompt)
         num_logits = generation.rows * self._source.config.get_text_config().vocab_size
@@ -88,7 +88,7 @@ class CacheProbe:
     def _in_prompt(self, generation: Generation) -> list[int]:
         """Return the bytes of each layer while the prompt is computed: a dynamic layer keeps all of it, even with a window."""
         one, two = (self._trial(generation.rows, length).layers for length in (1, 2))
-        return [a + (generation.prompt - 1) * (b - a) for a, b in zip(one, two, strict=True)]
+        return [of_one + (generation.prompt - 1) * (of_two - of_one) for of_one, of_two in zip(one, two, strict=True)]
 
     def _prompt_peak(self, rows: int, length: int) -> int:
         """Return the peak of computing prompts, without the cache."""
@@ -98,8 +98,8 @@ class CacheProbe:
         peak = max(each.run(rows).forward_peak for each in calls)
         return 3 * hidden + peak + shared_bytes(calls, rows)
 
-    def _run(self, rows: int, length: int) -> "_Trial":
-        """Compute one token of each row with a static cache."""
+    def _try(self, rows: int, length: int) -> "_Trial":
+        """Compute one token of each row with a static cache of this length."""
         return _Trial(find_parts(self._skeleton()), self._dtype, self._accelerated, rows, length)
 
     def _skeleton(self) -> Any:
@@ -123,16 +123,18 @@ class _Trial:
             "use_cache": True,
         }
         self._calls = call_of_each_block(parts, dtype, inputs)
-        self._run(parts.num_blocks - 1, self._cache)  # which was called last, but not computed
+        # The pass has ended where the last block was called; computing it allocates its layer, too.
+        self._peak_of(parts.num_blocks - 1, self._cache)
         self.layers = [layer_bytes(layer) for layer in self._cache.layers]
 
     def peak(self) -> int:
         """Return the peak of a block with its layer of the cache, over all blocks."""
+        # One block of each structure and size of its layer.
         alike = {(structure_key(block), self.layers[i]): i for i, block in enumerate(self._parts.blocks)}
         cache = self._new_cache()
-        return max(self._run(index, cache) for index in alike.values())
+        return max(self._peak_of(index, cache) for index in alike.values())
 
-    def _run(self, index: int, cache: Any) -> int:
+    def _peak_of(self, index: int, cache: Any) -> int:
         """Compute a block with a cache that has not seen the token yet. Return the peak, with the layer of the cache."""
         args, kwargs = tree_map(lambda leaf: cache if leaf is self._cache else leaf, self._calls[index])
         in_float32 = self._parts.in_float32_inside(f"{self._parts.block_prefix}.{index}")
@@ -142,6 +144,7 @@ class _Trial:
         return recorder.peak
 
     def _new_cache(self) -> Any:
+        """Return an empty static cache."""
         from transformers import StaticCache
 
         return StaticCache(config=self._parts.model.config, max_cache_len=self._length)

@@ -64,20 +64,18 @@ def run_core_on_meta(
         module.forward(*args, **kwargs)
     own.forward = compute
     alone, grad = _run_experts(experts, left_out, accelerated)
-    around, held = left_out.bytes_of_rows(alone.output.dtype)
-    peak = alone.footprint.peak + around
-    return CoreRun(
-        Footprint(core.footprint.graph, core.footprint.peak, peak, left_out.held + held),
-        grad, left_out.before, core.forward, core.backward, core.output,
-    )  # fmt: skip
+    gathered, between_tiles = left_out.bytes_of_rows(alone.output.dtype)
+    footprint = replace(core.footprint, experts=alone.footprint.peak + gathered, held=left_out.held + between_tiles)
+    return CoreRun(footprint, grad, left_out.before, core.forward, core.backward, core.output)
 
 
 class _LeftOut:
-    """A replacement of the experts, which computes nothing.
+    """A replacement of the experts, which computes nothing and keeps the arguments of the last call.
 
     Attributes:
         recorder: records the block; None until it is set.
         held, before: the bytes and the work of the block when the experts were called.
+        hidden, ids, weights: the arguments: hidden states (N, H), the experts of each token (N, K), and their weights.
     """
 
     def __init__(self) -> None:
@@ -105,13 +103,12 @@ class _LeftOut:
             dtype: dtype of the rows' outputs.
         """
         elements, itemsize = self.ids.numel() * self.hidden.shape[-1], self.hidden.element_size()
-        gathered = elements * (
-            itemsize + (itemsize if dtype != self.hidden.dtype else 0)
-        )  # inputs, and gradients of outputs
-        # Outputs of rows in the forward pass; in the backward pass gradients of rows, inputs and gradients of outputs.
-        whole = self.hidden.numel() * itemsize
-        between = max(elements * dtype.itemsize + whole, elements * itemsize + 3 * whole)
-        return gathered, between + self.ids.numel() * _INDEX_BYTES
+        # Inputs of rows, and gradients of their outputs, which need memory of their own in another dtype.
+        gathered = elements * itemsize * (1 if dtype == self.hidden.dtype else 2)
+        of_tokens = self.hidden.numel() * itemsize
+        in_forward = elements * dtype.itemsize + of_tokens  # outputs of rows
+        in_backward = elements * itemsize + 3 * of_tokens  # gradients of rows, inputs and gradients of outputs
+        return gathered, max(in_forward, in_backward) + self.ids.numel() * _INDEX_BYTES
 
 
 class _Nothing(torch.autograd.Function):
@@ -141,10 +138,11 @@ class _Weighted(nn.Module):
 
 
 def _run_experts(experts: RoutedExperts, left_out: _LeftOut, accelerated: bool) -> tuple[BlockRun, int]:
-    """Run all rows through a single expert. Also return the bytes that a further expert adds."""
+    """Run all rows through a single expert. Also return the bytes that a further expert adds (`CoreRun.grad`)."""
     alone = _run_tile(experts, 1, left_out, accelerated)
     if experts.adapters:  # each tensor is in memory once more, with its adapters applied
-        return alone, _run_tile(experts, 2, left_out, accelerated).footprint.peak - alone.footprint.peak
+        two = _run_tile(experts, 2, left_out, accelerated)
+        return alone, two.footprint.peak - alone.footprint.peak
     weights = [experts.block.get_parameter(name)[:1] for name in experts.names]
     return alone, max(weight.nbytes if weight.requires_grad else 0 for weight in weights)
 

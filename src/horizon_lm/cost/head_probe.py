@@ -21,7 +21,7 @@ _TOKENS = 4096  # tokens of a trial, enough to make the part that does not depen
 def head_peak(
     parts: ModelParts, trunk: nn.Module, dtype: torch.dtype, chunked: bool, values: Sequence[str] = ()
 ) -> Linear[int]:
-    """Return the peak bytes of norm, head and loss per token count, without hidden states, weights and gradient slots.
+    """Return the peak bytes of norm, head and loss for any number of tokens, without hidden states, weights and gradient slots.
 
     Args:
         parts: parts of a skeleton.
@@ -31,14 +31,17 @@ def head_peak(
         values: per-token values that the loss uses, as in `functional.logprobs_of_logits`; empty for Hugging Face's own loss.
     """
     linear = _ChunkLinear.apply if chunked else F.linear
-    at, at_twice = (_run(parts, trunk, dtype, n * _TOKENS, linear, not chunked, values).peak for n in (1, 2))
-    of_token = (at_twice - at) // _TOKENS
-    one = at - (_TOKENS - 1) * of_token
+    peak, peak_of_twice = (
+        _run(parts, trunk, dtype, tokens, linear, holds_logits=not chunked, values=values).peak
+        for tokens in (_TOKENS, 2 * _TOKENS)
+    )
+    of_token = (peak_of_twice - peak) // _TOKENS
+    one = peak - (_TOKENS - 1) * of_token
     return Linear(one, one + of_token)  # which is given by its values for one token and for two
 
 
 def head_work(parts: ModelParts, trunk: nn.Module, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
-    """Return the work of norm, head and loss per token count, for the forward pass and for the backward pass."""
+    """Return the work of norm, head and loss for any number of tokens, of the forward pass and of the backward pass."""
     one, two = (_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2))
     return Linear(one.forward, two.forward), Linear(one.both - one.forward, two.both - two.forward)
 
@@ -111,15 +114,16 @@ def _read_weights(
     parts: ModelParts, dtype: torch.dtype, head: torch.Tensor
 ) -> list[tuple[nn.Module, str, torch.Tensor]]:
     """Return the weights that the model's own code reads beside norm and head, with the places that it reads them from."""
-    outer = [
-        (module, attribute, torch.empty(ref.param.shape, dtype=own_dtype, device="meta", requires_grad=True))
-        for ref in parts.units[OUTER]
-        for own_dtype in [parts.computed_dtype(ref.name, dtype)]
-        for module, attribute in ref.places
-    ]
-    # A model that keeps its head in float32 reads the dtype of this weight.
-    kept = [(*place, head) for ref in parts.units[HEAD] if ref.name in parts.in_float32 for place in ref.places]
-    return [*outer, *kept]
+    weights = []
+    for ref in parts.units[OUTER]:
+        own_dtype = parts.computed_dtype(ref.name, dtype)
+        for module, attribute in ref.places:
+            value = torch.empty(ref.param.shape, dtype=own_dtype, device="meta", requires_grad=True)
+            weights.append((module, attribute, value))
+    for ref in parts.units[HEAD]:
+        if ref.name in parts.in_float32:  # a model that keeps its head in float32 reads the dtype of this weight
+            weights += [(module, attribute, head) for module, attribute in ref.places]
+    return weights
 
 
 class _ChunkLinear(torch.autograd.Function):
@@ -141,7 +145,8 @@ def _norm(parts: ModelParts, dtype: torch.dtype) -> nn.Module:
     norm = parts.final_norm
     if norm is None or any(param.shape[-1] != parts.head_width for param in norm.parameters()):
         return nn.Identity()
-    kept = any(m is norm for ref in parts.units[OUTER] if ref.name in parts.in_float32 for m, _ in ref.places)
-    copy = meta_copy(norm).to(device="meta", dtype=torch.float32 if kept else dtype)
+    in_float32 = [ref for ref in parts.units[OUTER] if ref.name in parts.in_float32]
+    keeps_float32 = any(module is norm for ref in in_float32 for module, _ in ref.places)
+    copy = meta_copy(norm).to(device="meta", dtype=torch.float32 if keeps_float32 else dtype)
     copy.__dict__.pop("forward", None)  # the forward override of a streamed model
     return copy

@@ -81,6 +81,7 @@ class Recorder(TorchDispatchMode):
             weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
 
     def _freed(self, address: int, num_bytes: int) -> None:
+        """Count a storage as freed. Its address may be that of another one from now on."""
         self._known.discard(address)
         self.live -= num_bytes
 
@@ -88,8 +89,9 @@ class Recorder(TorchDispatchMode):
 _MAKES_NOTHING = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
 
 
-_MOST_MADE = 10_000  # operations of some dozen models
-_made: dict[Any, tuple[Any, ...]] = {}  # shape, strides and dtype of results, by operation and arguments
+_MAX_RESULTS = 10_000  # operations of some dozen models
+# Shape, strides and dtype of results, by operation and arguments.
+_results: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -98,13 +100,14 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     torch derives shapes in Python, which takes most of the time of a trial.
     """
     key = (func, *map(_described, args), *((name, _described(value)) for name, value in kwargs.items()))
-    if (known := _made.get(key)) is not None:
-        return torch.empty_strided(*known[:2], dtype=known[2], device="meta")
+    if key in _results:
+        shape, strides, dtype = _results[key]
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     result = func(*args, **kwargs)
     if isinstance(result, torch.Tensor) and result.device.type == "meta" and _is_new(func, result, (args, kwargs)):
-        if len(_made) == _MOST_MADE:
-            _made.clear()
-        _made[key] = result.shape, result.stride(), result.dtype
+        if len(_results) == _MAX_RESULTS:
+            _results.clear()
+        _results[key] = result.shape, result.stride(), result.dtype
     return result
 
 
@@ -118,7 +121,7 @@ def _described(value: Any) -> Any:
 
 
 def _is_new(func: Any, result: torch.Tensor, given: Any) -> bool:
-    """Return whether an operation has changed nothing, and made a tensor whose storage has its size."""
+    """Return whether an operation has no effect but a new tensor, which `torch.empty_strided` could have made."""
     storage, declared = result.untyped_storage(), (*func._schema.arguments, *func._schema.returns)
     alike = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
     return (
@@ -167,6 +170,7 @@ def uncounted(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _stand_ins(module: nn.Module, recorder: Recorder, accelerated: bool) -> Iterator[None]:
+    """Context manager: replace all code that cannot run on the meta device, or whose kernels on a GPU are others."""
     attention = _ScaledDotProduct(recorder, accelerated)
     with _fused_attention(module, recorder), _experts(recorder), _no_autocast(), attention:
         yield
@@ -250,6 +254,7 @@ def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     from transformers import AttentionInterface
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
+        """Return an output (B, T, heads, D), as transformers calls a kernel."""
         pairs, sinks = _pairs(query.shape[2], kwargs.get("sliding_window")), kwargs.get("s_aux")
         if isinstance(mask, torch.Tensor):  # the kernel skips nothing; flex_attention has no tensor, and skips blocks
             pairs = float(query.shape[2] * key.shape[2])

@@ -119,8 +119,8 @@ def _trained_parts(
     if quantized is not None:
         # Codecs have the names of the model without adapters, which rename the weights around them.
         base = find_parts(model)
-        found = quantized.codecs(base)
-        codecs = {id(ref.param): found[ref.name] for ref in base.refs() if ref.name in found}
+        by_name = quantized.codecs(base)
+        codecs = {id(ref.param): by_name[ref.name] for ref in base.refs() if ref.name in by_name}
     if adapters is not None:
         model = adapted_model(adapters.add_to(model, draw=False))
     parts = find_parts(model)
@@ -149,9 +149,9 @@ def _costs(
     return {
         "kinds": [_kind(each, experts.get(each.indices[0])) for each in calls],
         "shared": Linear(shared_bytes(calls, 1), shared_bytes(calls, 2)),
-        "head_peak": {
-            name: head_peak(parts, trunk, dtype, name == "chunked" and path is not None, head_values)
-            for name in ("chunked", "whole")
+        "head_peak": {  # a head without a chunked path computes the whole either way
+            "chunked": head_peak(parts, trunk, dtype, chunked=path is not None, values=head_values),
+            "whole": head_peak(parts, trunk, dtype, chunked=False, values=head_values),
         },
         "head_forward": forward,
         "head_backward": backward,
@@ -195,11 +195,12 @@ def _linear(one: object, two: object, *names: str) -> dict[str, Any]:
 
 
 def _is_of_bitsandbytes(codec: Codec) -> bool:
+    """Return whether a format, or that of stacked tensors, is one of bitsandbytes."""
     return isinstance(codec.of if isinstance(codec, Stack) else codec, Bnb4Bit)
 
 
 def _parameters_per_token(parts: ModelParts) -> int:
-    """Return the number of parameters in blocks and head that compute a token: of experts, only the chosen ones."""
+    """Return the number of parameters in blocks and head that compute a token; of its experts, those of the chosen ones."""
     config = parts.model.config.get_text_config()
     experts = num_experts(config)
     chosen = experts_per_token(config) or experts
@@ -232,7 +233,9 @@ def require_packable(parts: ModelParts, used: str) -> None:
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
     inputs = {"input_ids": torch.zeros_like(positions), "position_ids": positions}
     for index, (args, kwargs) in call_of_each_block(parts, torch.float32, inputs).items():
-        if not (_is_masked(args, kwargs) or (used.startswith("flash") and kwargs.get("position_ids") is not None)):
+        # Flash attention in transformers finds the sequences of a row by its positions.
+        finds_sequences = used.startswith("flash") and kwargs.get("position_ids") is not None
+        if not finds_sequences and not _is_masked(args, kwargs):
             raise ModelNotSupportedError(
                 f"{name}: packing is not possible: block {index} ({type(parts.blocks[index]).__name__}) gets no mask that "
                 f"separates packed rows with attn_implementation={used!r}; remove packing"
@@ -240,9 +243,7 @@ def require_packable(parts: ModelParts, used: str) -> None:
 
 
 def _is_masked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an input is a mask (..., T, T) that hides the first sequence from the second but not
-    from itself.
-    """
+    """Return whether an input is a mask (B, heads, T, T) by which tokens of the second sequence see their own, but not the first."""
     length = _FIRST + _SECOND
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.ndim == 4 and leaf.shape[-2:] == (length, length):
