@@ -26,13 +26,13 @@ def summed(
 
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
     before, original = collectives.COLLECTIVE_BYTES, Group._exchange
-    received: dict[int, int] = {}
+    num_bytes: dict[int, int] = {}
 
-    def exchange(self: Any, sent: Any, wanted: Any) -> None:
-        for place, parts in wanted.items():
+    def exchange(self: Any, sent: Any, received: Any) -> None:
+        for place, parts in received.items():
             if place != self._index:
-                received[place] = received.get(place, 0) + sum(part.nbytes for part in parts)
-        original(self, sent, wanted)
+                num_bytes[place] = num_bytes.get(place, 0) + sum(part.nbytes for part in parts)
+        original(self, sent, received)
 
     collectives.COLLECTIVE_BYTES, Group._exchange = at_once, exchange  # type: ignore[method-assign]
     try:
@@ -41,7 +41,7 @@ def summed(
         cuts = Shard(rank, mesh.size).cuts(shape[0], 4)
         move = Reduce(mesh.reduce, buffer, cuts)
         mesh.reduce.sum(buffer, cuts)
-        return buffer[cuts[rank] : cuts[rank + 1]].clone(), move.host_bytes, received
+        return buffer[cuts[rank] : cuts[rank + 1]].clone(), move.host_bytes, num_bytes
     finally:
         collectives.COLLECTIVE_BYTES, Group._exchange = before, original  # type: ignore[method-assign]
         del os.environ["LOCAL_WORLD_SIZE"]

@@ -30,9 +30,9 @@ def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> l
     everyone = mesh.exchange(
         "the hashes of the weights", {name: hash_tensor(weight) for name, weight in weights.items()}
     )
-    differing = [name for name in weights if len({each[name] for each in everyone}) > 1]
+    differing = [name for name in weights if len({hashes[name] for hashes in everyone}) > 1]
     for name in differing:
-        values = weights[name].detach().contiguous()
+        values = weights[name].detach().contiguous()  # the weight itself, or a copy of one that is not contiguous
         with noticing_lost_ranks():
             dist.broadcast(values.view(-1).view(torch.uint8), 0, group=mesh.control)
         weights[name].data.copy_(values)
@@ -68,7 +68,7 @@ def drawing_alike(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
 
 
 def _random_state(device: torch.device) -> list[str]:
-    """Return the states of the generators as text, which ranks can exchange."""
+    """Return the states of torch's generators on the host and on a GPU, as text, which ranks can exchange."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -81,8 +81,8 @@ class Group:
         # A collective needs ranges of equal length: others are sent one by one.
         own = buffer[self._own(cuts)]
         self._exchange(
-            {rank: [own] for rank in range(self.size)},
-            {rank: [buffer[start:stop]] for rank, (start, stop) in enumerate(pairwise(cuts))},
+            sent={rank: [own] for rank in range(self.size)},
+            received={rank: [buffer[start:stop]] for rank, (start, stop) in enumerate(pairwise(cuts))},
         )
 
     @property
@@ -110,27 +110,34 @@ class Group:
         On each machine, the rank with the owner's place receives the parts of its neighbours. It adds them, in their order, to the
         sum of the machines before, and sends that on. On a single machine this rank is the owner.
         """
-        machine, place = divmod(self._index, self._of_machine)
-        neighbours = range(machine * self._of_machine, (machine + 1) * self._of_machine)
-        # One range for each machine: those whose owners have this place.
-        own = [buffer[start:stop] for start, stop in spans[place :: self._of_machine]]
+
+        def parts_at(place: int) -> list[torch.Tensor]:
+            """Return the spans whose owners have a place in their machines: one for each machine."""
+            return [buffer[start:stop] for start, stop in spans[place :: self._of_machine]]
+
+        machine, own_place = divmod(self._index, self._of_machine)
+        first_neighbour = machine * self._of_machine
+        own = parts_at(own_place)
         lengths = [len(part) for part in own]
         shape = (sum(lengths), *buffer.shape[1:])
         received = self._take("received", buffer.dtype, (self._of_machine, *shape), buffer.device)
-        sent = {
-            rank: [buffer[start:stop] for start, stop in spans[rank % self._of_machine :: self._of_machine]]
-            for rank in neighbours
-        }
-        self._exchange(sent, {rank: list(received[at].split(lengths)) for at, rank in enumerate(neighbours)})
-        for part, kept in zip(own, received[place].split(lengths), strict=True):
+        places = range(self._of_machine)
+        self._exchange(
+            sent={first_neighbour + place: parts_at(place) for place in places},
+            received={first_neighbour + place: received[place].split(lengths) for place in places},
+        )
+        for part, kept in zip(own, received[own_place].split(lengths), strict=True):
             kept.copy_(part)
         total = self._take("total", torch.float32, shape, buffer.device)
-        if machine:
-            self._exchange({}, {self._index - self._of_machine: [total]})
-        for at in range(self._of_machine):
-            total.copy_(received[at]) if at == machine == 0 else total.add_(received[at])
+        if machine == 0:
+            total.copy_(received[0])
+        else:
+            self._exchange(sent={}, received={self._index - self._of_machine: [total]})
+            total.add_(received[0])
+        for place in places[1:]:
+            total.add_(received[place])
         if machine < self.num_machines - 1:
-            self._exchange({self._index + self._of_machine: [total]}, {})
+            self._exchange(sent={self._index + self._of_machine: [total]}, received={})
             return
         for part, found in zip(own, total.split(lengths), strict=True):
             part.copy_(found)
@@ -138,12 +145,13 @@ class Group:
     def _send_sums_home(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
         """Send sums from the last machine to their owners on the others."""
         machine, place = divmod(self._index, self._of_machine)
-        last = self.size - self._of_machine + place
+        last = self.size - self._of_machine + place  # the rank with this place on the last machine
         ranges = [buffer[start:stop] for start, stop in pairwise(cuts)]
         if machine < self.num_machines - 1:
-            self._exchange({}, {last: [ranges[self._index]]})
+            self._exchange(sent={}, received={last: [ranges[self._index]]})
         elif self.num_machines > 1:
-            self._exchange({rank: [ranges[rank]] for rank in range(place, last, self._of_machine)}, {})
+            owners = range(place, last, self._of_machine)
+            self._exchange(sent={rank: [ranges[rank]] for rank in owners}, received={})
 
     def received_by_sum(self, own: int, row: int, itemsize: int) -> int:
         """Return the bytes that this rank receives for a sum.
@@ -154,16 +162,18 @@ class Group:
             itemsize: bytes of an element.
         """
         machine = self._index // self._of_machine
-        neighbours = (self._of_machine - 1) * self.num_machines * itemsize
-        partial = 4 * self.num_machines if machine else 0
-        home = itemsize if machine < self.num_machines - 1 else 0
-        return own * row * (neighbours + partial + home)
+        # For each element of a range: parts of neighbours, float32 sums of the machines before, and the finished sum.
+        of_neighbours = (self._of_machine - 1) * self.num_machines * itemsize
+        partial_sums = 4 * self.num_machines if machine else 0
+        finished = itemsize if machine < self.num_machines - 1 else 0
+        return own * row * (of_neighbours + partial_sums + finished)
 
     def _own(self, cuts: Sequence[int]) -> slice:
+        """Return this rank's range."""
         return slice(cuts[self._index], cuts[self._index + 1])
 
     def _take(self, use: str, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return scratch memory, which the stream of this group uses alone."""
+        """Return scratch memory for a use, which is kept and grows. Only the stream of this group uses it."""
         numel = math.prod(shape)
         kept = self._scratch.get(use)
         if kept is None or kept.numel() * kept.element_size() < numel * dtype.itemsize:
@@ -232,6 +242,7 @@ class Reduce:
         shard, replicate = self.groups.shard, self.groups.replicate
         own, width = self.cuts[shard.index + 1] - self.cuts[shard.index], _width(self.buffer)
         itemsize = self.buffer.element_size()
+        # Over the copies, a rank receives all parts of its range but its own twice: for the sum, and gathered.
         over_copies = 0 if replicate is None else round(2 * own * (replicate.size - 1) / replicate.size) * width
         return shard.received_by_sum(own, width // itemsize, itemsize) + over_copies
 
@@ -265,6 +276,6 @@ class ReduceGroups:
         if self.replicate is None:
             return
         own = buffer[cuts[self.shard.index] : cuts[self.shard.index + 1]]
-        parts = [len(own) * place // self.replicate.size for place in range(self.replicate.size + 1)]
-        self.replicate.sum(own, parts)
-        self.replicate.gather(own, parts)
+        own_cuts = [len(own) * place // self.replicate.size for place in range(self.replicate.size + 1)]
+        self.replicate.sum(own, own_cuts)
+        self.replicate.gather(own, own_cuts)

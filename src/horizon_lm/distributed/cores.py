@@ -30,13 +30,15 @@ def divide_cores(rank: int, exchange: Callable[[str, Any], list[Any]], device: t
         exchange: function of a description and a value that returns the values of all ranks.
         device: the device of this rank.
     """
-    limit_cores(None)
+    limit_cores(None)  # `usable_cores` below returns what the system allows
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     here = socket.gethostname()
     everyone = exchange("the cores of a rank", [here, sorted(allowed), sorted(cores_near(device))])
-    ranks = [other for other, (host, _, _) in enumerate(everyone) if host == here]
-    places = keep_near([set(everyone[other][1]) for other in ranks], [set(everyone[other][2]) for other in ranks])
-    own = places[ranks.index(rank)]
+    of_machine = {other: cores for other, (host, *cores) in enumerate(everyone) if host == here}
+    places = keep_near(
+        [set(allowed_there) for allowed_there, _ in of_machine.values()], [set(near) for _, near in of_machine.values()]
+    )
+    own = places[list(of_machine).index(rank)]
     if own != allowed:
         _move_threads(own)
     quota = usable_cores()  # fewer than the cores if a control group limits their time, for all ranks together
@@ -51,8 +53,8 @@ def keep_near(allowed: Sequence[set[int]], near: Sequence[set[int]]) -> list[set
         near: the cores near the device of each rank; empty if unknown.
     """
     places = [own & close for own, close in zip(allowed, near, strict=True)]
-    everything = set().union(*allowed)
-    return places if all(places) and set().union(*places) == everything else list(allowed)
+    is_all_used = set().union(*places) == set().union(*allowed)
+    return places if all(places) and is_all_used else list(allowed)
 
 
 def share_of(own: set[int], places: Sequence[set[int]], quota: int | None) -> int:
@@ -63,11 +65,11 @@ def share_of(own: set[int], places: Sequence[set[int]], quota: int | None) -> in
         places: the cores of all ranks of the machine.
         quota: cores whose time all ranks of the machine share; None for no limit.
     """
-    users = Counter(core for each in places for core in each)
-    share = sum(1 / users[core] for core in own)
+    num_users = Counter(core for each in places for core in each)
+    share = sum(1 / num_users[core] for core in own)
     if quota is not None:
         share = min(share, quota / len(places))
-    return max(1, math.floor(share + 1e-6))
+    return max(1, math.floor(share + 1e-6))  # the sum of three thirds may be below 1
 
 
 def cores_near(device: torch.device, devices: Path = _PCI) -> set[int]:
@@ -85,8 +87,8 @@ def cores_near(device: torch.device, devices: Path = _PCI) -> set[int]:
         text = (devices / address / "local_cpulist").read_text()
     except OSError:  # another system, or not visible in a container
         return set()
-    bounds = [part.split("-") for part in text.strip().split(",") if part]
-    return {core for each in bounds for core in range(int(each[0]), int(each[-1]) + 1)}
+    bounds = [part.split("-") for part in text.strip().split(",") if part]  # such as 0-15,32-47 or 0,2
+    return {core for first, *last in bounds for core in range(int(first), int(last[0] if last else first) + 1)}
 
 
 def _move_threads(cores: set[int]) -> None:

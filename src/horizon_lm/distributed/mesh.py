@@ -67,8 +67,8 @@ class Mesh:
         """Create a group for each part of a partition of the ranks, and return this rank's."""
         backend = BACKENDS[self._device.type]
         groups = [(ranks, dist.new_group(list(ranks), self._timeout, backend)) for ranks in partition]
-        ranks, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
-        return Group(group, ranks, self.rank, of_machine)
+        own_ranks, own_group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
+        return Group(own_group, own_ranks, self.rank, of_machine)
 
     def connect(self) -> None:
         """Let NCCL connect the ranks, before other buffers fill the device, and allocate what collectives need.
@@ -108,10 +108,10 @@ class Mesh:
         return torch.from_numpy(np.unique(np.concatenate([np.frombuffer(each, np.int64) for each in found])))
 
     def sums(self, place: str, values: Sequence[float]) -> list[float]:
-        """Return the sums of numbers over the ranks that share a copy of the model, in their order."""
+        """Return the sum of each of some numbers over the ranks that share a copy of the model."""
         first = self.rank - self.shard.index
-        copy = self.exchange(place, list(values))[first : first + self.shard.count]
-        return [sum(column) for column in zip(*copy, strict=True)]
+        of_copy = self.exchange(place, list(values))[first : first + self.shard.count]
+        return [sum(column) for column in zip(*of_copy, strict=True)]
 
     def broadcast_text(self, text: str) -> None:
         """Send a text from the first rank to all others, which call `receive_text`."""
@@ -130,7 +130,10 @@ class Mesh:
         return data.numpy().tobytes()[:-1].decode()
 
     def _collect(self, place: str, data: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, in their order."""
+        """Return the bytes of all ranks, in their order.
+
+        A rank sends the name of the place and its data in one message, padded to the length of the longest.
+        """
         self.progress, self.place = self.progress + 1, place
         name = place.encode()
         size = torch.tensor([len(name), len(data)])
@@ -142,12 +145,12 @@ class Mesh:
             parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(parts, own, group=self.control)
         everyone = [part.numpy().tobytes() for part in parts]
-        names = [each[:length].decode() for each, (length, _) in zip(everyone, sizes.tolist(), strict=True)]
-        self._require_equal(names)
-        return [each[start : start + count] for each, (start, count) in zip(everyone, sizes.tolist(), strict=True)]
+        messages = list(zip(everyone, sizes.tolist(), strict=True))
+        self._require_equal([message[:name_length].decode() for message, (name_length, _) in messages])
+        return [message[name_length : name_length + length] for message, (name_length, length) in messages]
 
     def _require_equal(self, places: Sequence[str]) -> None:
-        """Raise DisagreementError if the places of the ranks are not one."""
+        """Raise DisagreementError unless all ranks are at the same place."""
         other = next((rank for rank, place in enumerate(places) if place != places[0]), None)
         if other is not None:
             raise DisagreementError(
@@ -164,16 +167,16 @@ def fail_together(mesh: Mesh | None, place: str) -> Iterator[None]:
         mesh: the mesh; None for a single process.
         place: a text for the place of the program.
     """
-    problem: ConfigError | OSError | None = None
+    own_error: ConfigError | OSError | None = None
     try:
         yield
     except (ConfigError, OSError) as error:
-        problem = error
-    problems = [] if mesh is None else mesh.exchange(place, str(problem or ""))
-    if problem is not None:
-        raise problem
-    if found := next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None):
-        raise ConfigError(found)
+        own_error = error
+    texts = [] if mesh is None else mesh.exchange(place, str(own_error or ""))
+    if own_error is not None:
+        raise own_error
+    if first := next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), None):
+        raise ConfigError(first)
 
 
 def current_shard(mesh: Mesh | None) -> Shard:
@@ -201,22 +204,29 @@ def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Me
                 "torch.distributed.init_process_group() before the model is streamed"
             )
         return None
-    if device_mesh is not None:
-        names = tuple(device_mesh.mesh_dim_names or ())
-        if names not in ((SHARD,), (REPLICATE, SHARD)) or device_mesh.mesh.numel() != dist.get_world_size():
-            raise ConfigError(
-                f"device_mesh has the dimensions {names}; create it with init_device_mesh(..., mesh_dim_names=('replicate', "
-                "'shard')), over all processes"
-            )
-        sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
-        replicate, shard = sizes.get(REPLICATE, 1), sizes[SHARD]
-    else:
-        world = dist.get_world_size()
-        if world == 1:
-            return None
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        shard = local if world % local == 0 else world
-        replicate = world // shard
+    if device_mesh is None and dist.get_world_size() == 1:
+        return None
+    replicate, shard = _default_sizes() if device_mesh is None else _sizes_of(device_mesh)
     mesh = Mesh(replicate, shard, device=device)
     mesh.connect()
     return mesh
+
+
+def _default_sizes() -> tuple[int, int]:
+    """Return the number of copies of the model and of ranges of each: one copy on each machine, if machines are alike."""
+    world = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    shard = local if world % local == 0 else world
+    return world // shard, shard
+
+
+def _sizes_of(device_mesh: Any) -> tuple[int, int]:
+    """Return the number of copies of the model, and of ranges of each, of a DeviceMesh. Raise ConfigError for other dimensions."""
+    names = tuple(device_mesh.mesh_dim_names or ())
+    if names not in ((SHARD,), (REPLICATE, SHARD)) or device_mesh.mesh.numel() != dist.get_world_size():
+        raise ConfigError(
+            f"device_mesh has the dimensions {names}; create it with init_device_mesh(..., mesh_dim_names=('replicate', "
+            "'shard')), over all processes"
+        )
+    sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
+    return sizes.get(REPLICATE, 1), sizes[SHARD]

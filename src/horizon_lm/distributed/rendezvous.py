@@ -102,7 +102,7 @@ def _announce(store: dist.TCPStore, text: str) -> bool:
     """Announce that this process has failed, and wait for the others to see it. Return whether the first one reports the same."""
     rank, begun = os.environ["RANK"], time.monotonic()
     store.set(f"failed/{rank}", text)
-    store.compare_set("failed", "", f"{rank} {text}")
+    store.compare_set("failed", "", f"{rank} {text}")  # unless another process has failed before
     store.add("joining", 1)
     while time.monotonic() < begun + _LINGER_SECONDS and store.add("joining", 0) < int(os.environ["WORLD_SIZE"]):
         time.sleep(_POLL_SECONDS)
@@ -111,7 +111,7 @@ def _announce(store: dist.TCPStore, text: str) -> bool:
         if store.check(["failed/0"]):
             return store.get("failed/0").decode() == text
         time.sleep(_POLL_SECONDS)
-    time.sleep(_LAST_SECONDS)
+    time.sleep(_LAST_SECONDS)  # the first process, whose store this may be, lets others read it
     return False
 
 

@@ -33,12 +33,12 @@ class SeenFiles:
         own: tuple[str, dict[str, tuple[int, ...]]] = "", {}
         with fail_together(mesh, "the search for files"):
             own = _seen(folder, names)
-        everyone: list[Any] = mesh.exchange("the identity of files", own)
-        self._files = [files for _, files in everyone]
+        seen: list[Any] = mesh.exchange("the identity of files", own)  # by rank: its machine, and the files
+        self._files = [files for _, files in seen]
         self._rank, ranks = mesh.rank, range(mesh.size)
-        self.readers = [rank for rank in ranks if everyone[rank] == everyone[0]]
+        self.readers = [rank for rank in ranks if seen[rank] == seen[0]]
         other = next((rank for rank in ranks if self._files[rank] != self._files[0]), None)
-        self.other_readers = [] if other is None else [rank for rank in ranks if everyone[rank] == everyone[other]]
+        self.other_readers = [] if other is None else [rank for rank in ranks if seen[rank] == seen[other]]
 
     @property
     def are_one(self) -> bool:

@@ -19,7 +19,8 @@ _DONE = ""
 def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
     """Context manager of the first rank: let it read whole units (`Store.whole`). The other ranks call `lend` meanwhile.
 
-    All ranks must have agreed that they are at the same place.
+    All ranks must have agreed that they are at the same place. What the first rank sends are the units that it wants, then
+    `_DONE` and its error, or an empty text.
     """
 
     def fill(unit: Unit) -> None:
