@@ -14,15 +14,14 @@ Problem = tuple[tuple[int | str, ...], str, str]
 def path_problems(run: RunConfig) -> Iterator[Problem]:
     """Yield the place, the value and the problem of each setting whose path does not exist or is of another kind.
 
-    A name that may be on the hub is none. The paths of data sets are checked with their other settings.
+    A name that may be on the hub is no problem. The paths of data sets are checked with their other settings.
     """
     yield from _model(run)
-    for name, value in (
-        ("chat_template_path", run.chat_template_path),
-        ("adapter_name_or_path", run.adapter_name_or_path),
+    for name, value, kind in (
+        ("chat_template_path", run.chat_template_path, "file or folder"),
+        ("adapter_name_or_path", run.adapter_name_or_path, "folder"),
     ):
         if value is not None and not exists(value) and not may_be_on_hub(value):
-            kind = "file or folder" if name == "chat_template_path" else "folder"
             yield (name,), value, f"no such {kind}{near_path(value)}"
     checkpoint = run.resume_from_checkpoint
     if isinstance(checkpoint, str) and checkpoint != "auto" and not exists(checkpoint):
@@ -33,6 +32,7 @@ def path_problems(run: RunConfig) -> Iterator[Problem]:
 
 
 def _model(run: RunConfig) -> Iterator[Problem]:
+    """Yield the problem of the model's folder, or of the GGUF file in it."""
     name, file = run.model_name_or_path, run.gguf_file
     if not exists(name):
         if not may_be_on_hub(name.removesuffix(LANGUAGE_MODEL)):

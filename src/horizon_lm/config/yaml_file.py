@@ -90,19 +90,21 @@ def require_few_values(events: Iterable[Any], most: int) -> None:
 
     Events of ruamel.yaml or PyYAML are counted, because a loader expands merge keys (``<<: *name``) before it returns anything.
     """
-    sizes: dict[str, int | None] = {}  # of anchors; None for those that are not complete
-    parts: list[tuple[str | None, int]] = [(None, 0)]  # anchor and size of each collection that is open
+    sizes: dict[str, int | None] = {}  # the values of each anchor; None while its collection is open
+    # The anchors and the values so far of the collections that are open; the first stands for the document.
+    anchors, counts = list[str | None]([None]), [0]
     for event in events:
         kind = type(event).__name__  # the same in both packages
         if kind in ("MappingStartEvent", "SequenceStartEvent"):
-            parts.append((event.anchor, 1))
-            if len(parts) > _MAX_DEPTH:  # beyond which parsers take quadratic time
+            anchors.append(event.anchor)
+            counts.append(1)
+            if len(counts) > _MAX_DEPTH:  # beyond which parsers take quadratic time
                 raise RecursionError("nested too deeply")
             if event.anchor:
                 sizes.setdefault(event.anchor, None)
             continue
         if kind in ("MappingEndEvent", "SequenceEndEvent"):
-            anchor, size = parts.pop()
+            anchor, size = anchors.pop(), counts.pop()
         elif kind == "ScalarEvent":
             anchor, size = event.anchor, 1
         elif kind == "AliasEvent":
@@ -115,8 +117,8 @@ def require_few_values(events: Iterable[Any], most: int) -> None:
             if sizes.get(anchor) is not None:
                 raise ValueError(f"the anchor {anchor} is there twice")
             sizes[anchor] = size
-        parts[-1] = (parts[-1][0], parts[-1][1] + size)
-        if parts[-1][1] > most:
+        counts[-1] += size
+        if counts[-1] > most:
             raise ValueError(f"more than {most:,} values, aliases expanded")
 
 

@@ -50,26 +50,22 @@ def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut)
     entry = {key: theirs[key] for key in _AXOLOTL_LOCATION if theirs.get(key)}
     if theirs.get("train_on_split"):
         entry.setdefault("split", theirs["train_on_split"])
-    row_type = theirs.get("type")
-    columns = {"field": "text", "field_chosen": "chosen", "field_rejected": "rejected"}
-    columns = {ours: theirs[key] for key, ours in columns.items() if theirs.get(key, ours) != ours}
-    if objective == "dpo":
-        columns["prompt"] = theirs.get("field_messages", "messages")
-        if row_type not in ("chat_template", "chat_template.default"):
-            reason = f"{row_type!r}: only chat_template.default is supported for preferences"
-            left_out.add("datasets.type", "rejected", reason)
-    elif row_type in ("chat_template", "sharegpt"):
-        entry["format"] = _find_conversations(theirs, columns, left_out)
-    elif str(row_type) in _AXOLOTL_FORMATS:
-        entry["format"] = _AXOLOTL_FORMATS[str(row_type)]
-    else:
-        reason = f"{row_type!r} is not supported; supported are {', '.join(_AXOLOTL_FORMATS)}"
-        left_out.add("datasets.type", "rejected", reason)
-    if row_type == "alpaca":
+    fields = {"field": "text", "field_chosen": "chosen", "field_rejected": "rejected"}
+    columns = {ours: theirs[key] for key, ours in fields.items() if theirs.get(key, ours) != ours}
+    if row_format := _find_format(theirs, objective, columns, left_out):
+        entry["format"] = row_format
+    if theirs.get("type") == "alpaca":
         reason = (
             "rows are rendered with the model's chat template instead of ### Instruction; horizon-lm inspect shows them"
         )
         left_out.add("datasets.type", "numbers", reason)
+    _reject_odd_messages(theirs, left_out)
+    left_out.reject_unknown("datasets", theirs, _AXOLOTL_KNOWN)
+    return entry | ({"columns": columns} if columns else {})
+
+
+def _reject_odd_messages(theirs: Mapping[str, Any], left_out: LeftOut) -> None:
+    """Reject an entry whose messages have other roles than ours, or their reasoning in a field that the chat template does not read."""
     roles = theirs.get("roles") or {}
     if any(not {*names} <= _AXOLOTL_ROLES.get(role, {role}) for role, names in roles.items()):
         left_out.add("datasets.roles", "rejected", "messages must have the usual roles")
@@ -79,9 +75,23 @@ def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut)
             f"the reasoning must be in the field that the chat template reads; rename {field} to {read} in the messages"
         )
         left_out.add("datasets.field_thinking", "rejected", reason)
-    left_out.reject_unknown("datasets", theirs, _AXOLOTL_KNOWN)
-    entry = {key: value for key, value in entry.items() if value is not None}
-    return entry | ({"columns": columns} if columns else {})
+
+
+def _find_format(theirs: Mapping[str, Any], objective: str, columns: dict[str, str], left_out: LeftOut) -> str | None:
+    """Return the format of an entry, and add the column of its messages to ``columns``; None if the rows decide."""
+    row_type = theirs.get("type")
+    if objective == "dpo":
+        columns["prompt"] = theirs.get("field_messages", "messages")
+        if row_type not in ("chat_template", "chat_template.default"):
+            reason = f"{row_type!r}: only chat_template.default is supported for preferences"
+            left_out.add("datasets.type", "rejected", reason)
+        return None
+    if row_type in ("chat_template", "sharegpt"):
+        return _find_conversations(theirs, columns, left_out)
+    if str(row_type) not in _AXOLOTL_FORMATS:
+        reason = f"{row_type!r} is not supported; supported are {', '.join(_AXOLOTL_FORMATS)}"
+        left_out.add("datasets.type", "rejected", reason)
+    return _AXOLOTL_FORMATS.get(str(row_type))
 
 
 def _find_conversations(theirs: Mapping[str, Any], columns: dict[str, str], left_out: LeftOut) -> str | None:

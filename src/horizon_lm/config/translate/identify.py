@@ -21,56 +21,65 @@ def reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
 
 
 def find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the translation table of the trainer that most settings in the file are specific to."""
-    ranks = [
-        (sum(key in theirs for key in table["recognized_by"]), all(key in theirs for key in table["required"]), table)
-        for table in tables()
-    ]
-    if not theirs.keys().isdisjoint({"datasets"}) and "model_name_or_path" in theirs:  # TRL's name, and ours
-        return tables()[0]
-    found = [rank for rank in ranks if rank[0]]
-    if not found:
+    """Return the translation table of the trainer whose required settings the file has, and to which most others are specific."""
+
+    def rank(table: Mapping[str, Any]) -> tuple[bool, int]:
+        """Return whether the file has all settings that the trainer requires, and how many are specific to it."""
+        has_required = all(key in theirs for key in table["required"])
+        return has_required, sum(key in theirs for key in table["recognized_by"])
+
+    if {"datasets", "model_name_or_path"} <= theirs.keys():  # TRL's names, and ours
+        trl, *_ = tables()
+        return trl
+    recognized = [table for table in tables() if any(key in theirs for key in table["recognized_by"])]
+    if not recognized:
         raise ConfigError(f"{path}: not a file of TRL, LLaMA-Factory or Axolotl: it has none of their settings")
-    return max(found, key=lambda rank: (rank[1], rank[0]))[2]
+    return max(recognized, key=rank)
 
 
 def flatten(theirs: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return their settings with these groups as settings of their own, such as ``peft_config.r``."""
     flat: dict[str, Any] = {}
     for key, value in theirs.items():
-        is_group = key in names and isinstance(value, Mapping)
-        flat |= (
-            {f"{key}.{name}": each for name, each in value.items() if each is not None} if is_group else {key: value}
-        )
+        if key in names and isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": each for name, each in value.items() if each is not None}
+        else:
+            flat[key] = value
     return flat
 
 
 def find_objective(theirs: Mapping[str, Any], table: Mapping[str, Any], asked: str | None, path: str) -> str:
     """Return the objective of a file; ``asked`` is the user's, for files that do not name it."""
-    place, found = "", None
-    for key, choices in table.get("method_of", {}).items():
-        if found is None and is_set(theirs, key):
-            value = theirs[key][0] if isinstance(theirs[key], list) else theirs[key]
-            found, place = choices.get(table_key(value)), f"{key}: {value!r}"
-            if found is None and key in ("stage", "rl"):
-                raise ConfigError(f"{path}: {place} is not a supported objective; must be one of {', '.join(SCHEMAS)}")
-    # Settings that only files of one method have. They decide if nothing names a method, or if theirs is not supported.
-    for method, names in table.get("methods", {}).items():
-        name = next((each for each in names if each in theirs and theirs[each] != []), None)
-        if name is not None and (found is None or method not in SCHEMAS):
-            found, place = method, name
-    if found is not None and found not in SCHEMAS:
-        trainer = _TRAINERS.get(found)
+    method, place = _find_method(theirs, table, path)
+    if method is not None and method not in SCHEMAS:
+        trainer = _TRAINERS.get(method)
         remedy = f"; use horizon_lm.trainer({trainer}) in a script (docs/trainer.md)" if trainer else ""
         raise ConfigError(
-            f"{path}: {place}: this is a file of {found}, which is not a supported objective of run files{remedy}"
+            f"{path}: {place}: this is a file of {method}, which is not a supported objective of run files{remedy}"
         )
-    if found is not None and asked not in (None, found):
-        raise ConfigError(f"{path}: {place}: this is a file for objective: {found}, not {asked}")
-    chosen = found or asked or table.get("assumed_objective")
+    if method is not None and asked not in (None, method):
+        raise ConfigError(f"{path}: {place}: this is a file for objective: {method}, not {asked}")
+    chosen = method or asked or table.get("assumed_objective")
     if chosen is None:
         raise ConfigError(
             f"{path}: the file does not say which command it is for ({table.get('commands', table['name'])}); write horizon-lm init sft --from FILE, or dpo. "
             "For KTO, ORPO, GRPO or a reward model, use horizon_lm.trainer(KTOTrainer) or the like in a script (docs/trainer.md)"
         )
     return str(chosen)
+
+
+def _find_method(theirs: Mapping[str, Any], table: Mapping[str, Any], path: str) -> tuple[str | None, str]:
+    """Return the method that a file is for, or None if it does not say, and the setting that says it."""
+    method, place = None, ""
+    for key, choices in table.get("method_of", {}).items():
+        if method is None and is_set(theirs, key):
+            value = theirs[key][0] if isinstance(theirs[key], list) else theirs[key]
+            method, place = choices.get(table_key(value)), f"{key}: {value!r}"
+            if method is None and key in ("stage", "rl"):
+                raise ConfigError(f"{path}: {place} is not a supported objective; must be one of {', '.join(SCHEMAS)}")
+    # Settings that only files of one method have. They decide if nothing names a method, or if theirs is not supported.
+    for of_settings, names in table.get("methods", {}).items():
+        name = next((each for each in names if each in theirs and theirs[each] != []), None)
+        if name is not None and (method is None or of_settings not in SCHEMAS):
+            method, place = of_settings, name
+    return method, place

@@ -145,18 +145,14 @@ class Translation:
     def _translate_setting(self, key: str, value: Any) -> None:
         """Add what a setting becomes: settings of ours, or an entry of what is left out.
 
-        An outcome for its value comes before its name: a text gives effect and reason, a mapping the settings that it stands for.
+        What the tables say of its value comes before what they say of its name.
         """
         table, rename = self.table, self.table["rename"]
-        alias, values = table.get("same_values", {}).get(key, key), table.get("values", {})
-        outcomes = {**common()["values"].get(alias, {}), **values.get(key, {})}
         schema = SCHEMAS[self.objective].model_fields
         if key in table.get("lists", ()) and isinstance(value, str) and "," in value:
             value = [part.strip() for part in value.split(",")]
-        outcome = outcomes.get(table_key(value), outcomes.get(table_key(parse_text(value))))
-        if outcome is None and is_on(value):
-            outcome = outcomes.get("any")
-        is_passed = key in values and rename.get(key) in schema  # some values have a meaning of their own
+        outcome = self._outcome(key, value)
+        parts = table.get("parts", {}).get(key)  # of a list, those that have no effect here
         if isinstance(outcome, str):
             effect, _, reason = outcome.partition(": ")
             self.left_out.add(key, effect, reason)
@@ -164,16 +160,21 @@ class Translation:
             self.settings |= {name: each for name, each in outcome.items() if name in schema}
         elif rename.get(key) in schema:
             self.settings[rename[key]] = value
-        elif key in schema and not is_passed and effect_of(key, table) is None:
+        elif key in schema and effect_of(key, table) is None:
             self.settings[key] = value
         elif key in _PER_EPOCH:
             self._translate_interval(key, value)
-        elif key in table.get("parts", {}) and {str(each).rpartition(".")[2] for each in value} <= {
-            *table["parts"][key]["names"]
-        }:
-            self.left_out.add(key, "nothing", table["parts"][key]["why"])
+        elif parts is not None and {str(each).rpartition(".")[2] for each in value} <= {*parts["names"]}:
+            self.left_out.add(key, "nothing", parts["why"])
         else:
             self._leave_out(key, value)
+
+    def _outcome(self, key: str, value: Any) -> Any:
+        """Return what the tables say of a value: "EFFECT: reason", a mapping of settings that it stands for, or None for nothing."""
+        alias = self.table.get("same_values", {}).get(key, key)
+        outcomes = {**common()["values"].get(alias, {}), **self.table.get("values", {}).get(key, {})}
+        outcome = outcomes.get(table_key(value), outcomes.get(table_key(parse_text(value))))
+        return outcomes.get("any") if outcome is None and is_on(value) else outcome
 
     def _translate_interval(self, key: str, value: Any) -> None:
         """Translate a number of times per epoch (`evals_per_epoch`) to a strategy and an interval: a share of the run, below 1."""
@@ -218,36 +219,46 @@ class Translation:
     def _complete(self) -> None:
         """Add their defaults and the differences of their defaults, and sort what our validation rejects."""
         table, theirs, left_out = self.table, self.theirs, self.left_out
-        defaults = dict(table.get("defaults", {}))
-        for key, by_value in table.get("defaults_with", {}).items():
-            if is_set(theirs, key):
-                defaults |= by_value.get(table_key(theirs[key]), by_value.get("any", {}))
         explicit = {*theirs, *self.settings}
-        fields = SCHEMAS[self.objective].model_fields
-        self.settings = {name: value for name, value in defaults.items() if name in fields} | self.settings
+        self._add_defaults()
+        self._drop_overruled()
         settings = self.settings
-        for name, other in table.get("twice", {}).items():
-            if name not in theirs and isinstance(value := parse_text(settings.get(other)), int | float):
-                settings[name] = 2 * value
-        if settings.get("adapter_name_or_path"):  # in all these trainers, its own ranks and targets are used
-            for name in AdapterSettings.model_fields.keys() - OF_THE_BASE:
-                settings.pop(name, None)
-        if settings.get("use_peft"):  # adapters are trained on the quantized weights, which have the same values
-            settings.pop("dequantize", None)
         for key, why in table.get("needs_adapters", {}).items():
             if key in theirs and not (settings.get("use_peft") or settings.get("dequantize")):
                 left_out.nothing.pop(key, None)
                 left_out.add(key, "rejected", why)
+        for name, difference in table.get("differences", {}).items():
+            if explicit.isdisjoint(difference["unless"]) and self.objective in difference.get("objectives", SCHEMAS):
+                left_out.add(name, "numbers", difference["why"])
+        renamed = {ours: name for name, ours in table["rename"].items() if name in theirs}
+        self._sort_invalid({name: name for name in explicit} | renamed)
+        for ours, their_name in (("model_name_or_path", table["required"][0]), ("datasets", table["datasets"][0])):
+            if ours not in settings and not left_out.rejected.keys() & {*table["datasets"]}:
+                left_out.add(their_name, "rejected", "is missing")
+
+    def _add_defaults(self) -> None:
+        """Add the trainer's defaults, as far as the file does not set these settings."""
+        table, theirs = self.table, self.theirs
+        defaults = dict(table.get("defaults", {}))
+        for key, by_value in table.get("defaults_with", {}).items():
+            if is_set(theirs, key):
+                defaults |= by_value.get(table_key(theirs[key]), by_value.get("any", {}))
+        fields = SCHEMAS[self.objective].model_fields
+        self.settings = {name: value for name, value in defaults.items() if name in fields} | self.settings
+        for name, other in table.get("twice", {}).items():
+            if name not in theirs and isinstance(value := parse_text(self.settings.get(other)), int | float):
+                self.settings[name] = 2 * value
+
+    def _drop_overruled(self) -> None:
+        """Remove settings that others make ineffective in all these trainers."""
+        settings = self.settings
+        if settings.get("adapter_name_or_path"):  # its own ranks and targets are used
+            for name in AdapterSettings.model_fields.keys() - OF_THE_BASE:
+                settings.pop(name, None)
+        if settings.get("use_peft"):  # adapters are trained on the quantized weights, which have the same values
+            settings.pop("dequantize", None)
         if isinstance(steps := parse_text(settings.get("max_steps")), int) and steps > 0:
-            settings.pop("num_train_epochs", None)  # in all these trainers, max_steps takes precedence
-        for name, each in table.get("differences", {}).items():
-            if explicit.isdisjoint(each["unless"]) and self.objective in each.get("objectives", SCHEMAS):
-                left_out.add(name, "numbers", each["why"])
-        names = {ours: name for name, ours in table["rename"].items() if name in theirs}
-        self._sort_invalid({**{name: name for name in explicit}, **names})
-        for name, theirs_too in (("model_name_or_path", table["required"][0]), ("datasets", table["datasets"][0])):
-            if name not in settings and not left_out.rejected.keys() & {*table["datasets"]}:
-                left_out.add(theirs_too, "rejected", "is missing")
+            settings.pop("num_train_epochs", None)
 
     def _sort_invalid(self, theirs: Mapping[str, str]) -> None:
         """Take out settings that our validation rejects: those that a run would not use change nothing, others are rejected.
@@ -255,23 +266,22 @@ class Translation:
         ``theirs`` has their names of settings that are in the file, by our name; other settings are defaults.
         """
         settings, left_out = self.settings, self.left_out
-        for _ in range(3 * len(settings)):
+        for _ in range(3 * len(settings)):  # what is taken out may make others invalid
             try:
                 SCHEMAS[self.objective].model_validate(settings, context=WITHOUT_ROWS)
                 return
             except ValidationError as error:
-                details = [(each["loc"], each, each["msg"].removeprefix("Value error, ")) for each in error.errors()]
-            for loc, _, message in details:
-                if loc[0] in _DATASETS and "path" not in loc[2:3]:  # a path may be one of another machine
-                    left_out.add(".".join(map(str, loc)), "rejected", message)
-            invalid = {
-                str(loc[0]): (each, message)
-                for loc, each, message in details
-                if loc[0] in settings and loc[0] not in _DATASETS
-            }
+                details = error.errors()
+            invalid = {}  # the error of each setting; the last one, if there are several
+            for each in details:
+                first, *_ = loc = each["loc"]
+                if first not in _DATASETS and first in settings:
+                    invalid[str(first)] = each
+                elif first in _DATASETS and "path" not in loc[2:3]:  # a path may be one of another machine
+                    left_out.add(".".join(map(str, loc)), "rejected", _message(each))
             if not invalid:
                 return
-            for name, (each, message) in invalid.items():
+            for name, each in invalid.items():
                 value = settings.pop(name)
                 if isinstance(value, str) and not isinstance(parsed := parse_text(value), str):
                     settings[name] = parsed
@@ -279,7 +289,7 @@ class Translation:
                 is_unused = isinstance(each.get("ctx", {}).get("error"), UnusedError) and name not in _USED_ELSEWHERE
                 if name in theirs or not is_unused:
                     effect = "nothing" if is_unused else "rejected"
-                    left_out.add(theirs.get(name, name), effect, f"{value!r} {message}")
+                    left_out.add(theirs.get(name, name), effect, f"{value!r} {_message(each)}")
 
     def _reject(self, accept: Collection[str]) -> None:
         """Raise ConfigError if the translation is not faithful, except for what is accepted."""
@@ -287,16 +297,21 @@ class Translation:
         self.not_needed = [name for name in accept if name not in left_out.numbers]
         left_out.numbers = {name: why for name, why in left_out.numbers.items() if name not in left_out.rejected}
         lines = [f"  {name}: {why}" for name, why in left_out.rejected.items()]
-        open_ = {name: why for name, why in left_out.numbers.items() if name not in accept}
-        if open_:
+        not_accepted = {name: why for name, why in left_out.numbers.items() if name not in accept}
+        if not_accepted:
             options = " ".join(f"--accept {name}" for name in left_out.numbers)
             lines += [
                 f"these change the numbers; accept them with {options}:",
-                *(f"  {name}: {why}" for name, why in open_.items()),
+                *(f"  {name}: {why}" for name, why in not_accepted.items()),
                 *(f"--accept {name} is not needed" for name in self.not_needed),
             ]
         if lines:
             raise ConfigError("\n".join([f"{self.path}: a run file with the same training cannot be written:", *lines]))
+
+
+def _message(error: Any) -> str:
+    """Return the text of an error of pydantic."""
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def translate_file(path: str, objective: str | None = None, accept: Collection[str] = ()) -> Translation:

@@ -64,6 +64,7 @@ _OF_ENTRIES = {
 
 @cache
 def _read(name: str) -> Mapping[str, Any]:
+    """Return one of the tables beside this file."""
     text = (files("horizon_lm.config.translate") / f"{name}.yaml").read_text(encoding="utf-8")
     return YAML(typ="safe", pure=True).load(text)  # type: ignore[no-any-return]
 
@@ -123,19 +124,21 @@ def remedies() -> dict[str, str]:
 
 
 def _remedies() -> Iterator[tuple[str, str]]:
+    """Yield the settings that the common table names, each with its remedy: a hint, or to remove it for a reason."""
     for effect in (*EFFECTS, "hints"):
         for reason, names in common()[effect].items():
-            yield from ((name, reason if effect == "hints" else f"{reason}; remove it") for name in names)
+            remedy = reason if effect == "hints" else f"{reason}; remove it"
+            yield from ((name, remedy) for name in names)
 
 
 def foreign_trainer(settings: Mapping[str, Any]) -> str | None:
     """Return the name of the trainer that a file belongs to beyond doubt; None for a run file of ours, also one with mistakes."""
     for table in tables():
-        other = "model_name_or_path" if "model_name_or_path" not in table["required"] else "datasets"
-        has_marks = all(name in settings for name in table["required"]) and any(
-            name in settings for name in table["recognized_by"]
-        )
-        if has_marks and other not in settings and "objective" not in settings:
+        # A setting that run files of ours have, and files of this trainer do not.
+        only_ours = "datasets" if "model_name_or_path" in table["required"] else "model_name_or_path"
+        has_required = all(name in settings for name in table["required"])
+        has_marks = any(name in settings for name in table["recognized_by"])
+        if has_required and has_marks and only_ours not in settings and "objective" not in settings:
             return str(table["name"])
     return None
 
@@ -166,6 +169,7 @@ def is_on(value: Any) -> bool:
 
 
 def is_set(theirs: Mapping[str, Any], key: str) -> bool:
+    """Return whether a setting is in a file, and on."""
     return key in theirs and is_on(theirs[key])
 
 
