@@ -91,12 +91,17 @@ _PEER_BYTES = 448 * 2**20
 
 
 def _collective_bytes(num_ranges: int, num_ranks: int, links: Interconnect | None) -> int:
-    """Return the device bytes of collectives, within a copy of the model and over the copies: those of sums, and NCCL's."""
-    gpus, copies = num_ranges if links is None else links.gpus, num_ranks // num_ranges
-    of_machine = gpus if num_ranges > gpus and num_ranges % gpus == 0 else num_ranges
-    peers = min(num_ranges, gpus) - 1 if links is None or not links.through_host else 0
-    groups = [(size, each) for size, each in ((num_ranges, of_machine), (copies, copies)) if size > 1]
-    return peers * _PEER_BYTES + sum(_COMMUNICATOR_BYTES + sum(sum_buffers(*group).values()) for group in groups)
+    """Return the device bytes of collectives: scratch memory of sums, and what NCCL takes."""
+    gpus, num_copies = num_ranges if links is None else links.gpus, num_ranks // num_ranges
+    spans_machines = num_ranges > gpus and num_ranges % gpus == 0
+    is_direct = links is None or not links.through_host
+    num_peers = min(num_ranges, gpus) - 1 if is_direct else 0
+    num_bytes = num_peers * _PEER_BYTES
+    # The ranks of a copy of the model, and those with the same range of all copies.
+    for size, of_machine in ((num_ranges, gpus if spans_machines else num_ranges), (num_copies, num_copies)):
+        if size > 1:
+            num_bytes += _COMMUNICATOR_BYTES + sum(sum_buffers(size, of_machine).values())
+    return num_bytes
 
 
 def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShape) -> list[str]:
@@ -108,7 +113,7 @@ def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShap
     if plan.machine.on_host or not rows.masked or not isinstance(getattr(config, "num_attention_heads", None), int):
         return []
     capability = None
-    if hardware is not None and hardware.capability:
+    if hardware is not None and hardware.capability:  # 8.9 is (8, 9)
         capability = int(hardware.capability), round(10 * hardware.capability) % 10
     used = plan.step.outline.attention
     sinks = has_sinks(source.model.skeleton())
@@ -155,6 +160,7 @@ def make_request(run: RunConfig, source: Source, rows: RowShape, stored_bytes: i
 
 
 def _sequences(run: RunConfig) -> int:
+    """Return the number of sequences in a row."""
     return 2 if run.objective == "dpo" else 1
 
 
@@ -309,11 +315,12 @@ class Admission:
         return DoesNotFitError("\n".join([problem, *remedy_lines(smaller, remedies)]))
 
     def _machine(self) -> Machine:
+        """Return this machine in its present state, alike on all ranks."""
         machine = this_machine(self._run)
         return machine if self._agree is None else self._agree(machine)
 
     def _choices(self, plan: Plan) -> dict[str, Any]:
-        """Return what a plan chooses, as settings of the run."""
+        """Return the settings that a plan chooses and the run leaves open."""
         given, chosen = StreamingOptions.of(self._run), StreamingOptions.of(apply_plan(self._run, plan))
         return {name: value for name, value in chosen.items() if value != given[name]}
 

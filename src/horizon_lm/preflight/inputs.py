@@ -65,9 +65,9 @@ class Source:
 
     def cache_bytes(self, run: RunConfig, length: int) -> int:
         """Return the device bytes of the key-value cache of a row with this number of tokens, over all blocks."""
-        key = compute_dtype(run), run.device != "cpu", length
+        key = dtype, accelerated, _ = compute_dtype(run), run.device != "cpu", length
         if key not in self._cache_bytes:
-            self._cache_bytes[key] = CacheProbe(self.model, *key[:2]).cache_bytes(Generation(1, 1, length))
+            self._cache_bytes[key] = CacheProbe(self.model, dtype, accelerated).cache_bytes(Generation(1, 1, length))
         return self._cache_bytes[key]
 
     def outline(
@@ -107,7 +107,8 @@ def _head_values(run: RunConfig) -> tuple[str, ...]:
     """Return the per-token values from which the loss is computed; empty for Hugging Face's own loss."""
     if isinstance(run, TextConfig) and run.label_smoothing_factor:
         return "logprobs", "mean"
-    return ("logprobs",) if run.objective == "dpo" or (isinstance(run, SftConfig) and run.loss_type == "dft") else ()
+    is_dft = isinstance(run, SftConfig) and run.loss_type == "dft"
+    return ("logprobs",) if run.objective == "dpo" or is_dft else ()
 
 
 def open_source(run: RunConfig) -> Source:
@@ -137,16 +138,20 @@ def fetch_source(run: RunConfig) -> Source:
 
 
 def _in_folder(run: RunConfig, folder: Path) -> Source:
+    """Return a run's model that is in a folder."""
     config = hf_config.load_config(folder, run.trust_remote_code, run.gguf_file)
     model = _model_of(run, config, folder)
     if run.gguf_file:
-        stored = 2
+        stored_bytes = 2
+    elif model.quantization:
+        stored_bytes = hf_config.config_bytes(config)
     else:
-        stored = hf_config.config_bytes(config) if model.quantization else hf_config.stored_bytes(folder, config)
-    return Source(model, stored, is_local=True)
+        stored_bytes = hf_config.stored_bytes(folder, config)
+    return Source(model, stored_bytes, is_local=True)
 
 
 def _model_of(run: RunConfig, config: Any, folder: Path | None) -> ModelSource:
+    """Return a run's model, given its config and its folder, if that is known. Raise ConfigError if its adapters are missing."""
     require_adapters(config, run)
     if run.adapter_name_or_path is not None:
         try:
@@ -185,23 +190,27 @@ class RowShape:
     @classmethod
     def of(cls, loader: Loader, held_out: Iterable[TokenTable], prompt_length: int = 0) -> "RowShape":
         """Return the shape of tokenized examples, given the loader of their steps."""
-        rows, held_out, present = loader.rows, list(held_out), np.zeros(1, dtype=bool)
+        rows, held_out = loader.rows, list(held_out)
         assert isinstance(rows, TokenTable)
-        for ids in (ids for table in (rows, *held_out) for ids in table.token_ids() if len(ids)):
-            if (largest := int(ids.max())) >= len(present):
-                present = np.pad(present, (0, 2 * largest + 1 - len(present)))
-            present[ids] = True
-        # One additional token for padding.
-        distinct = int(present.sum()) + 1 + prompt_length
-        steps = [rows.lengths[loader.sampler.rows(step)] for step in range(loader.sampler.steps_per_epoch)]
-        typical = sum(step.max() * len(step) for step in steps) / sum(map(len, steps))
-        in_epoch = sum(rows.num_tokens[loader.sampler.rows(step)].sum() for step in range(len(steps)))
+        steps = [loader.sampler.rows(step) for step in range(loader.sampler.steps_per_epoch)]
+        padded = sum(rows.lengths[step].max() * len(step) for step in steps)  # tokens of an epoch with padding
         return cls(
-            int(rows.lengths.max()),
-            max((int(table.lengths.max()) for table in held_out), default=0),
+            length=int(rows.lengths.max()),
+            eval_length=max((int(table.lengths.max()) for table in held_out), default=0),
             masked=any(table.needs_mask for table in (rows, *held_out)),
-            distinct_tokens=distinct,
-            typical_length=round(typical),
-            tokens=float(in_epoch) / len(steps),
+            # One more token for padding, and at most as many others as the longest prompt has.
+            distinct_tokens=_num_distinct([rows, *held_out]) + 1 + prompt_length,
+            typical_length=round(padded / sum(map(len, steps))),
+            tokens=float(sum(rows.num_tokens[step].sum() for step in steps)) / len(steps),
             prompt_length=prompt_length,
         )
+
+
+def _num_distinct(tables: Iterable[TokenTable]) -> int:
+    """Return the number of distinct tokens in all rows."""
+    is_present = np.zeros(1, dtype=bool)  # by token id
+    for ids in (ids for table in tables for ids in table.token_ids() if len(ids)):
+        if (largest := int(ids.max())) >= len(is_present):
+            is_present = np.pad(is_present, (0, 2 * largest + 1 - len(is_present)))
+        is_present[ids] = True
+    return int(is_present.sum())

@@ -91,9 +91,11 @@ def agree_on_machine(mesh: "Mesh | None", own: Machine) -> Machine:
     everyone = mesh.exchange("the memory of a machine", sent)
 
     def limits(name: str, ranks: Sequence[Any]) -> list[Limit]:
+        """Return the limits of a kind on these ranks."""
         return [Limit(*limit) for each in ranks for limit in each[name]]
 
     def least(name: str) -> list[Limit]:
+        """Return the smallest limit of a kind on all ranks; none if no rank has one."""
         return sorted(limits(name, everyone), key=lambda limit: limit.bytes)[:1]
 
     return replace(
