@@ -112,6 +112,7 @@ def waterfall_figure(place: Budget) -> Figure:
     largest = max(place.bytes, sum(item.bytes for item in place.items), 1)
     unit, name = byte_scale([largest])
     sizes = [item.bytes for item in place.items] + [place.bytes]
+    # Each item begins where the last one ends, and the total at 0.
     starts = [*accumulate(sizes[:-2], initial=0), 0] if place.items else [0]
     texts = [f"{item.name}: {format_bytes(item.bytes)}. {item.note}" for item in place.items]
     rows = list(range(len(sizes)))
@@ -127,7 +128,7 @@ def waterfall_figure(place: Budget) -> Figure:
         figure.add_annotation(
             text=format_bytes(size), xref="paper", x=1, xanchor="left", xshift=10, y=row, showarrow=False
         )
-    end, top = largest, 32
+    end, top = largest, 32  # of the horizontal axis, and the margin above it
     if place.available is not None and place.available <= 2 * largest:
         end, top = max(largest, place.available), 48  # leave room for the label of the line
         label = _label(f"available {format_bytes(place.available)}", LIMIT) | {"yanchor": "bottom", "xanchor": "right"}
@@ -243,6 +244,7 @@ def time_scale(seconds: float) -> tuple[float, str]:
 
 
 def _line(name: str, steps: Sequence[int], values: Sequence[float | None], colour: str, value_format: str) -> Scatter:
+    """Return a line over steps. ``value_format`` is Plotly's for the value at the pointer."""
     return Scatter(
         name=name, x=list(steps), y=list(values), mode="lines+markers" if len(steps) <= MAX_MARKED_POINTS else "lines",
         line={"color": colour, "width": 2}, marker={"size": 5, "color": colour},
@@ -315,4 +317,5 @@ def _add_limits(figure: Figure, row: int, used: Sequence[float], place: Budget |
 
 
 def _label(text: str, colour: str) -> dict[str, Any]:
+    """Return the properties of an annotation."""
     return {"text": text, "font": {"color": colour, "size": 12}}

@@ -228,6 +228,7 @@ def load_run(folder: Path) -> Run:
         raise ConfigError(f"{folder}: no such folder{near_path(folder) or '; name the output_dir of a run'}")
 
     def read(name: str, reader: Callable[[Path], T]) -> T | None:
+        """Read a file, if it exists."""
         return reader(folder / name) if (folder / name).exists() else None
 
     run = Run(

@@ -46,16 +46,20 @@ class StepView:
 
 def step_views(run: Run) -> list[StepView]:
     """Return the predicted and the measured step. Without a predicted trace, memory comes from the plan."""
-    views = [_view("Predicted", FIRST, run.predicted), _view("Measured", SECOND, run.measured)]
-    memory = None if run.plan is None else run.plan.memory
-    if memory is not None and memory.seconds and (views[0] is None or not any(views[0].memory.values())):
-        parts, seconds = ((), memory.seconds[-1]) if views[0] is None else (views[0].parts, views[0].seconds)
-        taken = {
-            "device": list(zip(memory.seconds, memory.device, strict=True)),
-            "host": list(zip(memory.seconds, memory.host, strict=True)),
+    predicted, measured = _view("Predicted", FIRST, run.predicted), _view("Measured", SECOND, run.measured)
+    planned = None if run.plan is None else run.plan.memory
+    if planned is not None and planned.seconds and (predicted is None or not any(predicted.memory.values())):
+        memory = {
+            "device": list(zip(planned.seconds, planned.device, strict=True)),
+            "host": list(zip(planned.seconds, planned.host, strict=True)),
         }
-        views[0] = StepView("Predicted", f"Predicted: {duration(seconds)}", FIRST, seconds, parts, taken)
-    return [view for view in views if view is not None]
+        if predicted is None:
+            seconds = planned.seconds[-1]
+            predicted = StepView("Predicted", f"Predicted: {duration(seconds)}", FIRST, seconds, (), memory)
+        else:
+            title = f"Predicted: {duration(predicted.seconds)}"
+            predicted = replace(predicted, title=title, memory=memory)
+    return [view for view in (predicted, measured) if view is not None]
 
 
 def _view(name: str, colour: str, trace: Trace | None) -> StepView | None:
@@ -82,11 +86,14 @@ def _cut(span: Span, start: float, end: float) -> Span:
 
 
 def _memory_within(trace: Trace, counter: str, start: float, end: float) -> list[tuple[float, float]]:
-    """Return the bytes in use from the start of a step to its end."""
+    """Return the bytes in use from the start of a step to its end, by the seconds from which on they are in use."""
     points = [(moment, sample[counter]) for moment, sample in trace.samples if counter in sample and moment < end]
-    before = [(0.0, used) for moment, used in points if moment <= start][-1:]
-    found = before + [(moment - start, used) for moment, used in points if moment > start]
-    return [*found, (end - start, found[-1][1])] if found else []
+    at_start = [(0.0, used) for moment, used in points if moment <= start][-1:]
+    within = at_start + [(moment - start, used) for moment, used in points if moment > start]
+    if not within:
+        return []
+    _, used_at_end = within[-1]
+    return [*within, (end - start, used_at_end)]
 
 
 def busy_shares(spans: Sequence[Span], seconds: float) -> dict[str, float]:

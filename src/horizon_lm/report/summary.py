@@ -84,7 +84,8 @@ def _speeds(run: Run) -> list[Statistic]:
     speed = median(line.tokens_per_second for line in lines[1:] or lines) if lines else None
     seconds, source = None if run.metrics is None else run.metrics.step_seconds, "median"
     if seconds is None and run.measured is not None and (step := median_step(run.measured)) is not None:
-        seconds, source = step[2] - step[1], "median of traced steps"
+        _, start, end = step
+        seconds, source = end - start, "median of traced steps"
     statistics = []
     if speed is not None:
         expected = None if planned is None else planned.tokens_per_second
@@ -142,9 +143,13 @@ def _memory(run: Run) -> list[Statistic]:
 def _compared(
     name: str, value: float, text: Callable[[float], str], source: str, word: str, expected: float | None
 ) -> Statistic:
-    """Return a measured statistic with its source, such as the median, and the expected value, if there are these."""
-    words = [source] if source else []
+    """Return a measured statistic with its source, such as the median, and the expected value, with what that is called.
+
+    Without a source (an empty text) or an expected value (None), these are left out. ``text`` formats values.
+    """
+    parts = [source] if source else []
     if expected is not None:
         difference = f"{value / expected - 1:+.1%}" if expected else ""
-        words.append(f"{word} {text(expected)}" + (f" ({difference})" if difference.strip("+-0.%") else ""))
-    return Statistic(name, text(value), "; ".join(words))
+        is_shown = difference.strip("+-0.%")  # not if it rounds to 0
+        parts.append(f"{word} {text(expected)}" + (f" ({difference})" if is_shown else ""))
+    return Statistic(name, text(value), "; ".join(parts))
