@@ -31,8 +31,11 @@ def unless_streamed(model: Any) -> Callable[[Callable[..., None]], Callable[...,
 
     def replace_patch(original: Callable[..., None]) -> Callable[..., None]:
         def add_fused_lm_head(patched: Any, *args: Any, **kwargs: Any) -> None:
-            streamed = model if patched is inside and not is_streamed(patched) else patched
-            (add_head if is_streamed(streamed) else original)(streamed, *args, **kwargs)
+            """Patch a model, which may be the one that prompts are around, or a reference that is not streamed."""
+            if patched is inside and not is_streamed(patched):
+                patched = model
+            patch = add_head if is_streamed(patched) else original
+            patch(patched, *args, **kwargs)
 
         return add_fused_lm_head
 
@@ -57,6 +60,7 @@ def add_head(
         self: Any, *args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None,
         shift_labels: torch.Tensor | None = None, num_items_in_batch: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
+        """Compute as before, or with ``fused_lm_head=True`` what TRL's fused head returns."""
         targets = {"labels": labels, "shift_labels": shift_labels}
         given = {name: value for name, value in targets.items() if value is not None}
         if fused_lm_head:
@@ -73,7 +77,10 @@ def _fused_output(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], labels: dict[str, torch.Tensor], num_items: Any,
     temperature: float, statistics: Collection[str],
 ) -> Any:  # fmt: skip
-    """Return what TRL's fused head returns: the loss, and the log-probabilities of the next tokens with their mask."""
+    """Return what TRL's fused head returns: the loss, and the log-probabilities of the next tokens with their mask.
+
+    ``labels`` has ``shift_labels``, or ``labels`` alone.
+    """
     from trl.trainer.utils import FusedCausalLMOutput
 
     config = model.config.get_text_config()
@@ -82,14 +89,16 @@ def _fused_output(
     if args:
         kwargs["input_ids"] = args[0]
     values = token_logprobs(model, temperature=temperature, statistics=statistics, **kwargs, **labels)
-    shifted = labels.get("shift_labels")
-    # TRL leaves out the last position of a row, which has no next token.
-    used = slice(None) if shifted is not None else slice(None, -1)
-    log_probs = values.logprobs[:, used]  # (B, T), or (B, T - 1), and P positions more with a prompt
-    targets = shifted if shifted is not None else labels["labels"]
-    num_prompt = values.logprobs.shape[1] - targets.shape[1]
+    are_shifted = "shift_labels" in labels
+    targets = labels["shift_labels"] if are_shifted else labels["labels"]
+    num_prompt = values.logprobs.shape[1] - targets.shape[1]  # positions of a prompt of PEFT before each row
     targets = torch.nn.functional.pad(targets, (num_prompt, 0), value=IGNORE_INDEX)
-    mask = (targets if shifted is not None else targets[:, 1:]) != IGNORE_INDEX
+    if not are_shifted:
+        targets = targets[:, 1:]
+    # Like TRL, without the last position of a row if that has no target.
+    used = slice(None) if are_shifted else slice(None, -1)
+    log_probs = values.logprobs[:, used]
+    mask = targets != IGNORE_INDEX
     fields = {name: getattr(values, name)[:, used] for name in statistics}
     if "is_top1" in fields:
         fields["is_top1"] = fields["is_top1"].bool()

@@ -29,17 +29,17 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     def compute_or_hold(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
+        """Return a loss, or zero in its place, as `_held_back` says."""
         kwargs["num_items_in_batch"] = num_items_in_batch
         if _computing.get() or return_outputs or not self.model.training or not torch.is_grad_enabled():
             return compute_loss(self, model, inputs, return_outputs=return_outputs, **kwargs)
         state = self.accelerator.gradient_state
-        synchronizes = state.sync_gradients  # true for the last micro-batch of a step
+        is_last = state.sync_gradients  # of the step's micro-batches
         compute = partial(_compute, compute_loss, self, model, inputs, **kwargs)
         # A loss may depend on whether its micro-batch is the last one.
-        held = self._held = [*(self._held or ()), (compute, partial(state._set_sync_gradients, synchronizes))]
-        access = engine_of(self.model).access
-        access.holds_losses = not synchronizes
-        if not synchronizes:
+        held = self._held = [*(self._held or ()), (compute, partial(state._set_sync_gradients, is_last))]
+        engine_of(self.model).access.holds_losses = not is_last
+        if not is_last:
             return torch.zeros((), device=self.args.device, requires_grad=True)
         self._held = None
         try:
@@ -51,14 +51,18 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_held(model: Any, held: list[tuple[Any, Any]]) -> list[Any]:
-    """Compute losses in lock-step. Each may switch the model's adapters for itself, as for a reference."""
-    functions, prepare = map(list, zip(*held, strict=True))  # `prepare` sets what accelerate had set for each
+    """Compute losses in lock-step. Each may switch the model's adapters for itself, as for a reference.
+
+    ``held`` has pairs of functions: one computes a loss, and the other sets what accelerate had set for it.
+    """
+    functions, prepare = map(list, zip(*held, strict=True))
     horizon = getattr(model, "_horizon", None)
     if horizon is None or not horizon.adapter_params:
         return run_together(functions, prepare)
     states = StatePerMember(model, len(held))
 
     def go_on(number: int) -> None:
+        """Set what a loss was left with when another one was computed."""
         prepare[number]()
         states.go_on_with(number)
 
@@ -86,7 +90,7 @@ class HeldBatches:
     step's last micro-batch. What surrounds it (`training_step`, in which some trainers generate) is not moved.
     """
 
-    _held: list[tuple[Any, Any]] | None = None  # the step's earlier losses, and what each is prepared by
+    _held: list[tuple[Any, Any]] | None = None  # the step's earlier losses, as `_run_held` takes them
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, without what an interrupted step before has held back."""

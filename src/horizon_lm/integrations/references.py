@@ -35,11 +35,12 @@ def prepare_reference(arguments: Mapping[str, Any]) -> None:
             "trainers of preferences copy adapters for their reference, of which each process has a part; train with "
             "horizon-lm (objective: dpo), which needs no copy, or with one process"
         )
-    given = [arguments.get("train_dataset"), *_eval_sets(arguments.get("eval_dataset"))]
-    readable = all(isinstance(each, Dataset) for each in given) and not hasattr(model.config, "vision_config")
+    datasets = [arguments.get("train_dataset"), *_eval_sets(arguments.get("eval_dataset"))]
+    can_precompute = all(isinstance(each, Dataset) for each in datasets) and not hasattr(model.config, "vision_config")
     if mesh_of(model) is not None:  # the first rank writes a file, which the others do not find if rows are in memory
-        readable = readable and all(each.cache_files for each in given)
-    if getattr(args, PRECOMPUTE, None) is False and readable and arguments.get("ref_model") is None:
+        can_precompute = can_precompute and all(each.cache_files for each in datasets)
+    is_open = getattr(args, PRECOMPUTE, None) is False and arguments.get("ref_model") is None
+    if is_open and can_precompute:
         setattr(args, PRECOMPUTE, True)
         print(
             f"{PRECOMPUTE}=True: the reference is the model with its present weights, computed once before training, and takes no "
@@ -48,6 +49,7 @@ def prepare_reference(arguments: Mapping[str, Any]) -> None:
 
 
 def _eval_sets(dataset: Any) -> list[Any]:
+    """Return the eval sets of a trainer, of which there may be none, one or several by name."""
     if dataset is None:
         return []
     return list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]

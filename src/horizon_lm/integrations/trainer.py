@@ -70,6 +70,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
             _require_streamed(trainer.model)
 
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check the model that is trained, and prepare it for several ranks, before the Trainer would wrap it."""
         trainer: Any = self
         _require_streamed(trainer.model)
         if trainer.args.n_gpu > 1:
@@ -85,14 +86,15 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         from accelerate.optimizer import AcceleratedOptimizer
 
         trainer: Any = self
-        known = by_other_name(getattr(trainer.args.optim, "value", trainer.args.optim))
-        if isinstance(trainer.optimizer, AcceleratedOptimizer):
+        if isinstance(trainer.optimizer, AcceleratedOptimizer):  # it was created before
             return trainer.optimizer
         self._apply_plan()
+        known = by_other_name(getattr(trainer.args.optim, "value", trainer.args.optim))
         if trainer.optimizer is None and self._chooses_optimizer():
             trainer.optimizer = super().create_optimizer(model)  # type: ignore[misc]
         if trainer.optimizer is None and known is not None and self._takes_own_optimizer():
-            trainer.optimizer = self._own_optimizer(trainer.model if model is None else model, *known)
+            name, moments = known
+            trainer.optimizer = self._own_optimizer(trainer.model if model is None else model, name, moments)
         if not isinstance(trainer.optimizer, SlabOptimizer):
             return trainer.optimizer or super().create_optimizer(model)  # type: ignore[misc]
         self.streamed_optimizer, self._own_limit = trainer.optimizer, trainer.optimizer.max_grad_norm
@@ -103,11 +105,11 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         return trainer.optimizer
 
     def _chooses_optimizer(self) -> bool:
-        """Return whether the trainer that is streamed has its own way to make an optimizer."""
+        """Return whether the trainer's own class, or one between it and Trainer, has another way to make an optimizer."""
         from transformers import Trainer
 
-        below = type(self).__mro__[type(self).__mro__.index(StreamedTrainer) + 1 :]
-        own = [each for each in below if each is not Trainer and issubclass(each, Trainer)]
+        after_mixin = type(self).__mro__[type(self).__mro__.index(StreamedTrainer) + 1 :]
+        own = [each for each in after_mixin if each is not Trainer and issubclass(each, Trainer)]
         return any(name in vars(each) for each in own for name in ("create_optimizer", "get_optimizer_cls_and_kwargs"))
 
     def _takes_own_optimizer(self) -> bool:
@@ -209,6 +211,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         return any(function is not getattr(TrainerCallback, event) for function in own)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the norm of the gradients where the Trainer does not clip; None if updates in the backward pass used them up."""
         optimizer = self.streamed_optimizer
         if optimizer is None or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
@@ -270,14 +273,15 @@ def trainer(cls: type) -> Any:
 
 
 def _named(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trainer's constructor by name: those of the first class of ``cls.__mro__`` that takes a model."""
+    """Return the arguments of a trainer's constructor by name, as far as its first base class that takes a model has these names."""
     signatures = [inspect.signature(vars(each)["__init__"]) for each in cls.__mro__ if "__init__" in vars(each)]
     with_model = next(each for each in signatures if "model" in each.parameters)
-    first = next((each for each in signatures if not _passes_on(each)), signatures[0])
-    # A subclass that takes arguments of its own may order them otherwise; only those given by name are known.
-    positional = args if first is with_model else ()
+    called = next((each for each in signatures if not _passes_on(each)), signatures[0])
+    # A subclass that takes arguments of its own may order them otherwise; then only those given by name are known.
+    positional = args if called is with_model else ()
     known = {name: value for name, value in kwargs.items() if name in with_model.parameters}
-    return with_model.bind_partial(None, *positional, **known).arguments  # None: self
+    itself = None
+    return with_model.bind_partial(itself, *positional, **known).arguments
 
 
 def _passes_on(signature: inspect.Signature) -> bool:
@@ -287,6 +291,7 @@ def _passes_on(signature: inspect.Signature) -> bool:
 
 
 def _require_streamed(model: Any) -> None:
+    """Raise StreamingError for a model that is not streamed."""
     if not is_streamed(model):
         raise StreamingError(
             "horizon_lm.trainer(...) trains a streamed model: load it with horizon_lm.from_pretrained(name), or call "
@@ -308,6 +313,7 @@ def _leave_head_in_float32(args: Any, model: Any) -> None:
 
 
 def _reject_unsupported(args: Any) -> None:
+    """Raise ConfigError for arguments of a Trainer with a value that leaves a setting of `_UNSUPPORTED` on."""
     for name, (allowed, remedy) in _UNSUPPORTED.items():
         value = getattr(args, name, None)
         if not any(value is each or value == each for each in allowed):

@@ -28,6 +28,7 @@ class TrainerCheckpoints:
         return scheduler
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the exact state in our format, if the optimizer is one of ours."""
         trainer: Any = self
         optimizer = trainer.streamed_optimizer
         if optimizer is None:
@@ -37,10 +38,12 @@ class TrainerCheckpoints:
         save_checkpoint(Path(output_dir) / FOLDER, trainer.model, optimizer, state=state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights, unless `_load_optimizer_and_scheduler` will load them with the exact state."""
         if not _folder(resume_from_checkpoint).is_dir():  # of another optimizer, or with save_only_model
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the exact state, with the weights. Raise ConfigError if a checkpoint and the trainer have optimizers of two kinds."""
         trainer: Any = self
         if checkpoint is None:
             return
@@ -83,4 +86,5 @@ def _scheduler_state(trainer: Any) -> Any:
 
 
 def _folder(checkpoint: str) -> Path:
+    """Return the folder of our state in a checkpoint of the Trainer."""
     return Path(checkpoint) / FOLDER

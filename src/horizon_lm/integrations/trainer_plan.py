@@ -92,26 +92,26 @@ class TrainerPlan:
         every = getattr(args, "steps_per_generation", None)
         if every is None or not getattr(args, "max_completion_length", None):
             return
-        times = args.gradient_accumulation_steps / every
-        passes = round(args.max_completion_length * max(1.0, times))
+        times_per_step = args.gradient_accumulation_steps / every
+        passes = round(args.max_completion_length * max(1.0, times_per_step))
         rows = args.per_device_train_batch_size * every
-        loaded, weights = self._loaded_bytes(rows), self._loaded_bytes(None)
-        experts = f" with the experts of {counted(rows, 'token')}" if loaded < weights else ""
-        hardware = plan.machine.hardware
-        rate = hardware.link_in if hardware is not None else 0.0
-        duration = f": {format_seconds(passes * loaded / rate)} at {format_bytes(int(rate))}/s" if rate else ""
-        steps = "" if times >= 1 else f", every {round(1 / times)} steps"
+        loaded, loaded_for_many = self._loaded_bytes(rows), self._loaded_bytes(None)
+        experts = f" with the experts of {counted(rows, 'token')}" if loaded < loaded_for_many else ""
+        duration = ""
+        if plan.machine.hardware is not None and (rate := plan.machine.hardware.link_in):
+            duration = f": {format_seconds(passes * loaded / rate)} at {format_bytes(int(rate))}/s"
+        steps = "" if times_per_step >= 1 else f", every {round(1 / times_per_step)} steps"
         yield (
             f"generation{steps}: up to {passes:,} forward passes, one for each token, which load {format_bytes(loaded)} "
             f"each{experts}{duration}"
         )
 
     def _loaded_bytes(self, rows: int | None) -> int:
-        """Return the largest number of bytes that a pass loads for one token of each of these rows; None for many rows."""
+        """Return the bytes that a pass loads at most for one token of each of these rows; None for so many that all experts are used."""
         engine = engine_of(self._model)
         slabs = engine.store.units.values()
         loaded = sum(each.weights[each.own].nbytes + each.packed.data[each.packed.own].nbytes for each in slabs)
-        if rows is None or engine.mesh is not None:  # all experts
+        if rows is None or engine.mesh is not None:  # several ranks load all experts
             return loaded
         for index in engine.routed.for_tokens(rows):
             experts = engine.routed.experts[index]
@@ -130,10 +130,10 @@ class TrainerPlan:
     def _machine(self) -> Machine:
         """Return this machine without the memory of the model that is already loaded, which the plan counts itself."""
         machine, store = this_machine(self._run), engine_of(self._model).store
-        # The plan counts them by purpose, except for low halves that a base had before its adapters were added.
+        # Low halves that a base had before its adapters were added are the only part of the model that the plan does not count.
         frozen = [store.units[unit] for unit in store.frozen]
-        kept = sum(slabs.low[slabs.own].nbytes for slabs in frozen if slabs.low is not None)
-        loaded = sum(store.num_bytes.values()) - kept
+        uncounted = sum(slabs.low[slabs.own].nbytes for slabs in frozen if slabs.low is not None)
+        loaded = sum(store.num_bytes.values()) - uncounted
         return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
 
     def _saves(self) -> Saves:
@@ -148,12 +148,16 @@ class TrainerPlan:
         return Saves(num=num, kept=min(num, limit or num), only_model=args.save_only_model, with_model=True)
 
     def _num_times(self, strategy: str, interval: float) -> int:
-        """Return how often the trainer saves or evaluates by a strategy: also after the last step."""
+        """Return how often the trainer saves or evaluates by a strategy, the time after the last step included.
+
+        ``interval`` counts steps, or is a share of all steps if below 1.
+        """
         if strategy == "epoch":
             return math.ceil(self._args.num_train_epochs)
         if strategy == "no" or self._num_steps is None:
             return 0
-        return math.ceil(self._num_steps / (interval if interval >= 1 else max(1, int(interval * self._num_steps))))
+        steps = interval if interval >= 1 else max(1, int(interval * self._num_steps))
+        return math.ceil(self._num_steps / steps)
 
 
 class _StreamedCodecs:

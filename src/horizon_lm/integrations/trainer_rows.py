@@ -21,11 +21,11 @@ def longest_row(dataset: Any, args: Any, tokenizer: Any = None) -> int | None:
     if isinstance(dataset, Mapping):  # several eval sets, by name
         lengths = [longest_row(each, args, tokenizer) for each in dataset.values()]
         return None if None in lengths else max(filter(None, lengths), default=None)
-    if getattr(args, "max_completion_length", None) is not None:
+    if getattr(args, "max_completion_length", None) is not None:  # the trainer generates
         prompt = _longest_prompt(dataset, tokenizer)
         return None if prompt is None else prompt + args.max_completion_length
-    found, limit = _longest_ids(dataset), length_limit(args)
-    return min(filter(None, (found, limit)), default=None)
+    known = [length for length in (_longest_ids(dataset), length_limit(args)) if length]
+    return min(known, default=None)
 
 
 def length_limit(args: Any) -> int | None:
@@ -38,13 +38,15 @@ def _longest_ids(dataset: Any) -> int | None:
     columns = _lengths_of_arrow(dataset) if hasattr(dataset, "features") else _lengths_of_rows(dataset)
     if columns is None or not any(name.endswith("ids") for name in columns):
         return None
+    num_rows = len(next(iter(columns.values())))
+    prompts = columns.get(_PROMPT, [0] * num_rows)
     answers = [lengths for name, lengths in columns.items() if name != _PROMPT]
-    longest = [max(each) for each in zip(*answers, strict=True)] if answers else [0] * len(columns[_PROMPT])
-    prompts = columns.get(_PROMPT, [0] * len(longest))
-    return max((prompt + answer for prompt, answer in zip(prompts, longest, strict=True)), default=None)
+    longest_answers = [max(lengths) for lengths in zip(*answers, strict=True)] if answers else [0] * num_rows
+    return max(map(sum, zip(prompts, longest_answers, strict=True)), default=None)
 
 
 def _is_ids(name: str) -> bool:
+    """Return whether a column has the token ids of rows."""
     return name.endswith("ids") and not name.endswith(_NO_TOKENS)
 
 
