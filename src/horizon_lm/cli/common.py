@@ -95,7 +95,8 @@ def require_options(arguments: Iterable[str], options: Iterable[str]) -> None:
     from horizon_lm.config.translate.tables import remedies
 
     own = {option.removeprefix("--").replace("-", "_"): option for option in options}
-    known = own.keys() | {name for schema in SCHEMAS.values() for name in schema.model_fields} | remedies().keys()
+    settings = {name for schema in SCHEMAS.values() for name in schema.model_fields}
+    known = own.keys() | settings | remedies().keys()  # names of other trainers, too, which have messages of their own
     for each in arguments:
         name = each.removeprefix("--").partition("=")[0].replace("-", "_")
         if each.startswith("--") and name not in known and (close := closest_setting(name, own)):
@@ -113,10 +114,13 @@ def _print_line(text: str) -> None:
 
 def require_threads() -> None:
     """Raise ConfigError if this process may not start the threads that its libraries need: some of them would abort."""
-    needed, left = 8 + 4 * usable_cores(), threads_left()
-    if left is not None and left[0] < needed:
+    needed, room = 8 + 4 * usable_cores(), threads_left()
+    if room is None:
+        return
+    left, limit = room
+    if left < needed:
         raise ConfigError(
-            f"only {left[0]} more threads or processes may be started, but about {needed} are needed; raise {left[1]}"
+            f"only {left} more threads or processes may be started, but about {needed} are needed; raise {limit}"
         )
 
 
@@ -136,9 +140,10 @@ def run_arguments(tokens: Iterable[str] | None, **options: str | None) -> tuple[
     path, overrides = split_arguments(list(tokens or ()))
     if path is not None and not path.endswith((".yaml", ".yml")) and (Path(path).is_dir() or not exists(path)):
         raise ConfigError(f"{path} is no run file; if it is a model, write --model {path}")
-    return path, overrides + [
-        part for key, value in options.items() if value is not None for part in (f"--{key.replace('_', '-')}", value)
-    ]
+    for key, value in options.items():
+        if value is not None:
+            overrides += [f"--{key.replace('_', '-')}", value]
+    return path, overrides
 
 
 def read_size(option: str, text: str) -> int:
@@ -172,19 +177,11 @@ def find_model(
     from horizon_lm.model.hub import local_folder
     from horizon_lm.training.setup import choose_device
 
-    if exists(str(Path(name) / "model" / "config.json")):
-        raise ConfigError(f"{name} is the folder of a run; its model is in {Path(name) / 'model'}")
-    here = Path(name).expanduser() if exists(name) else Path(name)
-    saved = sorted(here.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime) if exists(name) else []
-    if saved and not (here / "config.json").is_file():
-        hint = f" (horizon-lm export {saved[-1]} OUT)" if (saved[-1] / "manifest.json").is_file() else ""
-        raise ConfigError(
-            f"{name} is the folder of a run that has not exported its model yet; its last checkpoint is {saved[-1]}{hint}"
-        )
+    _reject_folder_of_run(name)
     try:
         folder: Path = local_folder(name)
     except ConfigError as error:
-        run = here.parent
+        run = (Path(name).expanduser() if exists(name) else Path(name)).parent
         is_of_run = exists(str(run / "metrics.jsonl")) and not exists(str(run / "model"))
         hint = f"; the run in {run} has not exported its model yet" if is_of_run else ""
         raise ConfigError(f"{error}{hint}") from error
@@ -204,6 +201,22 @@ def find_model(
     if base_folder and not (folder / "tokenizer_config.json").is_file():
         folder = base_folder
     return request, open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+
+
+def _reject_folder_of_run(name: str) -> None:
+    """Raise ConfigError, naming its model or its last checkpoint, if a name is not that of a model but of a run's folder."""
+    if exists(str(Path(name) / "model" / "config.json")):
+        raise ConfigError(f"{name} is the folder of a run; its model is in {Path(name) / 'model'}")
+    if not exists(name):
+        return
+    folder = Path(name).expanduser()
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    if checkpoints and not (folder / "config.json").is_file():
+        last = checkpoints[-1]
+        hint = f" (horizon-lm export {last} OUT)" if (last / "manifest.json").is_file() else ""
+        raise ConfigError(
+            f"{name} is the folder of a run that has not exported its model yet; its last checkpoint is {last}{hint}"
+        )
 
 
 def find_base(name: str | None) -> Path | None:

@@ -106,6 +106,7 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
 
 
 def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:
+    """Print the first rows of a batch."""
     num_sequences, length = batch.input_ids.shape
     per_row = num_sequences // len(batch.places)
     count = counted(len(batch.places), "row") + ("" if per_row == 1 else f", {num_sequences} answers")
@@ -125,15 +126,14 @@ def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_toke
     ids, labels = batch.input_ids[index].tolist(), batch.labels[index].tolist()
     positions = [1] * len(ids) if batch.position_ids is None else batch.position_ids[index].tolist()
     special, text = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), Text()
-    examples = accumulate(
-        int(position == 0) for position in positions
-    )  # the number of a packed example, for each token
-    styles = [
-        (each, label != IGNORE_INDEX, token in special)
-        for each, label, token in zip(examples, labels, ids, strict=True)
+    # For each token: the number of its example in a packed row, and what decides its style.
+    examples = accumulate(int(position == 0) for position in positions)
+    tokens = [
+        (example, label != IGNORE_INDEX, token in special)
+        for example, label, token in zip(examples, labels, ids, strict=True)
     ]
     last, was_trained = 0, False
-    for (example, trained, is_special), run in groupby(range(num_tokens), key=styles.__getitem__):
+    for (example, trained, is_special), run in groupby(range(num_tokens), key=tokens.__getitem__):
         if example != last and text:
             text.append("\n-- next example in this packed row --\n", style="cyan")
         if console.color_system is None and trained != was_trained:

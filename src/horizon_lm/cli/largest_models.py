@@ -106,16 +106,17 @@ class _Search:
             decoded = known.quantization is not None and not run.use_peft
             run = run.model_copy(update={"model_name_or_path": known.name, "dequantize": decoded})
             source = self._open(run)
-            sparse = bool(num_experts(source.config.get_text_config()))
-            if sparse and found:
+            is_mixture = bool(num_experts(source.config.get_text_config()))
+            if is_mixture and found:  # models are tried from the largest on
                 continue
             if plan_run(run, source, machine, priced=False, shard=shard, num_ranks=size.num_ranks).fits:
                 found.append(known)
-                if not sparse:
+                if not is_mixture:
                     return found
         return found
 
     def _open(self, run: RunConfig) -> Source:
+        """Return the model of a run, opened once."""
         key = (run.model_name_or_path, run.use_peft)
         if key not in self._sources:
             self._sources[key] = open_source(run)

@@ -46,6 +46,7 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
     num_steps, saves = _steps_and_saves(run, size.num_ranks)
 
     def with_shard(shard: Shard) -> Plan:
+        """Return the plan of a process that owns this range."""
         return plan_run(run, source, machine, num_steps=num_steps, saves=saves, shard=shard, num_ranks=size.num_ranks)
 
     shard = own_shard(run, size)
@@ -91,7 +92,8 @@ def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]
         num_steps = sampler.num_steps(run.num_train_epochs)
     else:
         return None, Saves()
-    return num_steps, Intervals(run, num_steps, sampler.steps_per_epoch if sampler else num_steps).planned_saves()
+    steps_per_epoch = sampler.steps_per_epoch if sampler else num_steps
+    return num_steps, Intervals(run, num_steps, steps_per_epoch).planned_saves()
 
 
 def _load_as_training_does(run: RunConfig, source: Source) -> Sequence[object]:
