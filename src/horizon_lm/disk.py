@@ -217,7 +217,7 @@ def publish_folder(disk: Disk, target: Path, is_ours: Callable[[Path], bool] = l
     part = part_of(target)
     sync_tree(disk, part)
     old: Path | None = None
-    with ExitStack() as undo:
+    with ExitStack() as undo:  # after an error, in reverse order
         if not os.path.lexists(target):
             disk.rename(part, target)
             undo.callback(disk.rename, target, part)

@@ -41,6 +41,7 @@ UNKNOWN = Energy()
 
 
 def _sum(a: float | None, b: float | None) -> float | None:
+    """Return the sum of two amounts; None if one is unknown."""
     return None if a is None or b is None else a + b
 
 
@@ -124,6 +125,7 @@ def _gpu_counter(uuid: str) -> Callable[[], float | None] | None:
         return None
 
     def read() -> float | None:
+        """Return the joules since the last call; None if the counter cannot be read."""
         nonlocal last
         try:
             before, last = last, pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)

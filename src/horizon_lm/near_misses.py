@@ -25,6 +25,7 @@ def closest_setting(typed: str, known: Iterable[str]) -> str | None:
 
 
 def _words_without_match(name: str, other: str) -> list[str]:
+    """Return the words of a name that are no spellings of words of another."""
     return [word for word in name.split("_") if not difflib.get_close_matches(word, other.split("_"), 1, _SAME_WORD)]
 
 
@@ -33,13 +34,15 @@ def closest_model(typed: str, known: Iterable[str]) -> str | None:
 
     A name may lack the version or its end, as llama-3-8b and qwen-7b do, if it is that of one version alone.
     """
-    in_full = "/" in typed
-    names = {(name if in_full else name.rpartition("/")[2]).casefold(): name for name in known}
+    has_owner = "/" in typed
+    names = {(name if has_owner else name.rpartition("/")[2]).casefold(): name for name in known}
     wanted = _Numbers.of(typed)
-    close = difflib.get_close_matches(typed.casefold(), [each for each in names if _Numbers.of(each) == wanted], n=1)
+    same_numbers = [each for each in names if _Numbers.of(each) == wanted]
+    close = difflib.get_close_matches(typed.casefold(), same_numbers, n=1)
     if not close and wanted.size:
         longer = [each for each in names if _is_longer(each, typed)]
-        if wanted.version or len({_Numbers.of(each) for each in longer}) == 1:
+        is_one_version = len({_Numbers.of(each) for each in longer}) == 1
+        if wanted.version or is_one_version:
             close = difflib.get_close_matches(typed.casefold(), longer, n=1, cutoff=0)
     return names[close[0]] if close else None
 
@@ -53,21 +56,25 @@ def _is_longer(name: str, typed: str) -> bool:
 
 
 def closest_machines(typed: str, known: Iterable[str]) -> list[str]:
-    """Return the machine of the most similar name, whose digits are those typed but for some more or fewer; else the few machines
-    that have a number in common with it, such as 4090. The list is empty if there are none.
+    """Return the machine with the most similar name; else the few machines that have a number in common with it, such as 4090.
+
+    Names are similar only if one has all digits of the other. The list is empty if there are none.
     """
     typed, known = typed.casefold(), list(known)
-    digits = Counter(filter(str.isdigit, typed))
-    begun = [name for name in known if typed and name.startswith(typed)]
-    for name in begun or difflib.get_close_matches(typed, known, 3, _SAME_WORD):
-        own = Counter(filter(str.isdigit, name))
-        if own <= digits or digits <= own:
+    typed_digits = Counter(filter(str.isdigit, typed))
+    beginning_so = [name for name in known if typed and name.startswith(typed)]
+    for name in beginning_so or difflib.get_close_matches(typed, known, 3, _SAME_WORD):
+        digits = Counter(filter(str.isdigit, name))
+        if digits <= typed_digits or typed_digits <= digits:
             return [name]
     return _with_number_of(typed, known)
 
 
 def _with_number_of(typed: str, known: Iterable[str]) -> list[str]:
-    """Return the machines with a number and, if there are such, a word of the name typed, without variants of others; at most a few."""
+    """Return the machines that have a number of the name typed; those that have one of its words, too, if there are any.
+
+    Variants of a machine that is found are left out. The list is empty if more than a few are left.
+    """
     numbers, words = set(re.findall(r"(?<![a-z\d])\d{3,}", typed)), set(re.findall(r"[a-z]+", typed))
     found = [name for name in known if numbers & set(re.findall(r"\d+", name))]
     found = [name for name in found if words & set(name.split("-")[1:])] or found
@@ -95,6 +102,7 @@ def closest_path(typed: str | Path) -> Path | None:
 
 
 def _closest_name(typed: str, names: Iterable[str]) -> str | None:
+    """Return the name whose stem is the most similar to that of the one typed, and of several the most similar; None for none."""
     stems = {name: _SUFFIXES.sub("", name).casefold() for name in names}
     close = difflib.get_close_matches(_SUFFIXES.sub("", typed).casefold(), set(stems.values()), 1, _SAME_WORD)
     same_stem = [name for name, stem in stems.items() if stem in close]

@@ -32,19 +32,22 @@ def control_groups(controller: str, cgroups: Path, membership: Path) -> Iterator
     except OSError:  # not Linux
         return
     for fields in (line.split(":", 2) for line in lines):
-        if len(fields) != 3 or (fields[1] and controller not in fields[1].split(",")):
+        if len(fields) != 3:
             continue
-        mount = _mount(controller, fields[1], cgroups)
-        names = [name for name in fields[2].split("/") if name]
+        _, controllers, path = fields  # version 2 has no controllers here
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = _mount(controller, controllers, cgroups)
+        names = [name for name in path.split("/") if name]
         if ".." in names or not os.path.isdir(mount.joinpath(*names)):
             names = []  # in a container: the path is the host's, and the mount point is the group of this process
         for depth in range(len(names), -1, -1):
             above = names[:depth]
-            yield Group(1 if fields[1] else 2, "/" + "/".join(above), mount.joinpath(*above))
+            yield Group(1 if controllers else 2, "/" + "/".join(above), mount.joinpath(*above))
 
 
 def _mount(controller: str, controllers: str, cgroups: Path) -> Path:
-    """Return the folder of a controller under ``cgroups``; of version 2, which has no controllers here, its own."""
+    """Return the folder of a hierarchy under ``cgroups``: that of a controller in version 1, that of all in version 2."""
     if controllers:  # a hierarchy with several controllers usually has a link for each of them, but not on all systems
         return cgroups / (controller if os.path.isdir(cgroups / controller) else controllers)
     hybrid = os.path.isdir(cgroups / "unified") and not os.path.exists(cgroups / "cgroup.controllers")
@@ -203,6 +206,7 @@ def _process(proc: Path, resident: int) -> list[MemoryLimit]:
 
 
 def _text(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:  # another kernel or version, or not visible from this process

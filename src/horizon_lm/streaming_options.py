@@ -84,9 +84,8 @@ class StreamingOptions:
 
     def choices(self) -> dict[str, Any]:
         """Return the options that a plan may choose, by name."""
-        return {name: getattr(self, name) for name in self.names_of_choices()} | {
-            "head_chunk_tokens": self.chunk_tokens
-        }
+        chosen_values = {name: getattr(self, name) for name in self.names_of_choices()}
+        return chosen_values | {"head_chunk_tokens": self.chunk_tokens}  # None with a whole head
 
     def with_choices(self, other: "StreamingOptions") -> Self:
         """Return these options with the choices of others."""

@@ -89,7 +89,8 @@ def _limits() -> Facts:
 
 
 def _limit(kind: int) -> str:
-    soft = resource.getrlimit(kind)[0]
+    """Return the soft limit on a resource as text."""
+    soft, _ = resource.getrlimit(kind)
     return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
 
 
@@ -155,6 +156,7 @@ def _chosen(text: str) -> str:
 
 
 def _read(path: str | Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
