@@ -165,7 +165,7 @@ def _split(described: dict[str, Any], path: Path) -> str:
     model, normalizer = described["model"], described.get("normalizer") or {"type": "NFC"}
     before = described.get("pre_tokenizer") or {"type": None}
     parts = {part["type"]: part for part in before.get("pretokenizers", [before])}
-    level, split, digits = (parts.pop(name, None) for name in ("ByteLevel", "Split", "Digits"))
+    level, split, digits = (parts.pop(name, None) for name in ("ByteLevel", "Split", "Digits"))  # other parts are left
     pattern = split["pattern"].get("Regex") if split else None
     if digits is not None:
         pattern = DIGITS if digits["individual_digits"] and split is None else "no known pattern"

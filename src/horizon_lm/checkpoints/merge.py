@@ -222,7 +222,7 @@ class _MergedFolder:
             own = {id(self._target[name]): self._target[name] for name in names if name in self._target}
             unit = _Unit(groups=[index])
             overlapping = {id(by_target[key]): by_target[key] for key in own if key in by_target}
-            for other in overlapping.values():
+            for other in overlapping.values():  # of earlier groups that are merged into some of the same tensors
                 unit.absorb(other)
                 merged.remove(other)
             unit.targets += [target for key, target in own.items() if key not in by_target]

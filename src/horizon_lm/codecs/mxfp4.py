@@ -45,7 +45,8 @@ class Mxfp4(Codec):
             name: each.permute(orders[name]) if name in orders and each.ndim == len(orders[name]) else each
             for name, each in components.items()
         }
-        Codec.pack(self, moved, packed, shape)  # a class with slots knows no super()
+        # It rejects what is missing or of another shape. A class with slots knows no super().
+        Codec.pack(self, moved, packed, shape)
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
         experts, width, height = shape

@@ -63,8 +63,9 @@ class CacheProbe:
         layers = list(map(max, layers, in_prompt))
         if not generation.is_offloaded:
             return sum(layers)
-        # The layer in use and the one prefetched; windows and states, which are smaller, may stay on the device.
-        return 2 * max(layers) + sum(each for each in layers if each < max(layers))
+        # Of the largest layers, the one in use and the one prefetched; smaller ones, of windows and states, may stay there.
+        largest = max(layers)
+        return 2 * largest + sum(each for each in layers if each < largest)
 
     def measure(self, generation: Generation) -> GenerationBytes:
         """Return the device memory of generation; computations of a model that cannot be tried are unknown, and count as 0."""
@@ -87,6 +88,7 @@ class CacheProbe:
 
     def _in_prompt(self, generation: Generation) -> list[int]:
         """Return the bytes of each layer while the prompt is computed: a dynamic layer keeps all of it, even with a window."""
+        # Every token adds as much as the second one.
         one, two = (self._trial(generation.rows, length).layers for length in (1, 2))
         return [of_one + (generation.prompt - 1) * (of_two - of_one) for of_one, of_two in zip(one, two, strict=True)]
 
