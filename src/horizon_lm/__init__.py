@@ -136,9 +136,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, because importing torch and transformers takes seconds, even for ``horizon-lm
-    --help``.
-    """
+    """Import a public name on first use, because importing torch and transformers takes seconds, even for ``horizon-lm --help``."""
     if name not in _HOME:
         raise AttributeError(f"module 'horizon_lm' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

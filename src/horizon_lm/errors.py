@@ -107,9 +107,7 @@ class StreamingError(HorizonError, RuntimeError):
 
 
 class MissingLogitsError(StreamingError, AttributeError):
-    """Logits were requested from a loss computed in chunks. Also an AttributeError, because other code checks with
-    hasattr.
-    """
+    """Logits were requested from a loss computed in chunks. Also an AttributeError, because other code checks with hasattr."""
 
     def __init__(self) -> None:
         super().__init__(

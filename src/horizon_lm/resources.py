@@ -123,9 +123,7 @@ def takes_files(path: Path) -> bool:
 
 
 def file_system(path: Path) -> int:
-    """Return the number of the file system that contains or will contain ``path``; raise OSError if access
-    is denied.
-    """
+    """Return the number of the file system that contains or will contain ``path``; raise OSError if access is denied."""
     return os.stat(_nearest(path)).st_dev
 
 
@@ -190,9 +188,7 @@ def _machine(proc: Path, resident: int) -> list[MemoryLimit]:
 
 
 def _process(proc: Path, resident: int) -> list[MemoryLimit]:
-    """Return the limits on mapped memory, less memory that is mapped but not resident, such as reservations of
-    libraries.
-    """
+    """Return the limits on mapped memory, less memory that is mapped but not resident, such as reservations of libraries."""
     status = _sizes(proc / "self/status")
     limits = []
     for name, kind, mapped in (

@@ -1,6 +1,4 @@
-"""The ``horizon-lm`` command. A subcommand's module is imported only when it runs, because importing torch takes
-seconds.
-"""
+"""The ``horizon-lm`` command. A subcommand's module is imported only when it runs, because importing torch takes seconds."""
 
 import logging
 import os

@@ -1,6 +1,4 @@
-"""Helpers shared by the commands: turning errors into messages and exit codes, and opening a model with its
-tokenizer.
-"""
+"""Helpers shared by the commands: turning errors into messages and exit codes, and opening a model with its tokenizer."""
 
 import errno
 import functools
@@ -45,9 +43,7 @@ DTYPES = ("bfloat16", "float16", "float32")  # of models that are written
 
 
 def exits(command: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a command to print a HorizonError to standard error and exit with its code; any other exception is a
-    bug.
-    """
+    """Decorate a command to print a HorizonError to standard error and exit with its code; any other exception is a bug."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -231,9 +227,7 @@ def find_base(name: str | None) -> Path | None:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Context manager: disable garbage collection while importing libraries, which makes the imports about
-    15% faster.
-    """
+    """Context manager: disable garbage collection while importing libraries, which makes the imports about 15% faster."""
     gc.disable()
     try:
         yield

@@ -97,9 +97,7 @@ def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]
 
 
 def _load_as_training_does(run: RunConfig, source: Source) -> Sequence[object]:
-    """Load the objects that a run holds before its first step, so that this process uses as much memory as a
-    run would.
-    """
+    """Load the objects that a run holds before its first step, so that this process uses as much memory as a run would."""
     import datasets
 
     from horizon_lm.data.trl_compat import training_template

@@ -125,9 +125,7 @@ def _read_overrides(tokens: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _is_bare_flag(token: str, following: Sequence[str]) -> bool:
-    """Return whether an option is a boolean setting without a value, that is, followed by an option, a run file or
-    nothing.
-    """
+    """Return whether an option is a boolean setting without a value, that is, followed by an option, a run file or nothing."""
     key = token.removeprefix("--")
     if _is_boolean(key):
         return not following or following[0].startswith("--") or following[0].endswith((".yaml", ".yml"))
@@ -208,9 +206,7 @@ def _all_of(problems: Sequence[str]) -> ConfigError:
 
 
 def _merge_by_setting(details: Sequence[Any]) -> list[Any]:
-    """Return one error per setting. For a union, pydantic reports one error per member, located by the
-    member's type.
-    """
+    """Return one error per setting. For a union, pydantic reports one error per member, located by the member's type."""
     found: dict[tuple[int | str, ...], Any] = {}
     for each in details:
         loc = each["loc"] if each["loc"][0] in ("datasets", "eval_datasets") else each["loc"][:1]

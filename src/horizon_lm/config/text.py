@@ -68,9 +68,7 @@ RUN_CONFIG_HEADER = "# The settings of this run, defaults included."
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Render a configuration as YAML that reads back as the same configuration, with each setting under its
-    description.
-    """
+    """Render a configuration as YAML that reads back as the same configuration, with each setting under its description."""
     lines = [RUN_CONFIG_HEADER]
     for name, value in config.model_dump().items():
         lines += ["", f"# {_describe(type(config).model_fields[name])}", _entry(name, value)]
@@ -115,9 +113,7 @@ def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str,
 
 
 def describe_settings() -> str:
-    """Return one line per setting with its default: all settings of the first objective, then those that differ in the
-    others.
-    """
+    """Return one line per setting with its default: all settings of the first objective, then those that differ in the others."""
     lines: list[str] = []
     for objective, schema in SCHEMAS.items():
         all_lines = [

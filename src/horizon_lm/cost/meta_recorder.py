@@ -275,9 +275,7 @@ def _fused_attention(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 class _Grouped(torch.autograd.Function):
-    """A stand-in for a grouped product that keeps tokens (S, I), sorted by expert, and weight (E, I, O), like the
-    original.
-    """
+    """A stand-in for a grouped product that keeps tokens (S, I), sorted by expert, and weight (E, I, O), like the original."""
 
     @staticmethod
     def forward(

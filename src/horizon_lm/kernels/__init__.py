@@ -1,3 +1,1 @@
-"""Compiled loops over host memory. They take numpy arrays, release the GIL, and compute the same bits on
-every machine.
-"""
+"""Compiled loops over host memory. They take numpy arrays, release the GIL, and compute the same bits on every machine."""

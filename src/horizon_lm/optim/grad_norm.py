@@ -1,6 +1,4 @@
-"""The gradient norm of a step: sums of squares, the clipping factor, and steps skipped because the norm is
-not finite.
-"""
+"""The gradient norm of a step: sums of squares, the clipping factor, and steps skipped because the norm is not finite."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -79,9 +77,7 @@ class SkippedSteps:
         self.num = self._num_consecutive = 0
 
     def skip(self, reason: str) -> None:
-        """Skip a step with a NonFiniteWarning. Raise NonFiniteError if steps may not be skipped, or if too
-        many were.
-        """
+        """Skip a step with a NonFiniteWarning. Raise NonFiniteError if steps may not be skipped, or if too many were."""
         if not self.may_skip:
             raise NonFiniteError(f"{reason}; the weights are unchanged. {REMEDY}")
         if self._num_consecutive == self._limit:

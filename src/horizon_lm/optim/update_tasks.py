@@ -109,9 +109,7 @@ class StepUpdate:
 
 
 def noise_key(seed: int, step: int, unit: Unit) -> int:
-    """Return a key that differs by step and unit. The noise of an element depends on the key and on its position in the
-    slab.
-    """
+    """Return a key that differs by step and unit. The noise of an element depends on the key and on its position in the slab."""
     return zlib.crc32(f"{seed}/{step}/{unit}".encode())
 
 
@@ -168,9 +166,7 @@ Guard = Callable[[], bool]
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """A piece of an update as a move. `Pieces` records which pieces are done, as an interrupted pass may issue one
-    again.
-    """
+    """A piece of an update as a move. `Pieces` records which pieces are done, as an interrupted pass may issue one again."""
 
     pieces: "Pieces"
     number: int

@@ -222,9 +222,7 @@ def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, ma
 
 
 def own_profile(device: str, gpu: str = "") -> Hardware | None:
-    """Return the profile that ``horizon-lm doctor`` measured on this machine, or None without a profile for this
-    device.
-    """
+    """Return the profile that ``horizon-lm doctor`` measured on this machine, or None without a profile for this device."""
     try:
         profile = read_profile(own_profile_path())
     except ConfigError:  # no profile, or one of another version: the plan has no times

@@ -106,9 +106,7 @@ def run_memory_figure(metrics: MetricsFile, plan: PlanFile | None) -> Figure:
 
 
 def waterfall_figure(place: Budget) -> Figure:
-    """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered, because names may
-    repeat.
-    """
+    """Plot how the items of a plan add up, with a line at the available bytes. Bars are numbered, because names may repeat."""
     largest = max(place.bytes, sum(item.bytes for item in place.items), 1)
     unit, name = byte_scale([largest])
     sizes = [item.bytes for item in place.items] + [place.bytes]

@@ -15,9 +15,7 @@ Table = tuple[list[str], list[list[str]]]  # headings and rows
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of an operation inside a step, in seconds from the step's start, and the length of the whole
-    operation.
-    """
+    """The part of an operation inside a step, in seconds from the step's start, and the length of the whole operation."""
 
     span: Span
     seconds: float
