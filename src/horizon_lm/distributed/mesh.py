@@ -189,7 +189,7 @@ def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Me
 
     Args:
         device_mesh: a DeviceMesh with the dimensions ``replicate`` and ``shard``, or ``shard`` alone; None to shard within each
-            machine, and to replicate over the machines.
+            machine, and to replicate over the machines. A `Mesh` is returned as it is.
         device: the device of this rank; None for host memory.
 
     Raises:

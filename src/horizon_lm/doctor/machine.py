@@ -134,6 +134,7 @@ def _page_locking(device: Device) -> str:
 
     assert isinstance(device, CudaDevice)
     limit = memlock_limit()
+    # More than the limit, unless that would take too much memory.
     num_bytes = _TRIAL_BYTES if limit is None else max(_TRIAL_BYTES, min(_LARGEST_TRIAL, limit + 2**20))
     tried = f"{format_bytes(num_bytes)} tried"
     error = device.try_registering(num_bytes)
