@@ -152,16 +152,10 @@ class _MergedFolder:
         self._target: dict[str, Target] = {}  # by the name of each tensor that it gives
         for target in conversion.targets:
             self._target |= dict.fromkeys(self._meta_of_target(target), target)
-        by_first_name = {self._first.get(name, name): target for name, target in self._target.items()}
-        # The target of each tensor of the model, if need be under another name of a tied one; None if it is not stored.
-        self._source = {
-            name: self._target.get(name) or by_first_name.get(self._first.get(name, name)) for name in self._shapes
-        }
+        self._source = self._find_sources()
         dtypes = {name: self._stored_dtype(target) for name, target in self._source.items() if target is not None}
-        # What `dtype` applies to, in the model and in the checkpoint: parameters that transformers would not keep in float32.
-        self._converted = set(self._first)
-        if dtype is not None:
-            self._converted -= kept_in_float32(plain, self._first, dtype) | created_in_float32(plain, self._first)
+        # What `dtype` applies to, by names in the model and in the checkpoint.
+        self._converted = self._find_converted()
         targets = [target for name, target in self._target.items() if name in self._converted]
         self._converted_sources = {source for target in targets for source in target.sources}
         self._layers = MergedLayers(adapted, adapter, dtypes, self._read)
@@ -188,6 +182,19 @@ class _MergedFolder:
             if tensor.dtype in TRAINED_DTYPES:
                 require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
         return found
+
+    def _find_sources(self) -> dict[str, Target | None]:
+        """Return the target of each tensor of the model, which may have another name of a tied one; None if it is not stored."""
+        by_first_name = {self._first.get(name, name): target for name, target in self._target.items()}
+        return {name: self._target.get(name) or by_first_name.get(self._first.get(name, name)) for name in self._shapes}
+
+    def _find_converted(self) -> set[str]:
+        """Return the parameters that the dtype of the merged model applies to: not those that transformers keeps in float32."""
+        names = set(self._first)
+        if self._dtype is None:
+            return names
+        in_float32 = kept_in_float32(self._model, self._first, self._dtype)
+        return names - in_float32 - created_in_float32(self._model, self._first)
 
     def _find_untied(self) -> list[str]:
         """Return all names of the parameters that are one in the base, and have different values once adapters are merged."""
