@@ -228,8 +228,8 @@ class StreamDevice(Device):
                 self._wait_event(stream, end)
 
     def _await_inputs(self, task: Task) -> None:
-        """Block until the dependencies of a host task are done. Raise the error of one that failed, even if it was cancelled since:
-        the task has no valid gradients or matrices.
+        """Block until the dependencies of a host task are done. Raise the error of one that failed, also if it was dropped since and
+        `wait` passes over it: what it should have copied to the host (gradients, or a matrix) is missing.
         """
         waits = task.waits  # read once: another thread may forget them when the task is dropped
         self.wait(waits)
@@ -338,7 +338,7 @@ class _Issuer:
                     device.enqueue(stream, link, item)
                 else:
                     device._wait_event(stream, item)
-            except BaseException as error:
+            except BaseException as error:  # of `_wait_event`: `enqueue` keeps errors in the task
                 device.broken_streams[self._stream] = error
             finally:
                 del device, item  # a waiting thread keeps nothing alive

@@ -29,7 +29,7 @@ _running: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]]" = we
 
 
 def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], stop: Callable[[], None]) -> None:
-    """Start a daemon thread that ends with its device, or at the interpreter's exit.
+    """Start a daemon thread that is stopped at the interpreter's exit; the caller stops it when its device is gone.
 
     Args:
         name: the name of the thread.
@@ -248,10 +248,14 @@ class HostPool:
 
 
 def complete_updates(updates: Sequence[Task], pool: HostPool, others: Sequence[HostPool] = ()) -> None:
-    """Stop all pools, and run updates to their end in new threads that wait for nothing, one update after the other."""
+    """Stop all pools, then run the rest of these updates in a new pool, one after the other.
+
+    Pieces that have run are skipped (`optim.update_tasks.Pieces`). The given tasks stay unfinished (`Device.give_up`).
+    """
     for each in (pool, *others):
         each.stop()
     fresh = HostPool(pool.num_threads, pool.num_threads, pool.link)
     for update in updates:
+        # Without its waits, which are for tasks of a device that has failed: the moves need host memory only.
         fresh.submit(Task(update.op, [], update.moves))
         fresh.wait()
