@@ -71,11 +71,11 @@ class LossRun(ChunkedRun):
         with torch.no_grad(), no_autocast_cache():
             for index in self.chunks():
                 total = total + self._chunk_loss(flat[index], index, outer, None, overwrite=False)
-        return self._mean(total)
+        return self._nan_without_items(total)
 
-    def _mean(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the loss from the sum of what the chunks add to it (`_chunk_loss`)."""
-        # Without items there was no chunk, and 0 / 0 is NaN, as in Hugging Face.
+    def _nan_without_items(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the chunks' losses, each divided already (`_chunk_loss`); NaN, as in Hugging Face, if there are no items."""
+        # Without a chunk the sum is 0, and 0 / 0 is NaN.
         return total if len(self.inputs.trained) else total / self.inputs.num_items
 
     def _loss_and_grads(
@@ -92,17 +92,17 @@ class LossRun(ChunkedRun):
         total = _zero(hidden.device)
 
         def differentiate_chunk(
-            leaf: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
-            head_grads: dict[str, torch.Tensor], overwrite: bool,
+            leaf: torch.Tensor, index: torch.Tensor, outer_leaves: list[torch.Tensor],
+            head_grads: dict[str, torch.Tensor], overwrites: bool,
         ) -> None:  # fmt: skip
             nonlocal total
-            loss = self._chunk_loss(leaf, index, outer, head_grads, overwrite)
-            # The gradient of the total is that of each term. A model's own loss may have another dtype than the total.
+            loss = self._chunk_loss(leaf, index, outer_leaves, head_grads, overwrites)
+            # The batch's loss is the plain sum of these. A model's own loss may have another dtype than the total.
             loss.backward(None if grad is None else grad.to(loss.dtype))
             total = total + loss.detach()
 
         grads = self.differentiate(hidden, outer, differentiate_chunk, overwrite)
-        return self._mean(total), grads
+        return self._nan_without_items(total), grads
 
     def _chunk_loss(
         self, hidden: torch.Tensor, index: torch.Tensor, outer: list[torch.Tensor],
