@@ -190,17 +190,17 @@ class _Exporter:
 Shard = dict[int, dict[str, torch.Tensor]]  # by the index of a unit, its meta tensors in this file
 
 
-def _split(plan: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
-    """Assign tensors to files and return each file's tensors by file name. A tensor above the limit gets a separate file."""
+def _split(units: list[dict[str, torch.Tensor]], max_bytes: int, variant: str | None) -> dict[str, Shard]:
+    """Assign the units' meta tensors to files. Return those of each file by its name. A tensor above the limit gets a separate file."""
     shards: list[Shard] = [{}]
     used = 0  # bytes of the last file
-    for index, tensors in enumerate(plan):
+    for unit, tensors in enumerate(units):
         for name, tensor in tensors.items():
             size = tensor.numel() * tensor.element_size()
             if used and used + size > max_bytes:
                 shards.append({})
                 used = 0
-            shards[-1].setdefault(index, {})[name] = tensor
+            shards[-1].setdefault(unit, {})[name] = tensor
             used += size
     if len(shards) == 1:
         return {_file_name("model.safetensors", variant): shards[0]}
