@@ -165,8 +165,7 @@ class PassRunner:
         embed = largest.call.get("inputs_embeds") is None
         request = ForwardRequest(recording=False, rows=[largest.rows], embed=embed)
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
-        with self.planner.planning(size) as plans:
-            rehearsal = self._blocks.rehearse()
+        with self.planner.without_residency(), self._blocks.rehearsing() as rehearsal:
             try:
                 with (
                     torch.no_grad(),
@@ -176,9 +175,8 @@ class PassRunner:
                 ):
                     self.call_all([largest.call])
             except ProbeDoneError:  # at the last block
-                plans.append(rehearsal.plan(size.tokens, num_micro_batches))
+                self.planner.adopt(rehearsal.plan(size.tokens, num_micro_batches), size)
             finally:
-                self._blocks.rehearsal = None
                 # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
                 engine.device.set_rng_state(state)
 

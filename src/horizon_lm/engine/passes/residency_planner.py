@@ -171,26 +171,23 @@ class ResidencyPlanner:
         return is_larger if engine.mesh is None else any(engine.mesh.exchange("the size of a batch", is_larger))
 
     @contextmanager
-    def planning(self, size: BatchSize) -> Iterator[list[DevicePlan]]:
-        """Context manager: keep nothing resident while planning, unless the options choose it. A plan that is appended to the list
-        takes effect when the context ends.
-
-        The plan covers batches of this size and of all sizes planned before.
-        """
+    def without_residency(self) -> Iterator[None]:
+        """Context manager: keep nothing resident, unless the options choose it; afterwards what `plan` keeps, if there is a plan."""
         engine = self._engine
         engine.resume_interrupted()
-        plans: list[DevicePlan] = []
         engine.change_residency(engine.options.residency or Residency(0))
         try:
-            yield plans
-            if plans:
-                plan = self._agree(plans[0])
-                self.plan = plan if self.plan is None else self.plan.merge(plan)
-                self._planned = self._planned.merge(size)
+            yield
         finally:
             engine.device.trim()  # the allocator has cached memory in sizes that only the rehearsal needs
             if self.plan is not None:
                 engine.change_residency(self.plan.residency)
+
+    def adopt(self, plan: DevicePlan, size: BatchSize) -> None:
+        """Extend `plan` by a plan of this rank for batches of this size."""
+        plan = self._agree(plan)
+        self.plan = plan if self.plan is None else self.plan.merge(plan)
+        self._planned = self._planned.merge(size)
 
     def _agree(self, plan: DevicePlan) -> DevicePlan:
         """Return a plan that keeps as little resident as the rank with the least memory, since all ranks gather the same units."""

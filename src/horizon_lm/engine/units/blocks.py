@@ -4,7 +4,8 @@ Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch
 micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,10 +92,14 @@ class Blocks(BlockComputation):
         """Return whether a module or parameter inside a block was added, removed or replaced."""
         return any(each.is_structure_changed() for each in self.blocks)
 
-    def rehearse(self) -> Rehearsal:
-        """Make the next forward pass, of a single batch, a rehearsal, which only measures the memory that blocks take."""
+    @contextmanager
+    def rehearsing(self) -> Iterator[Rehearsal]:
+        """Context manager: make forward passes, of a single batch, a rehearsal, which only measures the memory that blocks take."""
         self.rehearsal = Rehearsal(self.engine, self.blocks, self.row_dims, self.outputs, self.segments[0])
-        return self.rehearsal
+        try:
+            yield self.rehearsal
+        finally:
+            self.rehearsal = None
 
     def _probe(self, index: int, call: BlockCall) -> Any:
         """Answer a row probe: return zeros for a block before the requested one. At the requested one, record the shapes of its
