@@ -141,16 +141,15 @@ def _place_of(offset: int, spans: Sequence[Span]) -> int:
     return spans[-1].in_slot.stop if spans else 0
 
 
-def joined(spans: Iterable[tuple[bool, Span]]) -> list[tuple[bool, Span]]:
-    """Join spans with equal flags that follow each other in slab and slot."""
-    found: list[tuple[bool, Span]] = []
-    for flag, span in spans:
-        if found:
-            last_flag, last = found[-1]
-            if flag == last_flag and (last.in_slab.stop, last.in_slot.stop) == (span.start, span.place):
-                found[-1] = flag, Span(last.start, last.place, last.numel + span.numel)
-                continue
-        found.append((flag, span))
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Join spans that follow each other in slab and slot."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if last is not None and (last.in_slab.stop, last.in_slot.stop) == (span.start, span.place):
+            found[-1] = Span(last.start, last.place, last.numel + span.numel)
+        else:
+            found.append(span)
     return found
 
 

@@ -7,6 +7,7 @@ one, so that one collective gathers them, and of some of the tensors any, which 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import torch
 
@@ -110,8 +111,8 @@ class SlabPart:
     def _own_spans(self, left_out: Collection[str], some: Iterable[slice] | None) -> list[Span]:
         """Return the places of this rank's range of what is not quantized. The arguments are those of `copies`."""
         places = self._places(self.slabs.plain, self.layout, some)
-        spans = joined((True, span) for name, span in places if name not in left_out)  # all with the same flag
-        own = [span.within(self.slabs.own) for _, span in spans]
+        spans = joined(span for name, span in places if name not in left_out)
+        own = [span.within(self.slabs.own) for span in spans]
         return [span for span in own if span.numel]
 
     def decoding(
@@ -192,7 +193,9 @@ class SlabPart:
         """
         places = self._places(self.slabs.grad_layout, self.grad_layout)
         found = [
-            (add, span.within(self.slabs.own_grads)) for add, span in joined((adds[n], span) for n, span in places)
+            (add, span.within(self.slabs.own_grads))
+            for add, group in groupby(places, key=lambda place: adds[place[0]])
+            for span in joined(span for _, span in group)
         ]
         return [(add, span) for add, span in found if span.numel]
 
