@@ -113,14 +113,16 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
 
 def choose_cache(call: Call, recording: bool) -> None:
     """Turn off the cache of keys and values in a call that does not ask for it. Raise StreamingError for a cache in training."""
+    cache = call.get("past_key_values")
     # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
-    if call.get("use_cache") is None and (recording or call.get("past_key_values") is None):
+    if call.get("use_cache") is None and (recording or cache is None):
         call["use_cache"] = False
-    if torch.is_grad_enabled() and is_differentiable_cache(call.get("past_key_values")):
+    # Also if nothing is recorded: a trained prefix is not among the inputs and parameters that decide that.
+    if torch.is_grad_enabled() and is_differentiable_cache(cache):
         raise StreamingError(
             "past_key_values need gradients, as in PEFT's prefix tuning, which is not streamed; use LoRA, or prompt tuning"
         )
-    if recording and call["use_cache"]:
+    if recording and call.get("use_cache"):
         raise StreamingError(
             "use_cache=True is for generation; in training it would keep every block's keys; set it to False"
         )

@@ -41,8 +41,9 @@ class GeneratingModel(StreamedModel):
         super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        if (found := generation_of(generation_config, model_kwargs, batch_size, max_cache_length)) is not None:
-            self._horizon.generation.reserve(*found)
+        sequences_and_cache = generation_of(generation_config, model_kwargs, batch_size, max_cache_length)
+        if sequences_and_cache is not None:  # otherwise the bytes of the cache are not known
+            self._horizon.generation.reserve(*sequences_and_cache)
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
         """Return whether the answers of any rank are not finished: all ranks compute each pass together."""
