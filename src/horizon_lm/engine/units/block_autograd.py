@@ -339,10 +339,11 @@ class BlockAutograd:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
         # The leaves of a graph are the inputs of its batch, in their order.
-        for i, leaf in enumerate(graph.leaves, self.calls.spans[micro_batch.batch].start):
+        first_input = self.calls.spans[micro_batch.batch].start  # of this batch among the inputs of all
+        for i, leaf in enumerate(graph.leaves, first_input):
             if leaf.grad is None:
                 continue
-            if micro_batch.is_whole:
+            if micro_batch.is_whole:  # the only one of its batch: there is nothing to add to
                 input_grads[i] = leaf.grad
                 continue
             total, whole = input_grads[i], inputs[i]

@@ -99,9 +99,10 @@ class BlockComputation:
         outputs = [RowOutputs(count) for count in engine.forward.num_rows]
         offload = saved is not None and engine.layout.is_offloaded(index)
         # Before the computation: the offload is issued as soon as it ends, and its copy must be known by then.
-        if saved is not None and offload:
+        if offload:
+            assert saved is not None
             self._plan_offloads(index, calls, saved.forward_state)
-        experts: list[ExpertCall] = [] if saved is None else saved.experts
+        experts: list[ExpertCall] = [] if saved is None else saved.experts  # filled by `computing` (tiles)
         run = _BlockRun(
             engine=engine, module=module, calls=calls, dims=dims, keys=keys, segments=self.segments, uncompiled=uncompiled,
             saved=saved, outputs=outputs,

@@ -108,11 +108,12 @@ class ChunkedLmHead:
         return output
 
     def norm_forward(self, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
-        """Run the final norm, or skip it if it is left to the chunks, so that its float32 copy of (B, T, H) is never
-        made.
+        """Run the final norm, or skip it if each chunk computes it (`Chunk.normalise`), so that its float32 copy of (B, T, H) is
+        never made.
         """
         if not (self._active and self._skips_norm):
             return forward(hidden)
+        # By batch, so that `trunk_forward` can check that nothing follows the norm.
         self._norm_input[member_id()] = hidden
         return hidden
 

@@ -144,8 +144,9 @@ class TiledBackward:
         """Return the place of the gradients of a tile's adapters, among those of the outer parameters."""
         engine = self._engine
         trained = set(self._experts.adapters) & set(engine.trained_names(OUTER))
-        slot = PartialSlot(engine.store.units[OUTER].grad_layout, trained, partial(self._experts.part_of_adapter, unit))
-        if trained:
+        part = partial(self._experts.part_of_adapter, unit)
+        slot = PartialSlot(engine.store.units[OUTER].grad_layout, trained, part=part)
+        if trained:  # otherwise nothing is written
             slot.buffer = engine.memory.grads_of(OUTER)
         return slot
 

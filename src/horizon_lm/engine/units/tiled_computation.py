@@ -153,13 +153,13 @@ class TiledExperts:
 
     @contextmanager
     def bound(self, unit: Unit, weights: Mapping[str, torch.Tensor]) -> Iterator[Experts]:
-        """Context manager: yield the function of a tile's experts.
+        """Context manager: put a tile's weights in place of the experts' own. Yield the function that computes with those in place.
 
         Args:
             unit: the tile.
             weights: its weights on the device, by full name (`weights`).
         """
         experts = self._engine.tiles.experts_of(unit)
-        inside = {name.removeprefix(self._prefix): tensor for name, tensor in weights.items()}
-        with some_experts(self._experts, experts.stop - experts.start, inside):
+        by_local_name = {name.removeprefix(self._prefix): tensor for name, tensor in weights.items()}
+        with some_experts(self._experts, experts.stop - experts.start, by_local_name):
             yield self._compute
