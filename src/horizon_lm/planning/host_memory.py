@@ -27,14 +27,14 @@ def host_bytes(step: Step) -> Mapping[str, int]:
 
 
 def _split_by_precision(step: Step) -> list[Step]:
-    """Return the step as one or two whose slabs add up to its own: with the weights in the run's precision alone and, if there are
-    any, with those alone that are kept in float32.
-    """
+    """Return the steps whose slabs add up to those of this one: itself, and one of the weights kept in float32, if there are any."""
     outline = step.outline
     sizes, trained = outline.sizes.in_float32, outline.trained.in_float32
-    if sizes is None or trained is None:
+    if sizes is None:
         return [step]
+    assert trained is not None
     in_float32 = replace(step.settings, precision="float32", grad_bytes=4)
+    # The step's own sizes do not count the weights in float32 (`ModelSizes.in_float32`).
     return [step, Step(replace(outline, sizes=sizes, trained=trained), in_float32)]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.experts import ExpertSizes
@@ -28,6 +29,13 @@ _OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE, *_OF_MATRICES)
 def _in_float32(unit: Unit, sizes: ModelSizes) -> int:
     """Return the elements of a unit that are kept in float32."""
     return 0 if sizes.in_float32 is None or unit.is_tile else sum(sizes_of(unit, sizes.in_float32))
+
+
+class _Quantized(NamedTuple):
+    """The size of quantized weights: bytes of their codes and scales, and elements of what these are decoded to."""
+
+    num_bytes: float
+    numel: float
 
 
 class StepCost:
@@ -96,15 +104,15 @@ class StepCost:
 
     def _weight_bytes(self, op: Op, itemsize: int) -> float:
         """Return the bytes of the weights, of all ranks, that an operation moves: quantized ones as codes and scales."""
-        sizes, (packed, decoded) = self._outline.sizes, self._quantized(op)
-        return (self._elements(op, sizes) - decoded) * itemsize + _in_float32(op.unit, sizes) * (4 - itemsize) + packed
+        sizes, quantized = self._outline.sizes, self._quantized(op)
+        plain = self._elements(op, sizes) - quantized.numel
+        return plain * itemsize + _in_float32(op.unit, sizes) * (4 - itemsize) + quantized.num_bytes
 
     # An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
 
     def _gathered(self, op: Op, ranks: int, share: float) -> float:
         """Return the bytes of weights that a rank receives from the others, with the seconds of decoding them as bytes."""
-        packed, decoded = self._quantized(op)
-        decoding = self._decoding_seconds(packed, decoded) * self._gather_rate(ranks)
+        decoding = self._decoding_seconds(self._quantized(op)) * self._gather_rate(ranks)
         return self._weight_bytes(op, self._outline.compute_bytes) * (ranks - 1) * share + decoding
 
     def _streamed_in(self, op: Op, share: float) -> float:
@@ -113,7 +121,7 @@ class StepCost:
         if self._step.gathers_packed:  # they are decoded once they are gathered
             return own
         hardware = self._hardware
-        decoding = self._decoding_seconds(*self._quantized(op)) * min(hardware.link_in, hardware.host_rate)
+        decoding = self._decoding_seconds(self._quantized(op)) * min(hardware.link_in, hardware.host_rate)
         # A GPU decodes a part while the next one crosses the link.
         return own + decoding if hardware.on_host else max(own, decoding)
 
@@ -126,18 +134,18 @@ class StepCost:
             return moved + _in_float32(op.unit, sizes)
         return sum(sizes_of(op.unit, sizes))
 
-    def _quantized(self, op: Op) -> tuple[float, float]:
-        """Return the bytes of the codes and scales that are moved with weights, and the elements of what they are decoded to."""
+    def _quantized(self, op: Op) -> _Quantized:
+        """Return the size of the quantized weights that an operation moves."""
         if not (op.unit.is_block or op.unit.is_tile):
-            return 0, 0
-        quantized = self._outline.sizes.packed_of(op.unit.block_index)
-        packed, decoded = quantized.num_bytes, sum(quantized.tensors)
-        if (experts := self._tiles.experts(op)) is None:
-            return packed, decoded
+            return _Quantized(0, 0)
+        packed = self._outline.sizes.packed_of(op.unit.block_index)
+        num_bytes, numel = packed.num_bytes, sum(packed.tensors)
+        if (experts := self._tiles.experts(op)) is None:  # the block is not cut into tiles
+            return _Quantized(num_bytes, numel)
         if op.unit.is_tile:
             share = self._tiles.share(op, experts)
-            return share * experts.packed_bytes, share * experts.packed_numel
-        return packed - experts.packed_bytes, decoded - experts.packed_numel
+            return _Quantized(share * experts.packed_bytes, share * experts.packed_numel)
+        return _Quantized(num_bytes - experts.packed_bytes, numel - experts.packed_numel)
 
     def _summed_bytes(self, unit: Unit) -> int:
         """Return the bytes of an element of a unit's gradients on the device, where ranks sum them."""
@@ -147,11 +155,11 @@ class StepCost:
         _accumulates, slot_bytes = settings.grad_slots
         return settings.grad_bytes if unit == EMBED else slot_bytes
 
-    def _decoding_seconds(self, num_bytes: float, numel: float) -> float:
+    def _decoding_seconds(self, quantized: _Quantized) -> float:
         """Return the seconds that decoding takes."""
         hardware = self._hardware
         rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
-        return (num_bytes + numel * self._outline.compute_bytes) / rate
+        return (quantized.num_bytes + quantized.numel * self._outline.compute_bytes) / rate
 
     def _gather_rate(self, ranks: int) -> float:
         """Return the bytes per second of a gather: those of the links between devices or, without any, of the links to the host.
