@@ -147,10 +147,10 @@ class Reporter:
         Where there is no bar, lines are printed now and then. If any were, the last one says that all work is done.
         """
         task, last_print = None, time.perf_counter()
-        unfinished_total = 0  # the total of the last line; 0 if there is none, or it says that all work is done
+        last_line: tuple[int, int] | None = None  # done and total
 
         def advance(done: int, total: int) -> None:
-            nonlocal task, last_print, unfinished_total
+            nonlocal task, last_print, last_line
             if self._bar is not None:
                 with self.attempt("the progress bar"):
                     if task is None:
@@ -158,13 +158,12 @@ class Reporter:
                         self._bar.start()
                     self._bar.update(task, completed=done)
             elif time.perf_counter() - last_print > _PROGRESS_SECONDS:
-                last_print = time.perf_counter()
-                unfinished_total = total if done < total else 0
+                last_print, last_line = time.perf_counter(), (done, total)
                 self.print(f"{label}: {done:,} of {total:,}")
 
         yield advance
-        if unfinished_total:
-            self.print(f"{label}: {unfinished_total:,} of {unfinished_total:,}")
+        if last_line is not None and last_line[0] < last_line[1]:
+            self.print(f"{label}: {last_line[1]:,} of {last_line[1]:,}")
         if task is not None:
             with self.attempt("the progress bar"):
                 self._bar.remove_task(task)
