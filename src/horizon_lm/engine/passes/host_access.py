@@ -35,9 +35,10 @@ class HostAccess:
         """Turn the model's parameters into streamed parameters, which ask this object."""
         engine = self.engine
         for name, ref in engine.refs.items():
-            if name not in engine.store.codecs:  # a placeholder, which is never written and has no gradient
-                heads = any(module is engine.parts.head for module, _ in ref.places)
-                adopt(ref.param, HeadParameter if heads else StreamedParameter, self)
+            if name in engine.store.codecs:  # a placeholder, which is never written and has no gradient
+                continue
+            is_head = any(module is engine.parts.head for module, _ in ref.places)
+            adopt(ref.param, HeadParameter if is_head else StreamedParameter, self)  # the head's also rejects products
 
     @property
     def has_parts(self) -> bool:
