@@ -239,6 +239,19 @@ def test_a_copy_that_fails_half_way(monkeypatch: pytest.MonkeyPatch, undisturbed
     assert all(torch.equal(a, b) for a, b in zip(weights(model), undisturbed[2], strict=True))
 
 
+def test_zero_grad_empties_gradients_whose_landing_fails(undisturbed: Any) -> None:
+    fuse = Fuse()
+    model, optimizer = make(fused(SimulatedDevice, fuse, eagerness=0.0))
+    step(model, optimizer, 1)
+    model(**tiny_models.batch(seed=2)).loss.backward()
+    fuse.arm(0)
+    with pytest.raises(InjectedError, match=Kind.STREAM_OUT):
+        optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    assert step(model, optimizer, 2) == undisturbed[1]
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), undisturbed[2], strict=True))
+
+
 def test_a_fault_inside_an_update_leaves_a_partial_update(monkeypatch: pytest.MonkeyPatch) -> None:
     from horizon_lm.optim import update_tasks
 

@@ -198,7 +198,11 @@ class SlabOptimizer(torch.optim.Optimizer):
         """Mark all gradients empty; no memory is written."""
         if self._engine.grads.invalid:  # a backward pass with updates failed before its first update
             self._current = None
-        self._engine.access.clear_grads()
+        try:
+            self._engine.access.clear_grads()
+        except Exception:  # a landing failed, and with it the updates that waited for it
+            self._current = None
+            raise
 
     def _present(self) -> dict[Unit, list[str]]:
         """Return the parameters of each unit that have a gradient. Others are not updated, as in torch.

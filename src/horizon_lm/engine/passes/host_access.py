@@ -118,6 +118,14 @@ class HostAccess:
             raise
 
     def clear_grads(self) -> None:
-        """Mark all gradients empty, and valid again after a fault. No memory is written."""
-        self.wait_for_grads()
+        """Mark all gradients empty, and valid again after a fault, once the last have landed. No memory is written.
+
+        The error of a landing is raised, once, when all gradients are empty.
+        """
+        self.engine.require_attached()  # otherwise the parameters belong to another engine
+        try:
+            self.wait_for_grads()
+        except Exception:  # not after an interrupt: gradients still land
+            self.engine.grads.clear()
+            raise
         self.engine.grads.clear()
