@@ -218,7 +218,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
             _load_packed(model, store, checkpoint, target, own)
             written[own] = target.name
             continue
-        rows = _own_rows(store, target, parameters)
+        rows = _rows_to_read(store, target, parameters)
         first_row = 0 if rows is None else rows.start
         for name, tensor in _read_target(model, checkpoint, target, rows, target.name in parameters).items():
             if name in buffers:
@@ -264,12 +264,8 @@ def _load_packed(model: Any, store: Store, checkpoint: QuantizedCheckpoint, targ
     store.source_dtypes[name] = store.decoded_dtypes[name] = dtype
 
 
-def _own_rows(store: Store, target: Target, parameters: Mapping[str, str]) -> slice | None:
-    """Return the rows of a parameter that this rank reads, because its part lies in them; None if it reads all of the tensor."""
-    own = parameters.get(target.name)
-    if store.shard.is_whole or own is None or not store.shape(own):  # one rank, a buffer, or a scalar
-        return None
-    if own in store.codecs and store.owns(own):  # its scales may depend on all of its values
-        return None
+def _rows_to_read(store: Store, target: Target, parameters: Mapping[str, str]) -> slice | None:
+    """Return the rows of a target that this rank reads (`Store.rows_to_read`); None if it reads all of the tensor."""
+    own = parameters.get(target.name)  # None for a buffer
     can_be_read_in_rows = target.converter is None or target.is_stack
-    return store.own_rows(own) if can_be_read_in_rows else None
+    return store.rows_to_read(own) if own is not None and can_be_read_in_rows else None

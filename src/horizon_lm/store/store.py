@@ -297,7 +297,7 @@ class Store:
 
         Args:
             name: the parameter.
-            source: its value, or the rows that `own_rows` names.
+            source: its value, or the rows that `rows_to_read` names.
             first_row: the first of these rows.
         """
         slabs = self.units[self.unit_of[name]]
@@ -328,14 +328,15 @@ class Store:
             return torch.equal(weights, source.to(weights.dtype))
         return torch.equal(join_master(weights, slabs.low[part]), source.float())
 
-    def own_rows(self, name: str) -> slice:
-        """Return the rows of a parameter in which this rank's part lies; one row if it owns nothing."""
-        slabs = self.units[self.unit_of[name]]
-        shape = slabs.layout.entries[name].shape
-        if name in self.codecs:  # asked only about one of which the rank owns nothing: of others, all rows are read
-            return slice(0, 1)
-        num_rows, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-        _, own = self._own_part(slabs, name)
+    def rows_to_read(self, name: str) -> slice | None:
+        """Return the rows of a parameter in which this rank's part lies, or one, for its dtype, if it has no part; None for all rows."""
+        shape = self.shape(name)
+        if self.shard.is_whole or not shape:
+            return None
+        if name in self.codecs:  # scales may depend on all values
+            return None if self.owns(name) else slice(0, 1)
+        num_rows, width = shape[0], math.prod(shape[1:])
+        _, own = self._own_part(self.units[self.unit_of[name]], name)
         first = min(own.start // width, num_rows - 1)
         return slice(first, max(first + 1, -(-own.stop // width)))
 
