@@ -1,5 +1,6 @@
 """End a run on a signal."""
 
+import enum
 import os
 import queue
 import signal
@@ -19,11 +20,24 @@ _REPEAT_SECONDS = 3.0  # until a signal is repeated whose KeyboardInterrupt Pyth
 _EXIT_SECONDS = 10.0  # for cleaning up after the second signal, which waits for a device that may hang
 
 
+class _Phase(enum.Enum):
+    """The phases of a run, each with what a signal of this process does in it."""
+
+    STARTING = enum.auto()  # raises KeyboardInterrupt -> CUT_OFF
+    CUT_OFF = enum.auto()  # raises KeyboardInterrupt, if the first was swallowed
+    STEPPING = enum.auto()  # ends the run at the next `check` -> STOPPING
+    STOPPING = enum.auto()  # SIGINT, SIGTERM: raises KeyboardInterrupt, once; the others: nothing
+    LEAVING = enum.auto()  # nothing: the context ends
+
+
+_AFTER_SIGNAL = {_Phase.STARTING: _Phase.CUT_OFF, _Phase.STEPPING: _Phase.STOPPING}
+_WITH_STEPS = {_Phase.STARTING: _Phase.STEPPING, _Phase.CUT_OFF: _Phase.STOPPING}
+
+
 class Interrupts:
     """Context manager: turn the signals that ask for an end into InterruptedRunError, at once or after the current step.
 
-    A signal ends the run at once until `finish_steps` is called, and at the next `check` afterwards. A second SIGINT or
-    SIGTERM always ends it at once. A thread makes sure that the run ends, also if other code has swallowed the KeyboardInterrupt or
+    `_Phase` says what a signal does. A thread makes sure that the run ends, also if other code has swallowed the KeyboardInterrupt or
     the device hangs. Ignored signals stay ignored (nohup). Python delivers signals to the main thread only; in other threads this
     does nothing.
 
@@ -36,11 +50,9 @@ class Interrupts:
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}  # the handlers that were there before
         self._process = os.getpid()
-        self._finishes_steps = False  # signals wait for the next `check`
-        self._has_arrived = False  # a signal of this process
-        self._leaves = False  # the context ends, so signals are ignored
-        self._may_raise = True  # KeyboardInterrupt; once, and again if Python has dropped it
-        # The signals that have raised KeyboardInterrupt. A SimpleQueue, which a signal handler may use.
+        self._phase = _Phase.STARTING
+        self._may_raise = True  # KeyboardInterrupt; once, and again if it was swallowed (`_ensure_end`)
+        # The signals that have raised KeyboardInterrupt; None when the context ends. A signal handler may use a SimpleQueue.
         self._interrupts: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
         self._left = threading.Event()  # the context has ended
         self._lock = threading.Lock()  # held while the thread sends a signal
@@ -59,7 +71,7 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leaves = True
+        is_before_steps, self._phase = self._phase in _WITH_STEPS, _Phase.LEAVING
         self._interrupts.put(None)  # ends the thread (`_ensure_end`)
         with self._lock:  # the thread sends no signal from here on: it would meet the restored handlers
             self._left.set()
@@ -72,12 +84,12 @@ class Interrupts:
         if error is None or isinstance(error, InterruptedRunError):
             return
         # Before the first step, it may be any error: libraries turn KeyboardInterrupt into errors of their own.
-        if isinstance(error, KeyboardInterrupt) or not self._finishes_steps:
+        if isinstance(error, KeyboardInterrupt) or is_before_steps:
             raise InterruptedRunError(f"interrupted by {self.requested}. {self.kept()}") from None
 
     def finish_steps(self, kept: Callable[[], str]) -> None:
         """Defer signals to the next `check`; one that has arrived already raises. ``kept`` returns a sentence about what the run leaves."""
-        self._finishes_steps, self.kept = True, kept
+        self._phase, self.kept = _WITH_STEPS.get(self._phase, self._phase), kept
         self.check("before the first step")
 
     def check(self, when: str, kept: str | None = None) -> None:
@@ -93,21 +105,19 @@ class Interrupts:
             )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: let the current step end or, before the first step and on a second signal, raise KeyboardInterrupt."""
+        """Handle a signal as the phase says: let the current step end, or raise KeyboardInterrupt."""
         if os.getpid() != self._process:  # a forked child: the signal does what it does without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if self._leaves:
+        phase, self._phase = self._phase, _AFTER_SIGNAL.get(self._phase, self._phase)
+        if phase is _Phase.LEAVING:
             return
-        is_first, self._has_arrived = not self._has_arrived, True
         name = signal.Signals(number).name
         self.requested = self.requested or name  # a part's request stays
-        if is_first and self._finishes_steps:
+        if phase is _Phase.STEPPING:
             _write(f"\n{name}: stopping after this step; interrupt again to stop at once\n")
-            return
-        ends_at_once = not self._finishes_steps or number in _END_AT_ONCE
-        if ends_at_once and self._may_raise:
+        elif self._may_raise and (phase is not _Phase.STOPPING or number in _END_AT_ONCE):
             self._may_raise = False  # another KeyboardInterrupt would end the cleaning up
             self._interrupts.put(signal.Signals(number))
             raise KeyboardInterrupt
@@ -117,7 +127,7 @@ class Interrupts:
         number = self._interrupts.get()
         if number is None:  # the context ended without one
             return
-        if self._finishes_steps:
+        if self._phase is not _Phase.CUT_OFF:
             if not self._left.wait(_EXIT_SECONDS):  # the cleaning up may wait for a device that hangs
                 os._exit(InterruptedRunError.exit_code)
             return
