@@ -182,7 +182,7 @@ def exporting(rank: int, folder: str, how: str) -> tuple[str, list[str]]:
     checkpoints = RunCheckpoints(config, run_dir.path, said.append, model, write, None, ranks)
     last = LastResort(
         run_dir, said.append, lambda: "SIGTERM" if rank == 1 and next(looked) > 20 else "",
-        lambda: checkpoints.keep(1, {}, None) if how == "checkpoint" else None, lambda: checkpoints.last,
+        lambda: checkpoints.save_and_wait(1, {}, None) if how == "checkpoint" else None, lambda: checkpoints.last,
     )  # fmt: skip
     try:
         with run_dir:

@@ -110,8 +110,8 @@ class RunCheckpoints:
         except Exception as error:  # of the disk, or of a tokenizer's writer
             self._report_failure(step, error)
 
-    def keep(self, step: int, state: Mapping[str, Any], elsewhere: Path | None) -> Path | None:
-        """Write the checkpoint of a step in the run's folder or, if it cannot be written to, elsewhere. Return its folder.
+    def save_and_wait(self, step: int, state: Mapping[str, Any], elsewhere: Path | None) -> Path | None:
+        """Write the checkpoint of a step in the run's folder or, if that fails, elsewhere. Return its folder; None if both fail.
 
         Args:
             step, state: as in `save`.
@@ -120,7 +120,7 @@ class RunCheckpoints:
         self.save(step, state)
         self.wait()
         own = self.path(step)
-        # Only the first rank knows the checkpoints in the folder.
+        # `save` raises nothing, but what it has written is in the list, which only the first rank has.
         written = self._ranks.of_first("the checkpoint", str(own) if own in self._kept else None)
         if written is not None:
             return Path(written)

@@ -60,7 +60,7 @@ class Saver(Part):
 
     def keep(self, step: int) -> Path | None:
         """Write a checkpoint in the run's folder or the second place. Return its folder; None if it cannot be written."""
-        return self.checkpoints.keep(step, self._state(step), self._run_dir.elsewhere(f"checkpoint-{step}"))
+        return self.checkpoints.save_and_wait(step, self._state(step), self._run_dir.elsewhere(f"checkpoint-{step}"))
 
     def keep_or_export(self, step: int) -> None:
         """Write a checkpoint somewhere or, if that is impossible, export the model."""
