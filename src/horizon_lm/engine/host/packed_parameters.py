@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from horizon_lm.engine.host.parameters import METADATA, StreamedParameter
 from horizon_lm.errors import StreamingError
@@ -73,9 +74,10 @@ class PackedParameter(StreamedParameter):
                 result = func(*args, **kwargs)
             # A detached placeholder would be a tensor without values, and without the error of this class.
             return args[0] if func in _KEEPS else result
-        if _reads and not _writes(func):  # a write would change a decoded copy, and be lost
-            return func(*map(_decoded, args), **{name: _decoded(value) for name, value in kwargs.items()})
-        found = next((each for each in (*args, *kwargs.values()) if isinstance(each, PackedParameter)), None)
+        if _reads and not _writes(func, args, kwargs):  # a write would change a decoded copy, and be lost
+            args, kwargs = tree_map_only(PackedParameter, PackedParameter.decode, (args, kwargs))
+            return func(*args, **kwargs)
+        found = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, PackedParameter)), None)
         raise StreamingError(
             f"{'a weight' if found is None else found._name} is quantized: its codes lie in host memory and are decoded on the "
             f"device, so {getattr(func, '__name__', func)} cannot use its values; call param.decode() for a copy of them"
@@ -93,14 +95,14 @@ class PackedParameter(StreamedParameter):
         )
 
 
-def _writes(func: Any) -> bool:
-    """Return whether a function of torch writes to its first argument, by its name: that ends with a single underscore."""
-    name = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _decoded(value: Any) -> Any:
-    return value.decode() if isinstance(value, PackedParameter) else value
+def _writes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a function of torch would write to a quantized weight: to its first argument if it works in place, which its
+    name shows, or to ``out``.
+    """
+    name = getattr(func, "__name__", "")  # torch calls `add_` for ``+=``
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    targets = tree_leaves((args[:1] if is_in_place else (), kwargs.get("out")))
+    return any(isinstance(each, PackedParameter) for each in targets)
 
 
 @contextmanager
