@@ -121,6 +121,17 @@ def test_unsupported_models_are_rejected(family: str) -> None:
         horizon_lm.stream(tiny_models.build(family), attn_implementation="varlen", head="whole")
 
 
+@pytest.mark.parametrize("form", ["dict", "pairs of tokens"])
+def test_another_mask_is_rejected(form: str) -> None:
+    model = horizon_lm.stream(tiny_models.build("llama"), "cpu", "float32", attn_implementation="varlen")
+    batch = tiny_models.batch(padding="none")
+    rows, length = batch["input_ids"].shape
+    pairs = torch.ones(length, length, dtype=torch.bool).tril().expand(rows, 1, length, length)
+    batch["attention_mask"] = {"full_attention": pairs} if form == "dict" else pairs
+    with pytest.raises(ModelNotSupportedError, match=r"takes an attention_mask of tokens and padding, \(B, T\)"):
+        model(**batch)
+
+
 def test_generation_with_and_without_padding() -> None:
     plain, streamed = models("mistral")
     ids = tokens(2, 6)

@@ -82,8 +82,17 @@ def find_segments(
 
 
 def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments | None:
-    """Return the segments of a call's rows (`find_segments`); raise ModelNotSupportedError if a row has several, and a cache."""
-    segments = find_segments(call.get("attention_mask"), call.get("position_ids"), device)
+    """Return the segments of a call's rows (`find_segments`).
+
+    Raises:
+        ModelNotSupportedError: the mask is not one of tokens and padding, or a row has several segments, and a cache.
+    """
+    mask = call.get("attention_mask")
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        raise ModelNotSupportedError(
+            "attn_implementation='varlen' takes an attention_mask of tokens and padding, (B, T); choose 'sdpa' or 'eager' for another"
+        )
+    segments = find_segments(mask, call.get("position_ids"), device)
     if segments is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
         raise ModelNotSupportedError("attn_implementation='varlen' cannot generate from padded rows; choose 'sdpa'")
     return segments
