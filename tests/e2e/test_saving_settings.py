@@ -239,7 +239,7 @@ def test_the_last_model_is_exported_if_it_cannot_be_kept(
         "warmup_steps": 0, "save_strategy": "no", "output_dir": str(tmp_path / "run"),
     }  # fmt: skip
     lines: list[str] = []
-    monkeypatch.setattr(RunCheckpoints, "keep", lambda *_: None)
+    monkeypatch.setattr(RunCheckpoints, "save_and_wait", lambda *_: None)
     horizon_lm.train(settings, print_fn=lines.append)
     assert any("the last model cannot be kept beside the best one" in line for line in lines)
     assert [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())][
