@@ -145,7 +145,10 @@ class FieldStep:
 
     def executed(self, forwards: int = 3, backwards: int = 1) -> float:
         """Return the operations of products and attention in a step, with the head's in the backward."""
-        rows, work = self.settings.rows, Work(products=6.0 * backwards * sum(self.outline.sizes.head) * self.tokens)
+        rows, work = (
+            self.settings.rows,
+            Work(products=6.0 * backwards * sum(self.outline.sizes.tensors_of(HEAD)) * self.tokens),
+        )
         for kind in self.outline.kinds:
             work += (kind.forward.at(rows) * forwards + kind.backward.at(rows) * backwards) * len(kind.indices)
         return work.products + work.attention
@@ -161,8 +164,8 @@ class FieldStep:
         """
         ours = StepCost(Step(self.outline, StepSettings(self.settings.rows, precision="bf16", head="whole")), hardware)
         sizes = self.outline.sizes
-        num_parameters = {ALL: sizes.num_parameters, EMBED: sum(sizes.table), HEAD: sum(sizes.head)}
-        num_parameters |= {block(index): sum(sizes.blocks[index]) for index in range(self.outline.num_blocks)}
+        units = [EMBED, *map(block, range(sizes.num_blocks)), HEAD]
+        num_parameters = {ALL: sizes.num_parameters} | {unit: sum(sizes.tensors_of(unit)) for unit in units}
         copied = COPIED if packing is None else BYTES * hardware.host_rate / packing
 
         def cost(op: Op) -> float:
@@ -183,7 +186,9 @@ class FieldStep:
         """Estimate their peak on the device: at the loss, which keeps all logits for one backward, or in a block's backward."""
         sizes, settings = self.outline.sizes, self.settings
         checkpoint = self.tokens * sizes.hidden * BYTES
-        on_device = BYTES * (sum(sizes.table) + sum(sizes.own_head) + sum(sizes.head))  # with the gradient of the head
+        on_device = BYTES * sum(
+            map(sum, (sizes.units[EMBED], sizes.units[HEAD], sizes.tensors_of(HEAD)))
+        )  # with the head's gradient
         on_device += 6 * BYTES * max(map(sum, sizes.blocks))  # two each: flat buffers, templates, gradients
         kept = checkpoint * (ceil(self.outline.num_blocks / settings.interval) + 1)
         loss = BYTES * self.tokens * sizes.vocabulary + _CHECKPOINTS_AT_LOSS * checkpoint

@@ -12,7 +12,7 @@ from typing import Any
 
 from horizon_lm.config import plan_config
 from horizon_lm.planning.catalog import find_profile
-from horizon_lm.planning.step import Step, sizes_of
+from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_cost import StepCost, rates
 from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import open_source
@@ -79,7 +79,7 @@ def cost_in_tiles(step: Step, cost: Cost) -> Cost:
         experts = step.tiled_experts(op.unit.block_index) if cut else None
         if op.kind not in UPDATES or experts is None:
             return cost(op)
-        tensors = sizes_of(op.unit.owner, step.outline.trained)
+        tensors = step.outline.trained.tensors_of(op.unit.owner)
         size = step.settings.expert_tile
         assert size is not None
         moved = (

@@ -40,6 +40,7 @@ from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.run import RunResult
 from horizon_lm.training.setup import choose_device
 from horizon_lm.training.train import train
+from horizon_lm.units import HEAD
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FILE = Path("examples/sft.yaml")
@@ -104,8 +105,7 @@ def show_buffers(sizes: ModelSizes, config: RunConfig) -> None:
     on_host = choose_device(config.device) == "cpu"
     settings = BufferSettings(tokens=config.rows_per_step * (config.max_length or 0), compute_bytes=4 if on_host else 2)
     buffers = device_buffers(sizes, settings)
-    head = sum(sizes.head)
-    num_params = sum(map(sum, sizes.blocks)) + head + sum(sizes.outer)  # the head is tied to the embedding table
+    head, num_params = sum(sizes.tensors_of(HEAD)), sizes.num_parameters
     table = Table(title="Device buffers of the training in part 3, with the longest rows")
     table.add_column("buffer")
     table.add_column("bytes", justify="right")

@@ -41,9 +41,7 @@ def test_published_parameters_and_units_match_transformers(model: KnownModel) ->
     expected = unit_sizes(build(dict(model.config)))
     assert sum(expected.values()) == model.parameters
     sizes = find_parts(build_skeleton(known_config(model))).sizes()
-    planned = {f"block{u}": sum(tensors) for u, tensors in enumerate(sizes.blocks)}
-    planned |= {"embed": sum(sizes.table), "head": sum(sizes.own_head), "outer": sum(sizes.outer)}
-    assert {unit: n for unit, n in planned.items() if n} == expected
+    assert {unit: sum(tensors) for unit, tensors in sizes.units.items() if tensors} == expected
     assert sizes.num_parameters == model.parameters
     assert (sizes.vocabulary, sizes.tied) == (model.config["vocab_size"], "head" not in expected)
 

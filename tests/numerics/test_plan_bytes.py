@@ -17,6 +17,7 @@ from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.request import ForwardBatch, Request
 from horizon_lm.schedule.ops import Kind
+from horizon_lm.units import HEAD
 from tests.census.tiny_models import build
 from tests.support import tiny_models
 from tests.support.float32_llama import float32_llama
@@ -153,10 +154,12 @@ def test_a_frozen_head_has_no_gradients(tied: bool) -> None:
     trained, frozen = (
         outline_model(source, length=64, dtype=torch.float32, trainable=trainable) for trainable in (None, "layers")
     )
-    of_head = 2 * 64 * sum(trained.sizes.head)
+    of_head = 2 * 64 * sum(trained.sizes.tensors_of(HEAD))
     assert trained.head_backward.at(64).products == 2 * of_head
     assert frozen.head_backward.at(64).products == of_head
-    assert trained.head_peak["whole"].at(64) - frozen.head_peak["whole"].at(64) >= 4 * sum(trained.sizes.head)
+    assert trained.head_peak["whole"].at(64) - frozen.head_peak["whole"].at(64) >= 4 * sum(
+        trained.sizes.tensors_of(HEAD)
+    )
 
 
 def test_eager_scores_are_planned_quadratically() -> None:

@@ -130,7 +130,7 @@ def test_plan_has_the_moments_of_the_optimizer(cls: Any, note: str) -> None:
 
 def test_frozen_unit_has_no_gradient_or_update() -> None:
     of = step(4096, 4)
-    frozen = replace(of.outline.trained, blocks=[[], [BLOCK], [BLOCK], [BLOCK]], table=[])
+    frozen = replace(of.outline.trained, units={**of.outline.trained.units, block(0): [], EMBED: []})
     of = replace(of, outline=replace(of.outline, trained=frozen))
     ops = [op for each in of.passes() for op in each.ops]
     assert not [op for op in ops if op.kind in (Kind.STREAM_OUT, *UPDATES) and op.unit in ("block0", EMBED)]
@@ -140,7 +140,9 @@ def test_frozen_unit_has_no_gradient_or_update() -> None:
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_only_gradients_of_trained_weights_are_moved_on_the_device(micro_batch: int | None) -> None:
     of = step(2 * 4096, 4, device_micro_batch_size=micro_batch)
-    frozen = replace(of, outline=replace(of.outline, trained=replace(of.outline.trained, blocks=[[]] * 4)))
+    trained = of.outline.trained
+    without_blocks = replace(trained, units=trained.units | {block(index): [] for index in range(4)})
+    frozen = replace(of, outline=replace(of.outline, trained=without_blocks))
     one = machine(device_bandwidth=1.0)
     saved = total(of, one, Kind.BACKWARD) - total(frozen, one, Kind.BACKWARD)
     assert saved == pytest.approx(4 * BLOCK * (4 if micro_batch is None else 24))

@@ -6,6 +6,7 @@ from typing import Any
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import BlockKind, Footprint, Linear, ModelOutline, Work
+from horizon_lm.units import EMBED, HEAD, OUTER, block
 
 # The shape of Qwen2.5-7B.
 BLOCK, TABLE, HIDDEN, VOCABULARY, ATTENTION = 233_057_792, 152_064 * 3584, 3584, 152_064, 3584
@@ -14,14 +15,15 @@ BLOCK, TABLE, HIDDEN, VOCABULARY, ATTENTION = 233_057_792, 152_064 * 3584, 3584,
 def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_bytes: int = 2) -> ModelOutline:
     """Return a decoder in which only matrix products and attention take time."""
     sizes = ModelSizes(
-        blocks=[[BLOCK]] * num_blocks,
-        table=[TABLE],
-        own_head=[] if tied else [TABLE],
-        outer=[HIDDEN],
+        units={
+            **{block(index): [BLOCK] for index in range(num_blocks)},
+            EMBED: [TABLE], HEAD: [] if tied else [TABLE], OUTER: [HIDDEN],
+        },
+        num_blocks=num_blocks,
         vocabulary=VOCABULARY,
         hidden=HIDDEN,
         tied=tied,
-    )
+    )  # fmt: skip
 
     def work(products: float, attention: float) -> Linear[Work]:
         one = Work(products=products, attention=attention)

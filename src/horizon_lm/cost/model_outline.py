@@ -35,7 +35,7 @@ from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import BlockKind, CoreCosts, Footprint, Linear, ModelOutline, Work
-from horizon_lm.units import block
+from horizon_lm.units import HEAD, block
 
 
 class QuantizedWeights(Protocol):
@@ -204,7 +204,7 @@ def _parameters_per_token(parts: ModelParts) -> int:
     config = parts.model.config.get_text_config()
     experts = num_experts(config)
     chosen = experts_per_token(config) or experts
-    active = sum(parts.sizes().head)
+    active = sum(parts.sizes().tensors_of(HEAD))
     for index in range(parts.num_blocks):
         for ref in parts.units[block(index)]:
             of_experts = ref.param.ndim == 3 and ref.param.shape[0] == experts

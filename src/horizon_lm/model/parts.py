@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.slab import PackedSlab
-from horizon_lm.planning.model_sizes import ModelSizes, PackedSizes
-from horizon_lm.units import EMBED, HEAD, IDLE, OUTER, Unit, block
+from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes, PackedSizes
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 @dataclass(slots=True)
@@ -176,29 +176,29 @@ class ModelParts:
 
     def sizes(self, trained_only: bool = False) -> ModelSizes:
         """Return the numbers of elements of the parameters, or only of trainable ones: 0 for others, none for units without any."""
-        kept = self._sizes(trained_only, in_float32=True) if self.in_float32 else None
-        packed = [] if trained_only else self._packed()
-        return replace(self._sizes(trained_only, in_float32=False), in_float32=kept, packed=packed)
 
-    def _sizes(self, trained_only: bool, in_float32: bool) -> ModelSizes:
-        """Return the sizes of the weights that are kept in float32, or of the others. ``trained_only`` as in `sizes`."""
-
-        def numbers(refs: Sequence[ParamRef]) -> list[int]:
+        def numbers(refs: Sequence[ParamRef], in_float32: bool) -> list[int]:
             own = [ref.param for ref in refs if (ref.name in self.in_float32) == in_float32]
             counts = [param.numel() if param.requires_grad or not trained_only else 0 for param in own]
             return counts if any(counts) else []
 
-        numel = {unit: numbers(refs) for unit, refs in self.units.items()}
-        known = {} if in_float32 else self.hidden_matrices()  # which has no weights in float32
-        matrices: list[list[tuple[int, int, int] | None]] = [[] for _ in self.blocks]
-        if known:
-            for u, of_block in enumerate(matrices):
-                of_block += [known.get(ref.name) for ref in self.units[block(u)] if ref.name not in self.in_float32]
+        held = {unit: () if unit == HEAD and self.tied else refs for unit, refs in self.units.items()}
+        units = {unit: numbers(refs, in_float32=False) for unit, refs in held.items()}
+        if self.in_float32:
+            units |= {unit.float32: numbers(refs, in_float32=True) for unit, refs in held.items()}
         vocabulary, hidden = self.units[EMBED][0].param.shape
         return ModelSizes(
-            blocks=[numel[block(u)] for u in range(self.num_blocks)], table=numel[EMBED], own_head=[] if self.tied else numel[HEAD],
-            outer=numel[OUTER], vocabulary=vocabulary, hidden=hidden, tied=self.tied, idle=numel.get(IDLE, []), matrices=matrices,
+            units, self.num_blocks, vocabulary, hidden, self.tied,
+            packed=[] if trained_only else self._packed(), matrices=self._matrices(),
         )  # fmt: skip
+
+    def _matrices(self) -> list[list[MatrixShape | None]]:
+        """Return the trained matrices of each block, as in `ModelSizes`."""
+        known = self.hidden_matrices()
+        if not known:
+            return []
+        refs_of = (self.units[block(u)] for u in range(self.num_blocks))
+        return [[known.get(ref.name) for ref in refs if ref.name not in self.in_float32] for refs in refs_of]
 
     def _packed(self) -> list[PackedSizes]:
         """Return the sizes of the quantized weights of each block; none if no block has any."""

@@ -106,7 +106,7 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
         items += [Item(f"device: {item.name}", item.bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if step.settings.compiled else 0
     saved, width = _exported(step)
-    largest = max(map(slab_elements, saved.units)) * width
+    largest = max(map(slab_elements, saved.units.values())) * width
     # The export follows the last step, when the memory of activations is free again.
     export = max(0, largest - (use.activations if machine.on_host else 0))
     items += [

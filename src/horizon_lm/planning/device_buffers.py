@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.slabs import WHOLE, Shard, slab_elements
+from horizon_lm.units import EMBED, HEAD, OUTER, block
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,16 @@ class BufferSettings:
 def block_bytes(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     """Return the bytes of each block's weights in its slot on the device."""
     slots = [numel * settings.compute_bytes for numel in _block_slots(sizes, settings)]
-    if sizes.in_float32 is None:
+    if (in_float32 := sizes.in_float32()) is None:
         return slots
-    in_float32 = block_bytes(sizes.in_float32, replace(settings, compute_bytes=4, expert_tile=None))
-    return [sum(both) for both in zip(slots, in_float32, strict=True)]
+    beside = block_bytes(in_float32, replace(settings, compute_bytes=4, expert_tile=None))
+    return [sum(both) for both in zip(slots, beside, strict=True)]
 
 
 def _block_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     """Return the number of elements of the slot of each block, or of what is left of it beside its tiles."""
-    _table, *blocks, _head, _outer, _idle = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
+    cuts = sizes.cuts(settings.shard)
+    blocks = [cuts[block(index)].slot_numel for index in range(sizes.num_blocks)]
     if settings.expert_tile is None:
         return blocks
     return [
@@ -95,12 +97,13 @@ def device_buffers(sizes: ModelSizes, settings: BufferSettings, trained: ModelSi
         # The slots of a tile are its accumulator.
         **_tile_buffers(sizes, trained, settings, tile_grad=4 if accumulates else slot_grad),
     }
-    if sizes.in_float32 is not None:
-        assert trained.in_float32 is not None
+    if (in_float32 := sizes.in_float32()) is not None:
+        trained_in_float32 = trained.in_float32()
+        assert trained_in_float32 is not None
         # Weights in float32 have buffers of their own, of the same kinds.
         own = replace(settings, compute_bytes=4, expert_tile=None)
-        in_float32 = _unit_buffers(sizes.in_float32, trained.in_float32, own, slot_grad=4, accumulates=accumulates)
-        buffers |= {kind: buffers[kind] + num_bytes for kind, num_bytes in in_float32.items()}
+        beside = _unit_buffers(in_float32, trained_in_float32, own, slot_grad=4, accumulates=accumulates)
+        buffers |= {kind: buffers[kind] + num_bytes for kind, num_bytes in beside.items()}
     return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
 
 
@@ -110,7 +113,7 @@ def _activation_buffers(sizes: ModelSizes, trained: ModelSizes, settings: Buffer
     boundary = settings.kept_each * settings.tokens * sizes.hidden * settings.compute_bytes
     return {
         "table_rows": max(num_rows, settings.forward_table_rows) * sizes.hidden * settings.compute_bytes,
-        "table_row_grads": num_rows * sizes.hidden * settings.grad_bytes if trained.table else 0,
+        "table_row_grads": num_rows * sizes.hidden * settings.grad_bytes if trained.units[EMBED] else 0,
         "boundary_ring": 2 * boundary if settings.offloaded else 0,
     }
 
@@ -144,22 +147,21 @@ def _unit_buffers(
         slot_grad: bytes per element of a gradient on the device.
         accumulates: gradients are summed in an accumulator.
     """
-    compute = settings.compute_bytes
-    table, *_, own_head, outer, _ = (cuts.slot_numel for cuts in sizes.cuts(settings.shard))
-    slots = _block_slots(sizes, settings)
-    head, trained_head = (table, trained.table) if sizes.tied else (own_head, trained.own_head)
+    compute, cuts, slots = settings.compute_bytes, sizes.cuts(settings.shard), _block_slots(sizes, settings)
+    holder = EMBED if sizes.tied else HEAD
+    head, outer = cuts[holder].slot_numel, cuts[OUTER].slot_numel
     trained_blocks = trained.blocks if settings.expert_tile is None else trained.cores()
     grad_slot = max(slots) if any(map(sum, trained_blocks)) else 0
-    first_resident = len(sizes.blocks) - settings.resident
+    first_resident = sizes.num_blocks - settings.resident
     return {
         "weight_slots": 2 * max(slots) * compute if first_resident else 0,  # none if all blocks are resident
         "resident_weights": sum(slots[first_resident:]) * compute,
         "grad_slots": (1 if accumulates else 2) * grad_slot * slot_grad,
         "grad_accumulator": grad_slot * 4 if accumulates else 0,
         "head_weights": head * compute,
-        "head_grads": head * (4 if settings.chunked_head else compute) if trained_head else 0,
+        "head_grads": head * (4 if settings.chunked_head else compute) if trained.units[holder] else 0,
         "outer_weights": outer * compute,
-        "outer_grads": outer * slot_grad if trained.outer else 0,
+        "outer_grads": outer * slot_grad if trained.units[OUTER] else 0,
     }
 
 

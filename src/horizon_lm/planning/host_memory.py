@@ -1,14 +1,14 @@
 """Sizes of the slabs in host memory and in checkpoints, computed from the sizes of a model's units."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 
 from horizon_lm.constants import PACKED_ALIGNMENT
 from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.planned_optimizer import MOMENT_BYTES
-from horizon_lm.planning.step import Step
+from horizon_lm.planning.step import Step, StepSettings
+from horizon_lm.quantities import page_aligned
 from horizon_lm.slabs import WHOLE, UnitCuts, scale_at, slab_elements, used_bytes
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 WEIGHT_BYTES = {"fp32_master": 2, "bf16": 2, "float32": 4}  # bytes of the streamed half
 _LOW_HALF_BYTES = {"fp32_master": 2, "bf16": 0, "float32": 0}
@@ -18,134 +18,111 @@ _SCALE_BYTES = 4  # of a scale of 8-bit moments
 
 def host_bytes(step: Step) -> Mapping[str, int]:
     """Return the host memory of a run in bytes, by kind."""
-    has_masters = _has_masters(step)
-    kinds: Counter[str] = Counter()
-    for each in _split_by_precision(step):
-        kinds.update(_slab_bytes(each, has_masters))
-    kinds["boundaries"] = step.waiting * step.boundary
-    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
-
-
-def _split_by_precision(step: Step) -> list[Step]:
-    """Return the steps whose slabs add up to those of this one: itself, and one of the weights kept in float32, if there are any."""
-    outline = step.outline
-    sizes, trained = outline.sizes.in_float32, outline.trained.in_float32
-    if sizes is None:
-        return [step]
-    assert trained is not None
-    in_float32 = replace(step.settings, precision="float32", grad_bytes=4)
-    # The step's own sizes do not count the weights in float32 (`ModelSizes.in_float32`).
-    return [step, Step(replace(outline, sizes=sizes, trained=trained), in_float32)]
-
-
-def _slab_bytes(step: Step, has_masters: Sequence[bool]) -> dict[str, int]:
-    """Return the bytes of all slabs and landing slots by kind, of weights in one precision. ``has_masters`` is of the whole model."""
     settings, sizes, trained = step.settings, step.outline.sizes, step.outline.trained
     cuts = sizes.cuts(settings.shard)
     ranges = _trained_ranges(cuts, trained)
-    grads = ranges
-    if settings.update_in_backward:  # they go through landing slots, but for those of a tied table, the first unit
-        grads = ranges[:1] if trained.tied else []
-    masters = [each for each, has_master in zip(cuts, has_masters, strict=True) if has_master]
+    grads = dict(ranges)
+    if settings.update_in_backward:  # they go through landing slots, but for those of a tied table
+        grads = {EMBED: ranges[EMBED]} if trained.tied else {}
+    own = {unit: each.own for unit, each in cuts.items()}
+    with_low_halves = {unit: own[unit] for unit in _units_with_masters(step)}
     packed = [settings.shard.own(settings.shard.cuts(each.slab_bytes, PACKED_ALIGNMENT)) for each in sizes.packed]
-    return {
-        "weights": _own_bytes(cuts, WEIGHT_BYTES[settings.precision]),
+    kinds = {
+        "weights": _used_bytes(own, lambda unit: WEIGHT_BYTES[_precision(unit, settings)]),
         "packed_weights": used_bytes(packed, 1),
-        "low_halves": _own_bytes(masters, _LOW_HALF_BYTES[settings.precision]),
-        "grads": used_bytes(grads, settings.grad_bytes),
-        "moments": _moments(step),
+        "low_halves": _used_bytes(with_low_halves, lambda unit: _LOW_HALF_BYTES[_precision(unit, settings)]),
+        "grads": _used_bytes(grads, lambda unit: 4 if unit.is_float32 else settings.grad_bytes),
+        "moments": _moments(step, cuts),
         "landing": _landing_slot_bytes(step, ranges) if settings.update_in_backward else 0,
+        "boundaries": step.waiting * step.boundary,
     }
+    return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
+
+
+def _used_bytes(ranges: Mapping[Unit, slice], itemsize: Callable[[Unit], int]) -> int:
+    """Return the bytes of the pages that hold these ranges of units. ``itemsize`` returns the bytes of a unit's elements."""
+    return sum(used_bytes([used], itemsize(unit)) for unit, used in ranges.items())
 
 
 def checkpoint_bytes(step: Step) -> int:
     """Return the bytes of the slabs in a checkpoint, which all ranks write."""
-    has_masters = _has_masters(step)
-    of_all_ranks = replace(step, settings=replace(step.settings, shard=WHOLE))
-    return sum(_saved_bytes(each, has_masters) for each in _split_by_precision(of_all_ranks))
-
-
-def _saved_bytes(step: Step, has_masters: Sequence[bool]) -> int:
-    """Return the bytes of the slabs in a checkpoint: weights in one precision, and their moments."""
-    precision = step.settings.precision
-    units = zip(step.outline.sizes.units, has_masters, strict=True)
-    saved = [UnitCuts(tensors) for tensors, is_saved in units if is_saved]
-    weights = sum(_own_bytes(saved, itemsize) for itemsize in (WEIGHT_BYTES[precision], _LOW_HALF_BYTES[precision]))
-    return weights + _moments(step)
+    sizes, total = step.outline.sizes, 0
+    for unit in _units_with_masters(step):
+        numel, precision = slab_elements(sizes.units[unit]), _precision(unit, step.settings)
+        # The two halves of a weight are in slabs of their own.
+        total += sum(page_aligned(numel * of_half[precision]) for of_half in (WEIGHT_BYTES, _LOW_HALF_BYTES))
+    return total + _moments(step, sizes.cuts(WHOLE))
 
 
 def largest_file_bytes(step: Step) -> int:
     """Return the bytes of the largest file of a checkpoint, which holds a rank's range of a unit."""
-    has_masters = _has_masters(step)
-    files = (num_bytes for each in _split_by_precision(step) for num_bytes in _file_bytes(each, has_masters))
-    return max(files) // step.settings.shard.count
+    settings, sizes = step.settings, step.outline.sizes
+    masters, moments = _units_with_masters(step), settings.optimizer.moments_of(step.outline.trained)
+    files = (
+        (SAVED_BYTES[_precision(unit, settings)] * slab_elements(tensors) if unit in masters else 0)
+        + MOMENT_BYTES[settings.moments] * sum(slab_elements(each.units[unit]) for each in moments)
+        for unit, tensors in sizes.units.items()
+    )
+    return max(files) // settings.shard.count
 
 
-def _file_bytes(step: Step, has_masters: Sequence[bool]) -> list[int]:
-    """Return the bytes of each unit's weights and moments in a checkpoint."""
-    settings = step.settings
-    # For each unit, the tensors that have each of the moments.
-    moments = zip(*(each.units for each in settings.optimizer.moments_of(step.outline.trained)), strict=True)
-    units = zip(step.outline.sizes.units, has_masters, moments, strict=True)
-    return [
-        (SAVED_BYTES[settings.precision] * slab_elements(tensors) if is_saved else 0)
-        + MOMENT_BYTES[settings.moments] * sum(map(slab_elements, of_unit))
-        for tensors, is_saved, of_unit in units
-    ]
+def _precision(unit: Unit, settings: StepSettings) -> str:
+    return "float32" if unit.is_float32 else settings.precision
 
 
-def _has_masters(step: Step) -> list[bool]:
-    """Return whether each unit has low halves and is in checkpoints: all but those of a frozen base."""
+def _units_with_masters(step: Step) -> Collection[Unit]:
+    """Return the units with low halves, which are in checkpoints: all but those of a frozen base."""
     trained = step.outline.trained
     if not step.outline.base_is_frozen:
-        return [True] * len(trained.units)
-    of_each = [trained.units] if trained.in_float32 is None else [trained.units, trained.in_float32.units]
-    return [any(map(any, of_unit)) for of_unit in zip(*of_each, strict=True)]
+        return trained.units
+    # The weights of a unit in float32 are saved with its others, if any of both are trained.
+    return [unit for unit in trained.units if any(trained.tensors_of(unit.home))]
 
 
-def _moments(step: Step) -> int:
-    """Return the bytes of this rank's range of all moments; 8-bit moments with their scales."""
-    settings, cuts = step.settings, step.outline.sizes.cuts(step.settings.shard)
-    total = 0
-    for with_moment in settings.optimizer.moments_of(step.outline.trained):
+def _moments(step: Step, cuts: Mapping[Unit, UnitCuts]) -> int:
+    """Return the bytes of a rank's range of all moments; 8-bit moments with their scales. ``cuts`` has the cuts of the weights."""
+    moments, total = step.settings.moments, 0
+    for with_moment in step.settings.optimizer.moments_of(step.outline.trained):
         ranges = _trained_ranges(cuts, with_moment)
-        scales = _scales(with_moment, ranges) if settings.moments == "8bit" else []
-        total += used_bytes(ranges, MOMENT_BYTES[settings.moments]) + used_bytes(scales, _SCALE_BYTES)
+        scales = _scales(with_moment, ranges) if moments == "8bit" else []
+        total += used_bytes(ranges.values(), MOMENT_BYTES[moments]) + used_bytes(scales, _SCALE_BYTES)
     return total
 
 
-def _own_bytes(cuts: Iterable[UnitCuts], itemsize: int) -> int:
-    """Return the bytes of the pages that hold this rank's ranges of these units, with elements of ``itemsize`` bytes."""
-    return used_bytes((each.own for each in cuts), itemsize)
+def _trained_ranges(cuts: Mapping[Unit, UnitCuts], trained: ModelSizes) -> dict[Unit, slice]:
+    """Return a rank's range of the gradients of each unit; an empty one if none of its tensors is trained."""
+    return {
+        unit: each.shard.own(each.restricted(trained.units[unit])) if any(trained.units[unit]) else slice(0, 0)
+        for unit, each in cuts.items()
+    }
 
 
-def _trained_ranges(cuts: Sequence[UnitCuts], trained: ModelSizes) -> list[slice]:
-    """Return this rank's range of the gradients of each unit; an empty one if none of its tensors is trained."""
-    return [
-        each.shard.own(each.restricted(part)) if any(part) else slice(0, 0)
-        for each, part in zip(cuts, trained.units, strict=True)
-    ]
+def _scales(trained: ModelSizes, ranges: Mapping[Unit, slice]) -> list[slice]:
+    """Return the range of the scales of one 8-bit moment that belongs to each of these ranges of units."""
+    found = []
+    for unit, own in ranges.items():
+        # The blocks of a table do not cross its rows, which are updated separately.
+        tensors, row = trained.units[unit], trained.hidden if unit == EMBED else None
+        found.append(slice(scale_at(tensors, own.start, row), scale_at(tensors, own.stop, row)))
+    return found
 
 
-def _scales(trained: ModelSizes, ranges: Sequence[slice]) -> list[slice]:
-    """Return this rank's range of the scales of one 8-bit moment, for each unit."""
-    # The blocks of a table, the first unit, do not cross its rows, which are updated separately.
-    rows = [trained.hidden] + [None] * (len(trained.units) - 1)
-    return [
-        slice(scale_at(tensors, own.start, row), scale_at(tensors, own.stop, row))
-        for tensors, own, row in zip(trained.units, ranges, rows, strict=True)
-    ]
-
-
-def _landing_slot_bytes(step: Step, ranges: Sequence[slice]) -> int:
+def _landing_slot_bytes(step: Step, ranges: Mapping[Unit, slice]) -> int:
     """Return the bytes of the landing slots: two for blocks, one for each other unit. A tied table, and with it the head, has a gradient
     slab instead.
     """
     trained = step.outline.trained
-    _table, *blocks, head, outer, _idle = (own.stop - own.start for own in ranges)
-    elements = 2 * max(blocks) + outer
-    if not trained.tied:
-        elements += head
+    lengths = {unit: own.stop - own.start for unit, own in ranges.items()}
+    elements = _slot_elements(lengths, trained)
+    if trained.units[EMBED] and not trained.tied:
         # A table has a slot for the rows that are read, and a row of zeros for all others.
-        elements += (step.table_rows + 1) * trained.hidden if trained.table else 0
-    return elements * step.settings.grad_bytes
+        elements += (step.table_rows + 1) * trained.hidden
+    in_float32 = {unit.home: numel for unit, numel in lengths.items() if unit.is_float32}
+    beside = _slot_elements(in_float32, trained) if in_float32 else 0
+    return elements * step.settings.grad_bytes + beside * 4
+
+
+def _slot_elements(lengths: Mapping[Unit, int], trained: ModelSizes) -> int:
+    """Return the elements of the landing slots of all units but the table, from the elements of their gradients."""
+    of_blocks = max(lengths[block(index)] for index in range(trained.num_blocks))
+    return 2 * of_blocks + lengths[OUTER] + (0 if trained.tied else lengths[HEAD])

@@ -1,11 +1,12 @@
 """Sizes of a model's units: the elements of their tensors, from which bytes in all places follow."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.slabs import Shard, UnitCuts, slab_elements
+from horizon_lm.units import EMBED, HEAD, Unit, block
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,50 +35,45 @@ class ModelSizes:
     """Numbers of elements of a model's parameters, or of its trainable parameters.
 
     Attributes:
-        blocks: elements of each tensor, for each decoder block.
-        table: elements of the embedding table.
-        own_head: elements of the output projection; empty if it is tied to the table.
-        outer: elements of each tensor outside of blocks, head and table.
+        units: elements of each tensor, for each unit that has slabs of its own: table, blocks, head, outer and idle parameters, and
+            for each of them the weights that are kept in float32 whatever the precision (`Unit.float32`), if the model has any. A unit
+            without tensors has none, as the head if it is tied to the table.
+        num_blocks: number of decoder blocks.
         vocabulary, hidden: rows and columns of the embedding table, V and H.
         tied: the head uses the embedding table.
-        idle: elements of embedding tables of which only rows are read, beside the one that is trained.
-        packed: the quantized tensors of each block, which ``blocks`` has, too; empty if no block has any.
-        matrices: for each tensor in ``blocks``, its trained matrices; None for other tensors. A block without any may have an empty
+        packed: the quantized tensors of each block, which ``units`` has, too; empty if no block has any.
+        matrices: for each tensor of each block, its trained matrices; None for other tensors. A block without any may have an empty
             list.
         experts: the routed experts of each block that can be cut into tiles, None for other blocks; empty if no block has any.
-        in_float32: the weights that are kept in float32 whatever the precision, which are in none of the others; None if there are
-            none.
     """
 
-    blocks: Sequence[Sequence[int]]
-    table: Sequence[int]
-    own_head: Sequence[int]
-    outer: Sequence[int]
+    units: Mapping[Unit, Sequence[int]]
+    num_blocks: int
     vocabulary: int
     hidden: int
     tied: bool
-    idle: Sequence[int] = ()
     packed: Sequence[PackedSizes] = ()
     matrices: Sequence[Sequence[MatrixShape | None]] = ()
     experts: Sequence[ExpertSizes | None] = ()
-    in_float32: "ModelSizes | None" = None
 
     @property
-    def head(self) -> Sequence[int]:
-        """The tensors by which the head multiplies."""
-        if self.tied:
-            return self.table
-        return self.own_head if self.in_float32 is None else [*self.own_head, *self.in_float32.own_head]
+    def blocks(self) -> list[Sequence[int]]:
+        """The tensors of each block, without those in float32."""
+        return [self.units[block(index)] for index in range(self.num_blocks)]
 
-    @property
-    def units(self) -> Sequence[Sequence[int]]:
-        """The tensors of each unit that has its own slabs, without those in float32."""
-        return [self.table, *self.blocks, self.own_head, self.outer, self.idle]
+    def tensors_of(self, unit: Unit) -> list[int]:
+        """Return the tensors by which a unit computes: also those in float32, and for a tied head the table."""
+        holder = EMBED if unit == HEAD and self.tied else unit
+        return [*self.units[holder], *self.units.get(holder.float32, ())]
+
+    def in_float32(self) -> "ModelSizes | None":
+        """Return the sizes of the weights that are kept in float32 alone, under the names of their units; None if there are none."""
+        units = {unit.home: tensors for unit, tensors in self.units.items() if unit.is_float32}
+        return replace(self, units=units, packed=(), matrices=(), experts=()) if units else None
 
     @property
     def num_parameters(self) -> int:
-        in_float32 = 0 if self.in_float32 is None else self.in_float32.num_parameters
-        return sum(map(sum, self.units)) + in_float32
+        return sum(map(sum, self.units.values()))
 
     def file_bytes(self, itemsize: float) -> int:
         """Return the bytes of all weights in a checkpoint, of which quantized tensors keep their codes and scales."""
@@ -91,21 +87,21 @@ class ModelSizes:
 
     def only_matrices(self) -> "ModelSizes":
         """Return the sizes with 0 for all weights but the trained matrices of blocks."""
-        blocks = [
-            [prod(shape) if shape else 0 for shape in self.matrices[index]] if self.matrices_of(index) else []
-            for index in range(len(self.blocks))
-        ]
-        return replace(self, blocks=blocks, table=(), own_head=(), outer=(), idle=())
+        units: dict[Unit, Sequence[int]] = dict.fromkeys(self.units, ())
+        for index in self._blocks_with_matrices():
+            units[block(index)] = [prod(shape) if shape else 0 for shape in self.matrices[index]]
+        return replace(self, units=units)
 
     def without_matrices(self) -> "ModelSizes":
         """Return the sizes with 0 for the trained matrices of blocks."""
-        blocks = [
-            [0 if shape else numel for numel, shape in zip(tensors, self.matrices[index], strict=True)]
-            if self.matrices_of(index)
-            else tensors
-            for index, tensors in enumerate(self.blocks)
-        ]
-        return replace(self, blocks=blocks)
+        units = dict(self.units)
+        for index in self._blocks_with_matrices():
+            shapes = zip(units[block(index)], self.matrices[index], strict=True)
+            units[block(index)] = [0 if shape else numel for numel, shape in shapes]
+        return replace(self, units=units)
+
+    def _blocks_with_matrices(self) -> list[int]:
+        return [index for index in range(self.num_blocks) if self.matrices_of(index)]
 
     def experts_of(self, index: int) -> ExpertSizes | None:
         """Return the routed experts of a block; None if it has none that can be cut into tiles."""
@@ -127,12 +123,10 @@ class ModelSizes:
         """Return the quantized tensors of a block; none in a model without them."""
         return self.packed[index] if self.packed else _NOT_PACKED
 
-    def cuts(self, shard: Shard) -> list[UnitCuts]:
-        """Return the places at which the slabs of each unit are cut, in the order of `units`."""
-        # The first unit is the table, which is cut between rows; the blocks follow.
-        first_block = 1
-        packed = {first_block + index: each.tensors for index, each in enumerate(self.packed)}
-        return [
-            UnitCuts(tensors, packed.get(number, ()), self.hidden if number == 0 else None, shard)
-            for number, tensors in enumerate(self.units)
-        ]
+    def cuts(self, shard: Shard) -> dict[Unit, UnitCuts]:
+        """Return the places at which the slabs of each unit are cut: those of the table between rows."""
+        packed = {block(index): each.tensors for index, each in enumerate(self.packed)}
+        return {
+            unit: UnitCuts(tensors, packed.get(unit, ()), self.hidden if unit == EMBED else None, shard)
+            for unit, tensors in self.units.items()
+        }

@@ -188,7 +188,7 @@ class ModelOutline:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.sizes.blocks)
+        return self.sizes.num_blocks
 
     def kind(self, index: int) -> BlockKind:
         """Return the structure of a block."""

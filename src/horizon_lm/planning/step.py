@@ -1,12 +1,10 @@
 """A training step as run by the engine: its settings and its passes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from horizon_lm.planning.device_buffers import BufferSettings
 from horizon_lm.planning.experts import ExpertSizes
-from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.residency import Residency
@@ -144,7 +142,7 @@ class Step:
         settings, trained, layout = self.settings, self.outline.trained, self.layout
         differentiated = range(self.outline.first_differentiated, layout.num_blocks)
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
-        is_trained = {unit: sum(sizes_of(unit, trained)) > 0 for unit in (EMBED, *units)}
+        is_trained = {unit: sum(trained.tensors_of(unit)) > 0 for unit in (EMBED, *units)}
         # The table, and with it a tied head, is updated in the next forward pass.
         updated = [u for u in units if is_trained[u] and not (u == HEAD and trained.tied)]
         head_grads = settings.chunked_head and is_trained[HEAD]
@@ -174,7 +172,7 @@ class Step:
     def passes_with_save(self) -> list[Schedule]:
         """Return the passes of a whole step, and among them those of a checkpoint that is begun before it."""
         forward, *others = self.passes()
-        if not self.outline.trained.table:
+        if not self.outline.trained.units[EMBED]:
             return [build.save(self.layout, self.saved_units), forward, *others]
         # The table is saved once its last update is over, which runs in the forward pass.
         save = build.save(self.layout, [unit for unit in self.saved_units if unit != EMBED])
@@ -185,16 +183,4 @@ class Step:
         """The units of a checkpoint: all that have slabs, or only the trained ones if the base of adapters is frozen."""
         sizes = self.outline.trained if self.outline.base_is_frozen else self.outline.sizes
         units = [EMBED, *map(block, range(self.outline.num_blocks)), *([] if sizes.tied else [HEAD]), OUTER]
-        return [unit for unit in units if sum(sizes_of(unit, sizes))]
-
-
-def sizes_of(unit: Unit, sizes: ModelSizes) -> Sequence[int]:
-    """Return the elements of each tensor of a unit, with those that are kept in float32."""
-    if unit == EMBED:
-        return sizes.table  # which is never one of these (`model.units`)
-    if unit == HEAD:
-        return sizes.head  # which has them already
-    own = sizes.outer if unit == OUTER else sizes.blocks[unit.block_index]
-    if sizes.in_float32 is None:
-        return own
-    return [*own, *sizes_of(unit, sizes.in_float32)]
+        return [unit for unit in units if sum(sizes.tensors_of(unit))]

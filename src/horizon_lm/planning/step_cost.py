@@ -13,7 +13,7 @@ from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes
 from horizon_lm.planning.outline import Work
 from horizon_lm.planning.planned_optimizer import ADAMW, MOMENT_BYTES
 from horizon_lm.planning.request import Request
-from horizon_lm.planning.step import Step, StepSettings, sizes_of
+from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.planning.tile_cost import TileCost
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import Rates
@@ -27,8 +27,8 @@ _OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE, *_OF_MATRICES)
 
 
 def _in_float32(unit: Unit, sizes: ModelSizes) -> int:
-    """Return the elements of a unit that are kept in float32."""
-    return 0 if sizes.in_float32 is None or unit.is_tile else sum(sizes_of(unit, sizes.in_float32))
+    """Return the elements of a unit that are kept in float32; a tile has none."""
+    return sum(sizes.units.get(unit.float32, ()))
 
 
 class _Quantized(NamedTuple):
@@ -130,9 +130,9 @@ class StepCost:
         if op.unit == EMBED:
             return self._step.table_rows * sizes.hidden
         if experts := self._tiles.experts(op):
-            moved = self._tiles.elements(op, experts, sizes.blocks[op.unit.block_index])
+            moved = self._tiles.elements(op, experts, sizes.units[op.unit.owner])
             return moved + _in_float32(op.unit, sizes)
-        return sum(sizes_of(op.unit, sizes))
+        return sum(sizes.tensors_of(op.unit))
 
     def _quantized(self, op: Op) -> _Quantized:
         """Return the size of the quantized weights that an operation moves."""
@@ -177,8 +177,8 @@ class StepCost:
         """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
         settings, sizes = self._settings, self._outline.sizes
         per_weight = SAVED_BYTES[settings.precision]
-        held = sum(sum(sizes_of(unit, each)) for each in settings.optimizer.moments_of(self._outline.trained))
-        saved = sum(sizes_of(unit, sizes)) * per_weight + held * MOMENT_BYTES[settings.moments]
+        held = sum(sum(each.tensors_of(unit)) for each in settings.optimizer.moments_of(self._outline.trained))
+        saved = sum(sizes.tensors_of(unit)) * per_weight + held * MOMENT_BYTES[settings.moments]
         saved += _in_float32(unit, sizes) * (4 - per_weight)
         return saved // self._settings.shard.count
 
@@ -186,7 +186,7 @@ class StepCost:
 
     def _update(self, op: Op) -> float:
         """Return the host bytes of an update of this rank's range, or of the part of it before or after orthogonalization."""
-        parameters = sum(sizes_of(op.unit, self._outline.trained))
+        parameters = sum(self._outline.trained.tensors_of(op.unit))
         if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
             rows = self._step.table_rows * self._outline.sizes.hidden
             parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
@@ -278,8 +278,10 @@ class StepCost:
         forward, backward = outline.head_forward, outline.head_backward
         if chunk_tokens is None:
             return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
-        is_trained = bool(outline.trained.head)
-        grad_bytes = 8.0 * sum(outline.sizes.head)  # of reading and writing all gradients of the head in fp32
+        is_trained = bool(outline.trained.tensors_of(HEAD))
+        grad_bytes = 8.0 * sum(
+            outline.sizes.tensors_of(HEAD)
+        )  # of reading and writing all gradients of the head in fp32
         if op.kind == Kind.BACKWARD and is_trained:
             return Work(moved_bytes=grad_bytes + 2 * self._step.hidden)
         num_chunks = -(-tokens // chunk_tokens)

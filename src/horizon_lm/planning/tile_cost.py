@@ -46,7 +46,7 @@ class TileCost:
         shard, experts = self._step.settings.shard, self.experts(op)
         if experts is None or shard.is_whole:
             return 1 / shard.count
-        tensors, size = self._step.outline.sizes.blocks[op.unit.block_index], self._step.settings.expert_tile
+        tensors, size = self._step.outline.sizes.units[op.unit.owner], self._step.settings.expert_tile
         assert size is not None
         moved = experts.ranges(tensors, size, op.unit.tile_number if op.unit.is_tile else None)
         of_ranks = [
