@@ -165,7 +165,8 @@ class PassRunner:
         embed = largest.call.get("inputs_embeds") is None
         request = ForwardRequest(recording=False, rows=[largest.rows], embed=embed)
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
-        with self.planner.without_residency(), self._blocks.rehearsing() as rehearsal:
+        rehearsal = self._blocks.rehearsal()
+        with self.planner.without_residency(), self._blocks.answered(rehearsal.forward):
             try:
                 with (
                     torch.no_grad(),

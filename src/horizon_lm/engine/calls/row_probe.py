@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.micro_batches import ProbeDoneError
+from horizon_lm.engine.passes.micro_batches import BlockCall, ProbeDoneError
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.engine.units.embedding import StreamedEmbedding
 
@@ -38,32 +38,41 @@ class RowProbe:
         rows = self._engine.forward.num_rows[batch]
         call = {k: _one_more_row(k, v, rows) for k, v in self._calls[batch].items()}
         shapes: list[torch.Size] = []
+
+        def answer(reached: int, block_call: BlockCall) -> Any:
+            """Return zeros for an earlier block. At the block to probe, take the shapes of its inputs, and end the pass."""
+            if reached == index:
+                shapes.extend(t.shape for t in block_call.tensors)
+                raise ProbeDoneError
+            # Earlier blocks have been computed in the running pass, so the structure of their outputs is known.
+            outputs = self._blocks.outputs[reached][batch]
+            # The second part of a block's outputs is those captured inside of it (`run_block`); a probe captures none.
+            output, _ = outputs.rebuild(outputs.imitate(rows + 1))
+            return output
+
         # Code outside of blocks runs a second time here, and must not draw the numbers of the pass that it interrupts.
         state = self._engine.device.rng_state()
-        self._probe((index, batch, shapes), rows + 1)
         try:
             # Embedding and earlier blocks answer with zeros in the right shapes, so a probe needs no weights on the
             # device.
-            with torch.no_grad():
+            with self._blocks.answered(answer), self._embeddings_answer(rows + 1), torch.no_grad():
                 self._call_model(**call)
         except ProbeDoneError:
             return shapes
         finally:
-            # Also after an error, or the next call of a block would be taken for a probe.
-            self._probe(None, None)
             self._engine.device.set_rng_state(state)
         raise AssertionError(f"block {index} was not reached by the probe")
 
-    def _probe(self, probing: tuple[int, int, list[torch.Size]] | None, rows: int | None) -> None:
-        """Let blocks and embeddings answer with shapes alone, or compute again.
-
-        Args:
-            probing: the block and the batch to probe, and the list that receives the shapes; None to compute again.
-            rows: rows of the embeddings' answers; None to compute again.
-        """
-        self._blocks.probing = probing
+    @contextmanager
+    def _embeddings_answer(self, rows: int) -> Iterator[None]:
+        """Context manager: let embeddings answer with zeros for this many rows."""
         for table in self._tables:
             table.probe_rows = rows
+        try:
+            yield
+        finally:
+            for table in self._tables:
+                table.probe_rows = None
 
 
 def _one_more_row(name: str, value: Any, rows: int) -> Any:

@@ -198,9 +198,9 @@ class ResidencyPlanner:
 
 
 class Rehearsal:
-    """A replacement of the blocks in one forward pass that measures the memory that they take.
+    """A forward pass that measures the memory that blocks take: it answers their calls (`Blocks.answered`).
 
-    One block of each structure is run; the others return zeros of the same shapes.
+    One block of each structure is run; the others are answered with zeros of the same shapes.
 
     Args:
         engine: the model's engine.

@@ -4,7 +4,7 @@ Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch
 micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.lockstep import compute_jointly
-from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, ProbeDoneError, RowOutputs, spans_of
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs, spans_of
 from horizon_lm.engine.passes.residency_planner import Rehearsal
 from horizon_lm.engine.units.block_autograd import BlockAutograd, BlockFunction
 from horizon_lm.engine.units.block_computation import BlockComputation
@@ -21,32 +21,28 @@ from horizon_lm.engine.units.gradient_check import GradientCheck
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import capture
 
+Answer = Callable[[int, BlockCall], Any]
+"""Function that answers a call of a block, given its index, without computing it; raises `ProbeDoneError` to end the pass."""
+
 
 class Blocks(BlockComputation):
     """The streamed decoder blocks of a model, which it calls one by one.
 
     Attributes:
-        probing: the block and the batch to probe for row dimensions, and the list that receives its shapes; None outside
-            of a probe.
-        rehearsal: replaces the blocks while device memory is planned; None otherwise.
         gradient_check: compares blocks in the next training step; None otherwise.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.probing: tuple[int, int, list[torch.Size]] | None = None
-        self.rehearsal: Rehearsal | None = None
+        self._answer: Answer | None = None  # answers the calls of blocks instead of them
         self.gradient_check: GradientCheck | None = None
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Compute a block for a whole batch. The model calls this instead of the forward method of the block module."""
         require_forward(self.engine, self.blocks[index].name)
         call = BlockCall(args, kwargs)
-        # Before the rehearsal, which itself starts a probe to find the dimensions of rows (`Rehearsal._measure`).
-        if self.probing is not None:
-            return self._probe(index, call)
-        if self.rehearsal is not None:
-            return self.rehearsal.forward(index, call)
+        if self._answer is not None:
+            return self._answer(index, call)
         # Read, and published below, in the thread of this call: its context has the collector in which transformers gathers
         # `output_hidden_states` and the like.
         keys = capture.requested_keys()
@@ -93,28 +89,19 @@ class Blocks(BlockComputation):
         return any(each.is_structure_changed() for each in self.blocks)
 
     @contextmanager
-    def rehearsing(self) -> Iterator[Rehearsal]:
-        """Context manager: make forward passes, of a single batch, a rehearsal, which only measures the memory that blocks take."""
-        self.rehearsal = Rehearsal(self.engine, self.blocks, self.row_dims, self.outputs, self.segments[0])
-        try:
-            yield self.rehearsal
-        finally:
-            self.rehearsal = None
-
-    def _probe(self, index: int, call: BlockCall) -> Any:
-        """Answer a row probe: return zeros for a block before the requested one. At the requested one, record the shapes of its
-        inputs, and raise ProbeDoneError.
+    def answered(self, answer: Answer) -> Iterator[None]:
+        """Context manager: answer the calls of blocks by a function. Contexts may be nested, as a row probe in a rehearsal
+        (`Rehearsal._measure`): the innermost one answers.
         """
-        assert self.probing is not None
-        requested, batch, shapes = self.probing
-        if index == requested:
-            shapes.extend(t.shape for t in call.tensors)
-            raise ProbeDoneError
-        # Earlier blocks have already been computed in this forward pass, so the structure of their outputs is known.
-        outputs = self.outputs[index][batch]
-        # The second part of a block's outputs is those captured inside of it (`run_block`); a probe captures none.
-        output, _ = outputs.rebuild(outputs.imitate(self.engine.forward.num_rows[batch] + 1))
-        return output
+        before, self._answer = self._answer, answer
+        try:
+            yield
+        finally:
+            self._answer = before
+
+    def rehearsal(self) -> Rehearsal:
+        """Return a rehearsal of a pass with a single batch, which answers calls of blocks and measures the memory that they take."""
+        return Rehearsal(self.engine, self.blocks, self.row_dims, self.outputs, self.segments[0])
 
 
 def rebuild_all(outputs: Sequence[RowOutputs], tensors: Sequence[torch.Tensor]) -> list[Any]:
