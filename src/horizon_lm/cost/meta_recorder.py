@@ -43,7 +43,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.work = Work()
-        self._known = {t.untyped_storage()._cdata for t in _tensors(given)}
+        self._known = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,8 +143,16 @@ def _num_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(nested: Any) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results of an operation."""
+    # These are nested in tuples, lists and dictionaries alone. `tree_leaves` knows more, and took a fifth of the time of an outline.
+    if isinstance(nested, torch.Tensor):
+        return [nested]
+    if isinstance(nested, dict):
+        nested = nested.values()
+    elif not isinstance(nested, list | tuple):
+        return []
+    return [tensor for each in nested for tensor in _tensors(each)]
 
 
 @contextmanager
