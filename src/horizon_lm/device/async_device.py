@@ -158,7 +158,7 @@ class StreamDevice(Device):
         complete_updates(updates, self._pool(Stream.HOST), [self._pool(Stream.DISK)])
 
     def _drain_streams(self) -> None:
-        """Wait until nothing runs on any stream, and record the times of what has run."""
+        """Wait until nothing runs on the streams of the device, and record the times of what has run. Host threads may go on."""
         for issuer in self._issuers.values():
             issuer.wait_until_idle()
         self._synchronize_streams()

@@ -69,8 +69,9 @@ class TaskStates:
 
     def drop_failed(self) -> None:
         """Drop all tasks that have failed, also those of other passes, so that later passes do not raise their errors."""
-        self.drop(self._failed)
-        self._failed.clear()
+        with self._changed:
+            failed, self._failed = self._failed, []
+        self.drop(failed)
 
     def is_finished(self, task: Task) -> bool:
         """Return whether a task has run to its end, or was dropped, without blocking."""

@@ -59,6 +59,7 @@ def _block_slots(sizes: ModelSizes, settings: BufferSettings) -> list[int]:
     blocks = [cuts[block(index)].slot_numel for index in range(sizes.num_blocks)]
     if settings.expert_tile is None:
         return blocks
+    # The slot of a whole block has an equal part for each rank, so it may be larger than the slab; that of a core has ranges of any size.
     return [
         whole if experts is None else slab_elements(core)
         for whole, core, experts in zip(blocks, sizes.cores(), sizes.experts, strict=True)

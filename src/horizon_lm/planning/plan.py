@@ -111,7 +111,7 @@ class _Planner:
     """Makes the plans of a model on a machine: first the moments are settled, then the tile, then all that `choose` chooses.
 
     Args:
-        outline, machine, priced, typical: as in `make_plan`.
+        outline, machine, priced, typical: as in `make_plan`: memory is planned for the longest sequences, times for typical ones.
     """
 
     def __init__(self, outline: ModelOutline, machine: Machine, priced: bool, typical: ModelOutline) -> None:
@@ -148,13 +148,13 @@ class _Planner:
         machine, hardware = self._machine, self._machine.hardware
         choice = choose(self._outline, request, machine)
         step, use = choice.step, device_use(choice.step)
-        host, typical = host_budget(step, use, machine), self._typical_step(step)
-        simulation = _simulation(typical, machine) if priced else None
+        host, typical_step = host_budget(step, use, machine), self._typical_step(step)
+        simulation = _simulation(typical_step, machine) if priced else None
         time = None if simulation is None else simulation.step_time()
         has_checkpoints = request.saves.num > 0 and not request.saves.only_model
         is_disk_known = hardware is not None and hardware.disk_write > 0
         return Plan(
-            request=request, machine=machine, step=step, reasons=list(_reasons(choice, typical, machine, host, time)),
+            request=request, machine=machine, step=step, reasons=list(_reasons(choice, typical_step, machine, host, time)),
             host=host, device=device_budget(step, use, machine), buffers=buffer_budget(step, use),
             disk=disk_budget(step, machine), download=download_budget(step, machine), problems=file_problems(step, machine),
             time=time, save=simulation.save_time() if simulation and has_checkpoints and is_disk_known else None,

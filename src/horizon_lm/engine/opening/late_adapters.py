@@ -61,15 +61,17 @@ def _trains_others(horizon: ModelForward) -> bool:
 
 
 def take_in_adapters(horizon: ModelForward, arguments: StreamArguments) -> tuple[Examined, Store]:
-    """Detach a model whose adapters have changed from its engine, which is retired, and its optimizers with it. Return the units of
-    the model and the store that has their weights, for `attach`.
+    """Move a model whose adapters have changed into a new store. Return the units of the model and that store, for `attach`. Its engine
+    is retired, and the optimizers with it.
+
+    After an error before weights move, the model is the streamed one that it was. Later errors are final.
 
     Args:
         horizon: the model's forward pass so far.
         arguments: the arguments of `horizon_lm.stream`.
 
     Raises:
-        StreamingError: gradients are held, or the optimizer keeps none.
+        StreamingError: new adapters have no values, gradients are held, or an optimizer updates in the backward pass.
         ModelNotSupportedError: the model cannot be streamed exactly with these adapters.
     """
     model, engine, mesh = horizon.model, horizon.engine, horizon.engine.mesh
@@ -87,6 +89,7 @@ def take_in_adapters(horizon: ModelForward, arguments: StreamArguments) -> tuple
         store, old_names = _extended(engine, parts, arguments.get_precision(parts))
     # PEFT has drawn the values of new adapters on each rank, without a common seed.
     copy_from_first(mesh, {ref.name: ref.param.data for ref in parts.refs() if ref.name not in old_names})
+    # A rank has a range of the old slabs only, and `master` reads whole weights.
     with sharing_moved(mesh, store, engine.store, old_names):
         for ref in parts.refs():
             old = engine.name_of(ref.param)

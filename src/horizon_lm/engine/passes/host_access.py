@@ -98,9 +98,9 @@ class HostAccess:
         engine.grads.hand_out(engine.store.unit_of[name])
 
     def before_grad_is_emptied(self, param: nn.Parameter) -> None:
-        """Wait until a gradient has landed, before other code drops it."""
+        """Wait until a gradient has landed, before other code drops it. The norm of its unit includes it and is forgotten."""
         name = self.engine.name_of(param)
-        if name is not None:
+        if name is not None:  # None: the parameter has been replaced since, for example by PEFT
             self.wait_for_grads()
             self.engine.grads.hand_out(self.engine.store.unit_of[name])
 

@@ -139,7 +139,7 @@ class MicroBatchRandomness:
         """Advance the global generator by the draw of the seeds, if any number was drawn from what they seeded.
 
         Without dropout a plain model draws nothing in its blocks, so the next numbers outside of them, such as noise on
-        embeddings, must not move on either.
+        embeddings, must not move on either. Ranks decide alike, because they run the same model.
         """
         drawn_outside = self.restore()
         if self._streams is None or not self._draws:

@@ -235,7 +235,7 @@ class Rehearsal:
         return like.rebuild(like.imitate(self._num_rows))[0]
 
     def _measure(self, index: int, call: BlockCall) -> RowOutputs:
-        """Measure a block on the first micro-batch, which is the largest. Return the structure of its output."""
+        """Measure a block on the first micro-batch, which is the largest. Return the structure of its output for the whole batch."""
         part, *_ = self._engine.forward.micro_batches
         calls = BlockCalls([call])
         inputs = calls.inputs(call.tensors, self._row_dims(index, calls), part)
@@ -243,8 +243,8 @@ class Rehearsal:
             footprint, output = find_footprint(self._engine, index, self._blocks[index], *call.rebuild(inputs))
         self._footprints[self._structures[index]] = footprint
         outputs = RowOutputs(self._num_rows)
-        outputs.add(part.rows, Tree((output, {})))  # like a block without captured outputs
-        outputs.release()  # its shapes and dtypes are the structure
+        outputs.add(part.rows, Tree((output, {})))  # one part is enough for the shapes of all rows; nothing is captured
+        outputs.release()  # `imitate` needs its shapes and dtypes alone
         return outputs
 
     @property

@@ -197,6 +197,8 @@ class BlockAutograd:
     ) -> TiledBackward:
         """Differentiate the experts of a block with tiles, before its core. Return what the core's backward pass needs of them.
 
+        The core is computed again first, as far as the gradients of the experts' outputs, from which the tiles are differentiated.
+
         The arguments are those of `backward`; ``inputs`` gets its offloaded hidden states back.
         """
         engine = self.blocks.engine
@@ -206,8 +208,8 @@ class BlockAutograd:
             self._restore_from_ring(inputs)
             with self.module.bound(experts.sink.leaves(self.blocks.weights(self.index))):
                 experts.find_output_grads(
-                    lambda number: self._recompute(number, inputs),
-                    lambda number, graph: self._pairs(number, graph, grads),
+                    recompute=lambda number: self._recompute(number, inputs),
+                    pairs_of=lambda number, graph: self._pairs(number, graph, grads),
                 )
         experts.differentiate_tiles(self.context.run)
         return experts
