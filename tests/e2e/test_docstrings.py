@@ -1,6 +1,7 @@
 """The examples in the docstrings of public functions run."""
 
 import doctest
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,10 @@ def test_a_wrong_example_fails(namespace: dict[str, Any]) -> None:
 def test_every_example_of_a_public_name_is_run() -> None:
     public = [name for name in horizon_lm.__all__ if ">>> " in (getattr(horizon_lm, name).__doc__ or "")]
     assert sorted(public) == NAMES
+
+
+def test_the_pass_on_the_reading_page() -> None:
+    page = Path(__file__).parents[2] / "docs/reading.md"
+    (text,) = re.findall(r"```pycon\n(.*?)```", page.read_text(), re.DOTALL)
+    assert not failures(text, {})
+    assert failures(text.replace("waits for #4, last", "waits for #5, last"), {})

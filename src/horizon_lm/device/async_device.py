@@ -5,9 +5,9 @@ tasks in schedule order; this is what prefetches the next blocks while the curre
 an update in host memory or on a staging buffer, while the caller goes on. Waiting for an event that is not recorded yet
 would have no effect, so before a stream is made to wait for a task, the host waits until that task is enqueued. So a late
 update holds up the caller, too, once it reaches the computation behind the copy that waits for the update, and so does the
-gathering of the embedding's rows on the host. Nothing else blocks the caller inside a pass, and it never waits there for the
-end of a copy, unless memory could not be page-locked: then a task is enqueued only once the issuer has filled or emptied the
-staging buffers. Between the backward pass and the update the caller does wait: `optimizer.step` returns after all gradients
+gathering of the embedding's rows on the host. For the end of a copy the caller waits in three places: where memory could not be
+page-locked, since a task is enqueued only once the issuer has filled or emptied the staging buffers; where a batch needs a
+larger buffer than all before; and between the backward pass and the update, since `optimizer.step` returns after all gradients
 have landed.
 
 "The caller" is the thread of the model's forward method and, in a backward pass, the one in which autograd runs the nodes.

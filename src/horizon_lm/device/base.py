@@ -86,8 +86,8 @@ class Device(ABC):
     """The streams, memory and randomness of one accelerator, and threads for updates in host memory.
 
     Computation runs on the caller's current stream between `begin` and `end` of its task; every other task is given to
-    `issue` in schedule order. A device may run an issued task at any time that its waits allow; this is how the loads of
-    the next blocks are prefetched.
+    `issue` in schedule order. A device may run a task at any time that its waits allow, once its moves are known, even before it is
+    issued (`announce`); this is how the loads of the next blocks are prefetched.
 
     Args:
         torch_device: the device of the buffers.
@@ -171,7 +171,7 @@ class Device(ABC):
 
     @abstractmethod
     def issue(self, task: Task) -> None:
-        """Run a task other than computation once its waits have finished."""
+        """Run a task other than computation once its waits have finished, unless it has run since `announce`."""
 
     @abstractmethod
     def begin(self, task: Task) -> None:

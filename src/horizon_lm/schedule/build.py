@@ -27,7 +27,9 @@ class Layout:
         offloaded: number of first blocks whose boundary (activation checkpoint) is offloaded between the forward and
             backward pass.
         resident: number of last blocks whose weights stay resident until an update changes them.
-        accumulates: micro-batches are added in an fp32 accumulator, which is landed through a staging slot.
+        accumulates: gradients of blocks are summed over micro-batches in one float32 accumulator, and rounded into one slot from which
+            they land. It belongs to the opened model, not to a pass: `Shard.grad_slots` decides. Otherwise blocks have two slots, and
+            micro-batches are summed there.
         update_in_backward: each unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
             memory; only a tied table has a gradient slab, because two gradients are added there.
         sharded: each rank streams its own range of a unit, which is gathered on the device; its gradients are summed there, and
@@ -146,7 +148,8 @@ def forward(
         blocks_changed: the same for resident blocks, which an update of adapters leaves as they are; None for ``changed``.
         table_update: the table's update is pending. Rows that this pass reads are updated first, the other rows after
             all other units.
-        head_grads: the head's gradients are computed in the forward pass, together with the loss.
+        head_grads: the head's gradients are computed in the forward pass, together with the loss, for a gradient of one. This is the
+            usual case: the head is chunked, and no other pass holds the buffer.
         routed: blocks of whose experts only those are streamed that the tokens are routed to. That is known only after a part of the
             block. None of them is resident, unless its experts are in tiles.
     """
@@ -229,7 +232,8 @@ def backward(layout: Layout, *, blocks: Iterable[int], trainable: Iterable[str],
         layout: layout of the schedule.
         blocks: blocks whose boundary the forward pass kept, in any order.
         trainable: units with at least one trainable parameter; other units only propagate gradients.
-        head_grads: the head's gradients were computed in the forward pass and only need to be scaled.
+        head_grads: the head's gradients were computed in the forward pass and only need to be scaled; otherwise the head is streamed
+            in again.
     """
     return _backward(layout, frozenset(blocks), frozenset(trainable), head_grads)
 
@@ -304,7 +308,7 @@ def _trained_backward(u: int, inputs: tuple[Buffer, ...], adapters: tuple[Buffer
         slot = Buffer(Buf.GRADS, u % 2)
         computed = [_compute(Kind.BACKWARD, block(u), inputs, (slot, *adapters))]
     else:
-        accumulator, slot = Buffer(Buf.ACCUMULATOR), Buffer(Buf.STAGING)
+        accumulator, slot = Buffer(Buf.ACCUMULATOR), Buffer(Buf.ROUNDED)
         computed = [
             _compute(Kind.BACKWARD, block(u), inputs, (accumulator, *adapters)),
             _compute(Kind.STAGE, block(u), (accumulator,), (slot,)),
@@ -347,7 +351,7 @@ def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozen
 
 def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
     """Return the device buffer in which a block's update is orthogonalized: that of its gradients, which have landed."""
-    return Buffer(Buf.STAGING) if layout.accumulates else Buffer(Buf.GRADS, unit.block_index % 2)
+    return Buffer(Buf.ROUNDED) if layout.accumulates else Buffer(Buf.GRADS, unit.block_index % 2)
 
 
 def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:

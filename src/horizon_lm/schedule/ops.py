@@ -92,12 +92,12 @@ class Buf(_Word):
     WEIGHTS = "W"  # two slots for blocks
     RESIDENT = "K"  # resident weights, by block
     PACKED = "P"  # two slots for the codes and scales of quantized blocks, which several ranks gather before they are decoded
-    GRADS = "G"  # two slots for blocks; ACCUMULATOR and STAGING with several micro-batches
+    GRADS = "G"  # two slots for blocks; with `Layout.accumulates` ACCUMULATOR and ROUNDED instead
     TILE = "T"  # two slots for tiles of experts
     TILE_GRADS = "TG"  # two slots for their gradients
     TILE_PACKED = "TP"  # two slots for their codes and scales, as PACKED for blocks
     ACCUMULATOR = "A"
-    STAGING = "S"  # rounded sums of the accumulator; not a staging buffer of a link, which is page-locked host memory
+    ROUNDED = "S"  # the sums of the accumulator, rounded, from which they land
     HEAD = "H"
     HEAD_GRADS = "HG"
     TABLE_ROWS = "E"

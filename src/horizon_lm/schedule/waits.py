@@ -30,7 +30,7 @@ ACROSS: dict[tuple[Stream, Buf], Stream] = {
     (Stream.COMPUTE, Buf.RING): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.GRADS): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.TILE_GRADS): Stream.COPY_OUT,
-    (Stream.COMPUTE, Buf.STAGING): Stream.COPY_OUT,
+    (Stream.COMPUTE, Buf.ROUNDED): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.HEAD_GRADS): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.TABLE_ROW_GRADS): Stream.COPY_OUT,
     (Stream.COMPUTE, Buf.OUTER_GRADS): Stream.COPY_OUT,

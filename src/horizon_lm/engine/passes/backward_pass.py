@@ -24,7 +24,7 @@ class BackwardPass:
 
     Attributes:
         state: the state of the forward pass.
-        ready: full names of the parameters whose gradients are complete on the device, by unit.
+        ready: full names of the parameters whose gradients the enqueued computation has written, by unit.
         adapters: full names of the ready adapters inside blocks, which are landed with the outer parameters.
         has_updated: the pass has ended after it had issued updates, of which the cursor knows nothing any more.
     """
@@ -41,7 +41,7 @@ class BackwardPass:
         return self.state.trained
 
     def begin(self) -> None:
-        """Start the copies of the pass; autograd's nodes compute the units."""
+        """Start the pass: make its tasks. Autograd's nodes compute the units; the first one issues the copies before it."""
         engine, state = self._engine, self.state
         units = [EMBED, *map(block, range(engine.parts.num_blocks)), HEAD, OUTER]
         # By the unit that has the slab: a tied head is trained if the table is.
@@ -65,9 +65,9 @@ class BackwardPass:
             holder.has_head_grads = False
         lease.release()
 
-    def gradients_ready(self, unit: Unit, names: list[str]) -> None:
-        """Record that these parameters' gradients are complete on the device, before they are landed. With ``update_in_backward``,
-        all ranks call this together, and the unit's update is bound.
+    def note_written(self, unit: Unit, names: list[str]) -> None:
+        """Record that the enqueued computation has written these parameters' gradients, before they are landed. With
+        ``update_in_backward``, all ranks call this together, and the unit's update is bound.
         """
         engine, optimizer = self._engine, self._engine.updates.optimizer_in_backward
         # A batch may leave a parameter unused, such as an expert; if another rank uses it, all of them update it alike.

@@ -121,6 +121,8 @@ class Cursor:
         """Cancel the remaining work of the running pass, except updates that have been issued, which must be completed."""
         if self.active:
             try:
+                # UPDATE_ROWS may be cancelled: the table remembers the rows that are done. So may ADVANCE: the update is recorded as
+                # partial then.
                 self._device.cancel(
                     [t for t in self._tasks if not t.done and not (t.issued and t.op.kind == Kind.UPDATE)]
                 )

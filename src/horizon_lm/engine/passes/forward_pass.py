@@ -68,7 +68,7 @@ class ForwardPass:
         self.anchor: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Start the copies of the pass; the model's forward method computes the units.
+        """Start the pass: make its tasks. The model's forward method computes the units; the first one issues the copies before it.
 
         Raises:
             DisagreementError: the ranks are about to run different passes.

@@ -5,7 +5,7 @@ Movements that depend on the batch are bound later, by the code that knows them:
 - rows of the embedding, in both directions, and the update of these rows: `engine.units.embedding`,
 - boundaries to offload: `BlockComputation._plan_offloads`, at the first block,
 - experts that tokens are routed to: `engine.units.routed_computation` and `engine.units.tiled_computation`,
-- updates of a backward pass: `BackwardPass.gradients_ready`.
+- updates of a backward pass: `BackwardPass.note_written`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -99,7 +99,9 @@ class UnitMoves:
         ]
 
     def _stream_out(self, op: Op) -> list[Move]:
-        """Return the landing of a unit's gradients in host memory, and begin the sum of their squares if none lands before."""
+        """Return the landing of a unit's gradients in host memory, and begin the sum of their squares unless a part of the unit lands
+        earlier in this pass.
+        """
         engine, moves = self._engine, list[Move]()
         for unit in engine.trained_parts(op.unit):
             owner = engine.slab_unit(unit.owner)

@@ -171,7 +171,7 @@ class BlockAutograd:
             # Within the computation: with update_in_backward this binds the unit's update, and the cursor goes on to
             # issue it as soon as the computation ends.
             if is_trained and not accumulates:
-                engine.backward.gradients_ready(unit, names)
+                engine.backward.note_written(unit, names)
         if is_trained and accumulates:
             self._round_sums(names)
         if self.comparison is not None:
@@ -190,7 +190,7 @@ class BlockAutograd:
         with engine.cursor.compute(Kind.STAGE, unit):
             for part in engine.trained_parts(unit):
                 engine.memory.grads_of(part).copy_(engine.memory.sums_of(part))
-            engine.backward.gradients_ready(unit, names)
+            engine.backward.note_written(unit, names)
 
     def _differentiate_experts(
         self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
@@ -231,7 +231,7 @@ class BlockAutograd:
             self._require_same_attributes()
         # Not before the computation has begun: until then the slot may still be landing another block's gradients.
         sink.open()
-        # Weights were streamed in again, so the leaves of the forward pass are gone: the recompute needs new ones.
+        # Weights were streamed in again, so the leaves of the forward pass, if it had any (`GraphUse`), are gone.
         with self.module.bound(sink.leaves(self.blocks.weights(self.index))):
             for number in range(len(self.micro_batches)):
                 graph = saved.take_graph(number) if saved.graphs else self._graph_of(number, inputs, experts)

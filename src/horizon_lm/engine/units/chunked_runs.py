@@ -189,7 +189,7 @@ class _ChunkedPass:
             if not self.forward_state.has_head_grads:  # otherwise this pass has not streamed them in
                 self.engine.poison_weights(HEAD)
             # Where a loss depends on no result, the weights have no gradient either, as in plain autograd.
-            self.head.gradients_ready(set() if all(grad is None for grad in grads) else None)
+            self.head.note_written(set() if all(grad is None for grad in grads) else None)
         no_grads: list[torch.Tensor | None] = [None] * self.num_outer
         return [*(outer_grads or no_grads), *hidden_grads]
 

@@ -299,7 +299,7 @@ class _Lookup:
                         (row_grads,) = torch.autograd.grad(self.look_up(weight, positions), weight, grad)
                     outgoing.add_(row_grads)
             has_gradient = any(grad is not None for grad in grads)
-            engine.backward.gradients_ready(EMBED, [embedding._name] if has_gradient else [])
+            engine.backward.note_written(EMBED, [embedding._name] if has_gradient else [])
 
     def _bind_landing(self, outgoing: torch.Tensor) -> None:
         """Bind the landing of gradients (R, H), of which each rank lands the rows that it owns, and before it their sum over ranks."""

@@ -71,7 +71,7 @@ class LmHead:
         """Return views of the gradient buffers for the trained weights, by full name."""
         return {name: slot.view(name) for slot in self.grad_slots() for name in slot.layout if name in slot.trained}
 
-    def gradients_ready(self, written: Set[str] | None = None) -> None:
+    def note_written(self, written: Set[str] | None = None) -> None:
         """Record that the head's gradients are in their buffer, and zero the rest of the buffer.
 
         Args:
@@ -82,7 +82,7 @@ class LmHead:
             slot.written |= slot.trained if written is None else slot.trained & written
             slot.zero_the_rest()
         if slots:
-            self.engine.backward.gradients_ready(HEAD, [name for slot in slots for name in slot.names_written()])
+            self.engine.backward.note_written(HEAD, [name for slot in slots for name in slot.names_written()])
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
@@ -197,7 +197,7 @@ class _Projection:
             engine.poison_weights(HEAD)
             # A batch whose loss does not depend on its logits leaves weights without a gradient, as in plain
             # autograd.
-            head.gradients_ready({name for slot in slots for name in slot.written})
+            head.note_written({name for slot in slots for name in slot.written})
         return [leaf.grad for leaf in leaves]
 
 

@@ -86,7 +86,7 @@ class OuterParameters:
                 slot.written |= found.keys() | engine.backward.adapters
                 slot.zero_the_rest()
                 ready += slot.names_written()
-            engine.backward.gradients_ready(OUTER, ready)
+            engine.backward.note_written(OUTER, ready)
 
 
 class _OuterFunction(torch.autograd.Function):
