@@ -15,6 +15,7 @@ from torch import nn
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_kinds import is_differentiable_cache
@@ -84,7 +85,8 @@ def prepare(engine: Engine, call: Call) -> Batch:
     # Segments are found on the host, from the caller's own tensors, which may be there already: copying back what was sent
     # would make the host wait. The embedding looks up ids on the host, too.
     segments = attention.segments_of_call(call, device) if config._attn_implementation == attention.NAME else None
-    sent = {k: send(v, device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    arguments = Tree(call)  # masks may be in a dict, by kind of layer
+    sent = arguments.rebuild([send(tensor, device) for tensor in arguments.tensors])
     return Batch(sent, call.get("input_ids"), rows, length, segments)
 
 

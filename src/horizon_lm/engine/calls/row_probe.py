@@ -11,6 +11,7 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, ProbeDoneError
+from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.engine.units.embedding import StreamedEmbedding
 
@@ -36,7 +37,9 @@ class RowProbe:
     def shapes(self, index: int, batch: int) -> list[torch.Size]:
         """Return the shapes of the inputs of a block, by its index, for a batch of the pass with one more row."""
         rows = self._engine.forward.num_rows[batch]
-        call = {k: _one_more_row(k, v, rows) for k, v in self._calls[batch].items()}
+        arguments = Tree(self._calls[batch])
+        pairs = zip(arguments.paths, arguments.tensors, strict=True)
+        call = arguments.rebuild([_one_more_row(path, tensor, rows) for (path, _), tensor in pairs])
         shapes: list[torch.Size] = []
 
         def answer(reached: int, block_call: BlockCall) -> Any:
@@ -75,13 +78,13 @@ class RowProbe:
                 table.probe_rows = None
 
 
-def _one_more_row(name: str, value: Any, rows: int) -> Any:
-    """Return an argument of the model with its first row repeated at the end."""
+def _one_more_row(path: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor among the model's arguments, at this path, with its first row repeated at the end."""
     # One-dimensional arguments, such as cache positions, count tokens.
-    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+    if value.ndim < 2:
         return value
     # Rows are dimension 0, except in positions with several coordinates (M-RoPE), which are (3, B, T).
-    dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+    dim = 1 if path == "['position_ids']" and value.ndim == 3 else 0
     if value.shape[dim] != rows:
         return value
     return torch.cat([value, value.narrow(dim, 0, 1)], dim)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-Path = tuple[str, int]  # the path to a tensor in its tree, and its number of dimensions
+Path = tuple[str, tuple[bool, ...]]  # the path to a tensor in its tree, and whether each of its dimensions is one
 
 _TENSOR = object()  # marks the position of a tensor in a template
 
@@ -47,8 +47,9 @@ class Tree:
         """Return a value with a marker instead of each tensor, and append the tensors and their paths."""
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
-            # Row dimensions are cached by path, and in another call the same argument may have another number of dimensions.
-            self.paths.append((path, value.ndim))
+            # Row dimensions are cached by path, and in another call the same argument may have another form: a mask of all rows
+            # is (1, 1, T, T), and masks of each row are (B, 1, T, T).
+            self.paths.append((path, tuple([size == 1 for size in value.shape])))
             return _TENSOR
         # Exact types: pytree rebuilds a subclass, such as a named tuple or an output of transformers, as what it is.
         kind = type(value)
