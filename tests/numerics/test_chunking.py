@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, MambaConfig
 
 import horizon_lm
@@ -13,7 +14,7 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.skeletons import meta_copy
 from tests.support import tiny_models
-from tests.support.gradients import without_dropout
+from tests.support.gradients import assert_close_gradients, without_dropout
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt_neox"])
@@ -118,3 +119,29 @@ def test_weights_without_a_gradient_are_not_decayed_in_the_backward_pass(family:
     model(**batch).loss.backward()
     optimizer.step()
     assert not any(torch.equal(param.detach(), before[name]) for name, param in model.named_parameters())
+
+
+def weighted_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None,
+    shift_labels: torch.Tensor | None = None, weights: torch.Tensor | None = None, **_: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Return the mean loss of the targets, each multiplied by the weight of its row; ``weights`` has shape (B, 1)."""
+    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+    losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")  # (B, T)
+    total = losses.sum() if weights is None else (losses * weights).sum()
+    return total / (num_items_in_batch or (targets != -100).sum())
+
+
+def test_an_argument_of_the_loss_function_is_for_whole_rows() -> None:
+    plain, batch = tiny_models.build("llama"), tiny_models.batch()
+    plain.loss_function = weighted_loss
+    model = horizon_lm.stream(copy.deepcopy(plain), precision="float32")
+    assert model._horizon.engine.options.head == "chunked"
+    for arguments in ({}, {"weights": torch.tensor([[1.0], [0.0], [3.0]])}):
+        plain.zero_grad()
+        model.zero_grad()
+        expected, got = plain(**batch, **arguments, use_cache=False).loss, model(**batch, **arguments).loss
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+        expected.backward()
+        got.backward()
+        assert_close_gradients(model, plain)

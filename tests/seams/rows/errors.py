@@ -118,6 +118,8 @@ BAD: dict[str, Callable[[], dict[str, Any]]] = {
     "no-rows": lambda: {name: value[:0] for name, value in tiny_models.batch(padding="none").items()},
     "one-token": lambda: {name: value[:, :1] for name, value in tiny_models.batch(padding="none").items()},
     "shifted-labels": lambda: _with("shift_labels", tiny_models.batch(padding="none")["labels"]),
+    "only-shifted-labels": lambda: _with("shift_labels", _labels(3)) | {"labels": None},
+    "ignored-index": lambda: _with("labels", _labels(7)) | {"ignore_index": 7},
     "positions": lambda: _with("position_ids", torch.arange(11).flip(0)[None]),
 }
 

@@ -42,14 +42,18 @@ class ChunkedForward:
     ) -> None:
         self.head, self._parts, self._probe, self._call_model = head, head.engine.parts, probe, call_model
         self._parameters = signature.parameters
+        self._loss_parameters = inspect.signature(head.path.loss_function).parameters.keys() - set(_OF_THE_LOSS)
 
-    def fits(self) -> bool:
-        """Return whether chunks compute the values that the model would: its loss function was not replaced, and no module that chunks
-        call with other inputs has hooks.
+    def fits(self, call: Call) -> bool:
+        """Return whether chunks compute the values that the model would: its loss function was not replaced and gets no argument of
+        the caller, and no module that chunks call with other inputs has hooks.
         """
         parts, path = self._parts, self.head.path
         # Only the function that the trial of the path saw is known to be a sum over tokens.
         if path.loss_function is not parts.model.loss_function:
+            return False
+        # Such as `ignore_index`, with which other tokens are trained.
+        if not self._loss_parameters.isdisjoint(call):
             return False
         # The trunk returns a chunk's states and the head sees chunks, so such a hook would run once per chunk, on
         # other shapes.

@@ -179,7 +179,7 @@ class ModelForward:
 
     def _forward(self, call: Call) -> Any:
         """Compute a call, together with others in lock-step; its loss in chunks if that is possible."""
-        has_labels = call.get("labels") is not None or call.get("shift_labels") is not None
+        has_labels = call.get("labels") is not None  # `shift_labels` alone gives no loss, as in transformers
         if self.expects_mean_loss and has_labels and torch.is_grad_enabled():
             self._check_loss_scale(call)
         chunked = self._chunked_for(call) if has_labels else None
@@ -281,7 +281,7 @@ class ModelForward:
         Chunks are not used for images, whose tokens are inserted inside the model, or if they would not compute what the
         model does (`ChunkedForward.fits`).
         """
-        if self._chunked is None or self.whole_logits or modal_inputs(call) or not self._chunked.fits():
+        if self._chunked is None or self.whole_logits or modal_inputs(call) or not self._chunked.fits(call):
             return None
         return self._chunked
 
