@@ -1,11 +1,13 @@
 """The embedding's gradient: rows of earlier steps are cleared, and no other rows."""
 
+import copy
 import threading
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import horizon_lm
 from horizon_lm.device import cpu
@@ -14,6 +16,7 @@ from horizon_lm.device.cuda_link import CudaLink
 from horizon_lm.device.transfers import LandRows
 from horizon_lm.kernels import gradients
 from tests.support import tiny_models
+from tests.support.gradients import assert_equal_gradients
 from tests.support.queued_streams import Transport, replace_cuda
 
 EVERYTHING = slice(None)
@@ -193,3 +196,32 @@ def test_an_interrupted_landing_leaves_no_thread_at_work(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         HostLink().land(torch.tensor([1.0, 0.0]), torch.zeros(2), False)
     assert ended.is_set()
+
+
+class _WithPlaceholders(LlamaForCausalLM):  # type: ignore[misc]
+    """A model that finds the placeholders of images among the embeddings of its caller, as Gemma 4 does."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **options: Any) -> Any:
+        if inputs_embeds is not None:
+            placeholder = self.get_input_embeddings()(torch.tensor(7, device=inputs_embeds.device))
+            inputs_embeds = inputs_embeds.where(
+                (inputs_embeds != placeholder).any(-1, keepdim=True), 0.5 * inputs_embeds
+            )
+        return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **options)
+
+
+@pytest.mark.filterwarnings("ignore::horizon_lm.UnprovenModelWarning")
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_a_lookup_beside_the_embeddings_of_the_caller(device: str) -> None:
+    plain = _WithPlaceholders(tiny_models.build("llama").config)
+    model = horizon_lm.stream(
+        copy.deepcopy(plain), device, precision="float32", head="whole", allow_unproven_model=True
+    )
+    ids = torch.tensor([[5, 7, 9, 7, 3]])
+    hidden = plain.get_input_embeddings()(ids).detach()
+    losses = [each(inputs_embeds=hidden, labels=ids, use_cache=False).loss for each in (plain, model)]
+    assert torch.equal(*losses)
+    assert losses[0] != plain(input_ids=ids, labels=ids).loss
+    for loss in losses:
+        loss.backward()
+    assert_equal_gradients(model, plain)

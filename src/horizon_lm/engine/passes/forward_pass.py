@@ -50,6 +50,7 @@ class ForwardPass:
     Attributes:
         state: the state for its backward pass; None if no backward pass can follow.
         trained: full names of the parameters that require a gradient, by unit.
+        embeds: the pass streams rows of the embedding; False if the caller passes ``inputs_embeds``.
         num_rows: rows of each batch (B); most passes have one batch.
         micro_batches: the parts of the batches that blocks compute at once.
         routed: blocks of whose experts only those are streamed that tokens are routed to.
@@ -58,7 +59,7 @@ class ForwardPass:
     """
 
     def __init__(self, engine: Machinery, request: ForwardRequest) -> None:
-        self._engine, self._request = engine, request
+        self._engine, self._request, self.embeds = engine, request, request.embed
         self.state: ForwardState | None = None
         self.trained: dict[Unit, list[str]] = {}
         self.num_rows = request.rows

@@ -50,11 +50,13 @@ class StreamedEmbedding:
         """
         engine = self.engine
         if not engine.cursor.active:
-            return self._look_up_on_host(ids)
+            return self._look_up_outside(ids)
         if self.probe_rows is not None:
             return torch.zeros(  # (B + 1, T, H)
                 (*ids.shape, self.width), dtype=engine.options.compute_dtype, device=engine.device.torch_device
             )
+        if not engine.forward.embeds:  # tokens whose rows the model compares with the embeddings of its caller
+            return self._look_up_on_host(ids)
         hidden: torch.Tensor = compute_jointly("embedding", ids, self._forward_all)
         return hidden
 
@@ -124,10 +126,8 @@ class StreamedEmbedding:
                 f"input_ids contains {wrong}, but the input embedding has {count} rows; use the model's own tokenizer"
             )
 
-    def _look_up_on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids in host memory, outside of the model's forward pass. Raise StreamingError if a gradient is
-        needed.
-        """
+    def _look_up_outside(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up ids outside of the model's forward pass. Raise StreamingError if a gradient is needed."""
         engine = self.engine
         param = engine.refs[self._name].param
         if torch.is_grad_enabled() and param.requires_grad:
@@ -136,13 +136,14 @@ class StreamedEmbedding:
                 "input_ids to the model, or call the embedding under torch.no_grad(), or freeze it."
                 f"{advice_on_replaced_forward(engine)}"
             )
-        engine.access.hand_out_weight()
         with torch.no_grad():
-            rows, positions = torch.unique(ids.cpu(), return_inverse=True)  # (R,), (B, T)
-            self._require_rows(rows)
-            device = engine.device.torch_device
-            received = self._table()[rows].to(device, engine.options.compute_dtype)
-            return look_up(self.module, received, positions.to(device), None)
+            return self._look_up_on_host(ids)
+
+    def _look_up_on_host(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up ids of any shape in host memory. Their gradient must be zero."""
+        rows, positions = torch.unique(ids.cpu(), return_inverse=True)  # (R,), and the shape of the ids
+        self._require_rows(rows)
+        return look_up(self.module, self.read(rows), positions.to(self.engine.device.torch_device), None)
 
     def read(self, index: Any) -> torch.Tensor:
         """Return rows of the table that the model reads directly, outside of a lookup. Their gradient must be zero."""
