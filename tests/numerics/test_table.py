@@ -225,3 +225,28 @@ def test_a_lookup_beside_the_embeddings_of_the_caller(device: str) -> None:
     for loss in losses:
         loss.backward()
     assert_equal_gradients(model, plain)
+
+
+def test_lookups_during_a_backward_pass_and_after_one_that_failed() -> None:
+    plain, model = models()
+    ids = tiny_models.batch()["input_ids"]
+    found: list[torch.Tensor] = []
+
+    def look_up(grad: torch.Tensor) -> None:
+        found.append(model.get_input_embeddings()(ids))
+        if len(found) > 1:
+            raise ZeroDivisionError
+
+    def backward() -> None:
+        output = model(**tiny_models.batch(), output_hidden_states=True)
+        output.hidden_states[1].register_hook(look_up)
+        output.loss.backward()
+
+    backward()
+    with pytest.raises(ZeroDivisionError):
+        backward()
+    with torch.no_grad():
+        found.append(model.get_input_embeddings()(ids))
+    expected = plain.get_input_embeddings()(ids)
+    assert len(found) == 3
+    assert all(torch.equal(each, expected) for each in found)

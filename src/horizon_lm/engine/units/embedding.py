@@ -49,7 +49,7 @@ class StreamedEmbedding:
         method.
         """
         engine = self.engine
-        if not engine.cursor.active:
+        if engine.running.forward is None:
             return self._look_up_outside(ids)
         if self.probe_rows is not None:
             return torch.zeros(  # (B + 1, T, H)
