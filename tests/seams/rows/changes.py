@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.seams.seam import EITHER, REJECTED, Case, row
-from tests.seams.use import adamw, copied_gradients, evaluated, gradients, train
+from tests.seams.use import adamw, copied_gradients, evaluated, gradients, loss, train
 from tests.support import tiny_models
 
 SECTION = "Changes after stream()"
@@ -201,6 +201,14 @@ def freeze(model: Any, steps: int) -> Any:
     model.model.layers[0].requires_grad_(False)
     model.model.norm.weight.requires_grad_(False)
     return [losses, train(model, optimizer), gradients(model)]
+
+
+@row("W10.freeze-between", SECTION, "Freeze a weight between a forward pass and its backward pass", EITHER)
+def freeze_between(model: Any) -> Any:
+    value = loss(model)
+    model.model.norm.weight.requires_grad_(False)
+    value.backward()
+    return copied_gradients(model)
 
 
 @row("W10.freeze-all-but-one", SECTION, "Freeze all weights except one: of a block, a norm, the embedding, the head",

@@ -129,6 +129,14 @@ def require_possible(engine: Machinery, state: ForwardState) -> None:
             "supported; call backward() and read param.grad, and freeze the other parameters (requires_grad_(False)) "
             "before the forward pass"
         )
+    with torch._C.DisableTorchFunctionSubclass():
+        trained = [name for names in state.trained.values() for name in names]
+        frozen = next((name for name in trained if not engine.refs[name].param.requires_grad), None)
+    # Plain autograd gives it no gradient, but here its gradient lands with those of its unit, and counts in their norm.
+    if frozen is not None:
+        raise StreamingError(
+            f"{frozen} was frozen between this forward pass and its backward pass; set requires_grad before the forward pass"
+        )
     # A write since the forward pass raises the version that is compared next.
     engine.foreign_writes.follow()
     state.check_usable(engine.store.version, config_of(engine))

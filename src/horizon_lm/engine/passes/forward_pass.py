@@ -76,7 +76,7 @@ class ForwardPass:
         """
         engine, request = self._engine, self._request
         keeps = _kept_blocks(engine, request.inputs_need_grad) if request.recording else frozenset()
-        # Asked once: nodes and backward pass follow the parameters that were trained now, even if one is frozen in between.
+        # Asked once: nodes and backward pass follow the parameters that are trained now, and none may be frozen in between.
         self.trained = engine.trainable()
         if request.recording:
             self.state = self._record(keeps, request.may_have_head_grads)
