@@ -35,6 +35,18 @@ def test_moving_and_casting_are_rejected(method: str) -> None:
         getattr(streamed(), method)()
 
 
+def test_hooks_from_before_streaming_are_called_once() -> None:
+    model = tiny_models.build("llama")
+    weights, seen = list(model.parameters()), []
+    handles = [p.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm()))) for p in weights]
+    horizon_lm.stream(model, precision="float32")(**tiny_models.batch()).loss.backward()
+    assert sorted(seen) == sorted(float(p.grad.norm()) for p in weights)
+    for handle in handles:
+        handle.remove()
+    model(**tiny_models.batch()).loss.backward()
+    assert len(seen) == len(weights)
+
+
 def test_to_is_rejected_unless_it_changes_nothing() -> None:
     model = streamed()
     for unchanged in (model.to("cpu"), model.to(torch.float32), model.float(), model.cpu()):

@@ -302,11 +302,13 @@ def adopt(param: nn.Parameter, cls: type[StreamedParameter], owner: ParameterOwn
     """Turn a parameter into a streamed parameter. It remains the same object and keeps its post-accumulate hooks."""
     require_plain(param)
     after = param._post_accumulate_grad_hooks
-    param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch would call them before the gradient has landed
+    if after:
+        # torch would call them before the gradient has landed. It goes on to call those of the last dict that it got, also
+        # after None; handles remove from the dict that they know.
+        param._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[assignment]
+        param._after_grad = after  # type: ignore[attr-defined]
     param.__class__ = cls
     param._owner = weakref.ref(owner)  # type: ignore[attr-defined]
-    for hook in (after or {}).values():
-        param.register_post_accumulate_grad_hook(hook)
 
 
 def require_plain(param: nn.Parameter) -> None:
