@@ -47,6 +47,14 @@ def test_hooks_from_before_streaming_are_called_once() -> None:
     assert len(seen) == len(weights)
 
 
+def test_a_model_without_values_is_rejected() -> None:
+    model = tiny_models.build("llama")
+    model.model.layers[1].mlp.to("meta")
+    with pytest.raises(StreamingError, match=r"gate_proj\.weight has no values"):
+        horizon_lm.stream(model, precision="float32")
+    assert type(model.lm_head.weight) is nn.Parameter
+
+
 def test_to_is_rejected_unless_it_changes_nothing() -> None:
     model = streamed()
     for unchanged in (model.to("cpu"), model.to(torch.float32), model.float(), model.cpu()):

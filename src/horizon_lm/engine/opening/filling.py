@@ -133,6 +133,11 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     # All of them before the first one moves, so that a model that is rejected stays as it was.
     for ref in parts.refs():
         require_plain(ref.param)
+        if ref.param.is_meta:
+            raise StreamingError(
+                f"{ref.name} has no values (it is on the meta device): load the model without device_map and with its weights, or "
+                "open its folder with horizon_lm.from_pretrained"
+            )
     # While each rank still has whole parameters: the store has only its own part of each.
     copy_from_first(
         settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
