@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import horizon_lm
 from tests.seams.seam import EITHER, REJECTED, Case, row
@@ -113,6 +113,18 @@ def use_cache(model: Any, how: str) -> Any:
         return float(loss(model, use_cache=True))
     model.config.use_cache = True
     return gradients(model)
+
+
+@row("face.cache", OBJECT, "`past_key_values` in training", EITHER,
+     cases={"empty": Case(arguments={"num_before": 0}), "prefix": Case(arguments={"num_before": 4})})  # fmt: skip
+def cache(model: Any, num_before: int) -> Any:
+    past = DynamicCache(config=model.config)
+    ids = tiny_models.batch(padding="none")["input_ids"]
+    if num_before:
+        with torch.no_grad():
+            model(input_ids=ids[:, :num_before], past_key_values=past, use_cache=True)
+    ids = ids[:, num_before:]
+    return gradients(model, input_ids=ids, labels=ids, attention_mask=None, past_key_values=past)
 
 
 @row("face.gradient-checkpointing", OBJECT, "`gradient_checkpointing_enable()`, which every trainer calls", EITHER)

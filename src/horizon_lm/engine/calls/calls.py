@@ -23,6 +23,7 @@ from horizon_lm.streaming_options import WHOLE_BATCHES
 
 Call = dict[str, Any]  # the arguments of a call of the model, by name
 
+_CACHES = ("past_key_values", "cache_params", "state")  # arguments of models, those of Mamba and RWKV last
 _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
 
 
@@ -113,9 +114,14 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
         )
 
 
+def cache_of(call: Call) -> Any:
+    """Return the cache of keys and values, or of states, that a call passes to the model; None without one."""
+    return next((call[name] for name in _CACHES if call.get(name) is not None), None)
+
+
 def choose_cache(call: Call, recording: bool) -> None:
     """Turn off the cache of keys and values in a call that does not ask for it. Raise StreamingError for a cache in training."""
-    cache = call.get("past_key_values")
+    cache = cache_of(call)
     # Configs have use_cache=True by default; a cache is kept only for callers that ask for one.
     if call.get("use_cache") is None and (recording or cache is None):
         call["use_cache"] = False
@@ -127,6 +133,11 @@ def choose_cache(call: Call, recording: bool) -> None:
     if recording and call.get("use_cache"):
         raise StreamingError(
             "use_cache=True is for generation; in training it would keep every block's keys; set it to False"
+        )
+    if recording and cache is not None:
+        raise StreamingError(
+            "a cache (past_key_values) is for generation; in training, a block that is computed again in the backward pass would add its "
+            "keys to it once more. Call the model with all tokens, or under torch.no_grad()"
         )
 
 

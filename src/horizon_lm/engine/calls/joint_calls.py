@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.calls.calls import Call
+from horizon_lm.engine.calls.calls import Call, cache_of
 from horizon_lm.engine.passes.lockstep import compute_alone, compute_jointly, member_id, watch_locksteps
 from horizon_lm.errors import HorizonError, StreamingError
 from horizon_lm.model.active_adapters import ActiveAdapters
@@ -87,5 +87,5 @@ def require_joint(calls: list[Call]) -> None:
         raise StreamingError(
             "batches with input_ids and with inputs_embeds cannot be computed together; use one of them"
         )
-    if any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls):
+    if any(call.get("use_cache") or cache_of(call) is not None for call in calls):
         raise StreamingError("a cache of keys and values cannot be used for several batches at once")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.calls.calls import Batch, Call, choose_cache, prepare, rank, require_supported
+from horizon_lm.engine.calls.calls import Batch, Call, cache_of, choose_cache, prepare, rank, require_supported
 from horizon_lm.engine.calls.row_probe import RowProbe
 from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
@@ -112,7 +112,7 @@ class PassRunner:
             # host.
             table.expect_ids([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
         # A cache holds all rows together, so blocks compute the whole batch; see `Blocks._forward_all` for compiled code.
-        self._blocks.caching = any(call.get("use_cache") or call.get("past_key_values") is not None for call in calls)
+        self._blocks.caching = any(call.get("use_cache") or cache_of(call) is not None for call in calls)
         self._blocks.signatures = [tuple(sorted((k, rank(v)) for k, v in call.items())) for call in calls]
         self._blocks.segments = [batch.segments for batch in batches]
 
