@@ -86,8 +86,9 @@ class Device(ABC):
     """The streams, memory and randomness of one accelerator, and threads for updates in host memory.
 
     Computation runs on the caller's current stream between `begin` and `end` of its task; every other task is given to
-    `issue` in schedule order. A device may run a task at any time that its waits allow, once its moves are known, even before it is
-    issued (`announce`); this is how the loads of the next blocks are prefetched.
+    `issue` in schedule order, in which the copy of the next block stands before the computation of this one: this is the prefetch.
+    A device may run a task as soon as its waits allow and its moves are known; the simulated one does so from `announce` on, and so
+    tests that the waits suffice.
 
     Args:
         torch_device: the device of the buffers.

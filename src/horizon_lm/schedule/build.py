@@ -28,8 +28,8 @@ class Layout:
             backward pass.
         resident: number of last blocks whose weights stay resident until an update changes them.
         accumulates: gradients of blocks are summed over micro-batches in one float32 accumulator, and rounded into one slot from which
-            they land. It belongs to the opened model, not to a pass: `Shard.grad_slots` decides. Otherwise blocks have two slots, and
-            micro-batches are summed there.
+            they land: if a size of micro-batches is set, gradients are kept in bf16, and there is one rank, however many micro-batches
+            a call has. Otherwise blocks have two slots, in float32 for several ranks, and micro-batches are summed there.
         update_in_backward: each unit is updated as soon as its gradient has landed. Blocks share two landing slots in host
             memory; only a tied table has a gradient slab, because two gradients are added there.
         sharded: each rank streams its own range of a unit, which is gathered on the device; its gradients are summed there, and

@@ -292,7 +292,7 @@ class BlockAutograd:
         micro_batch = self.micro_batches[number]
         batch = micro_batch.batch
         call, span, segments = self.calls.calls[batch], self.calls.spans[batch], self.segments[batch]
-        leaves = self.saved.leaves(self.calls.inputs(inputs, self.dims, micro_batch), span)
+        leaves = self.saved.input_leaves(self.calls.inputs(inputs, self.dims, micro_batch), span)
 
         def forward() -> list[torch.Tensor]:
             with (

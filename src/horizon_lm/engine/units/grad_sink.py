@@ -153,7 +153,7 @@ class GradSlot:
             target = self.view(name)
             with torch.no_grad():
                 if name in self.written:  # written by an earlier micro-batch
-                    # In the dtype of the slot, float32 if there are several micro-batches: their sum is rounded once.
+                    # In the dtype of the slot, float32 if the model is opened with micro-batches: their sum is rounded once.
                     target.add_(leaf.grad)
                 else:
                     target.copy_(leaf.grad)

@@ -117,7 +117,7 @@ class GradientCheck:
         """
         engine, params = self._engine, self._params(node, dtype)
         # Only inputs that required a gradient do so here: a mask that required one would be another computation.
-        leaves = node.saved.leaves([t.to(dtype) if t.is_floating_point() else t for t in inputs], slice(None))
+        leaves = node.saved.input_leaves([t.to(dtype) if t.is_floating_point() else t for t in inputs], slice(None))
         for number, part in enumerate(parts):
             with (
                 torch.enable_grad(), no_autocast_cache(), node.module.bound(params), node.module.in_mode(node.mode),

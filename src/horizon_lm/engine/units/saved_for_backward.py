@@ -92,12 +92,12 @@ class SavedForBackward:
         """
         if self.graph_use is GraphUse.NONE:
             return tensors
-        leaves = self.leaves(tensors, span)
+        leaves = self.input_leaves(tensors, span)
         if self.graph_use is GraphUse.TRAPPED:
             set_traps(leaves)
         return leaves
 
-    def leaves(self, inputs: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
+    def input_leaves(self, inputs: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
         """Return fresh leaves over inputs. They require a gradient if the inputs of the node at this place did."""
         # Detached, so that differentiating the graph ends at the block; autograd passes the gradients on.
         return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad[span], strict=True)]
