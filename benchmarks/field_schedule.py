@@ -80,7 +80,7 @@ class _IssuedOps:
         self.compute(kind, block(index), (template,), (grads,) if kind == Kind.BACKWARD else ())
 
     def land(self, unit: str, grads: Buffer) -> None:
-        slab, landed = Buffer(Buf.STAGING, unit), Buffer(Buf.HOST_GRADS, unit)
+        slab, landed = Buffer(Buf.ROUNDED, unit), Buffer(Buf.HOST_GRADS, unit)
         held = () if self._settings.slab_pool else (grads,)
         self.ops += [
             Op(Kind.STREAM_OUT, unit, Stream.COPY_OUT, (grads,), (slab,)),
