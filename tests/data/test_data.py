@@ -58,6 +58,19 @@ def test_formats_give_the_same_conversation(row: dict[str, Any], columns: dict[s
     assert example(row, columns=columns).messages == [USER, ANSWER]
 
 
+@pytest.mark.parametrize(
+    ("row", "columns", "objective"),
+    [
+        ({"input": "Who?\nNow", "output": "The keeper."}, {"instruction": "input"}, "sft"),
+        ({"input": "Who?\nNow", "chosen": "The keeper.", "rejected": "No."}, {"instruction": "input"}, "dpo"),
+        ({"system": "Who?\nNow", "output": "The keeper."}, {"instruction": "system"}, "sft"),
+    ],
+)
+def test_a_renamed_field_has_one_meaning(row: dict[str, Any], columns: dict[str, str], objective: str) -> None:
+    found = example(row, objective, columns)
+    assert (found if objective == "sft" else found.chosen).messages == [USER, ANSWER]
+
+
 def test_text_does_not_become_a_conversation() -> None:
     assert example({"text": "Dusk."}) == Text("Dusk.")
     assert example({"prompt": "At", "completion": " dusk."}) == Completion("At", " dusk.")
@@ -1093,9 +1106,10 @@ def test_a_row_cannot_set_what_is_the_tokenizers(tmp_path: Path, name: str) -> N
 
 def test_fields_that_are_not_used_are_reported_once(tmp_path: Path) -> None:
     rows = [
-        {"instruction": f"{n}?", "output": "a", "system": "b", "source": n, "score": None, "q": 1} for n in range(5)
+        {"instruction": f"{n}?", "context": "c", "output": "a", "system": "b", "source": n, "score": None, "q": 1}
+        for n in range(5)
     ]
-    _, report = prepared(write(tmp_path, rows), columns={"input": "instruction"})
+    _, report = prepared(write(tmp_path, rows), columns={"input": "context"})
     found = [str(each) for each in check_rows(report, build_tokenizer()) if "not used" in each.problem]
     assert len(found) == 1
     assert "fields that are not used ('q', 'source'): 5 (" in found[0]

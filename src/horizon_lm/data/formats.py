@@ -52,11 +52,18 @@ class RowFormat:
 
 
 def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with fields under their expected names, too, given the own names of these; raise RowError if one is missing."""
+    """Return a row with fields under their expected names instead of their own; raise RowError if one is missing.
+
+    Args:
+        row: the row.
+        columns: the own names of fields, by the expected ones.
+    """
     missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL_FIELDS]
     if missing:
         raise RowError(f"field {missing[0]!r} of columns is missing; the row has {_field_names(row)}")
-    return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
+    # Under both names, a field would be used twice: as an instruction and its input, for example.
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return others | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
 
 
 def require_fields(row: Any) -> None:

@@ -23,7 +23,7 @@ from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 10  # version of the cached tables; increase it when their content changes
+_CACHE_VERSION = 11  # version of the cached tables; increase it when their content changes
 _MAX_PROBLEMS_SHOWN = 5  # maximum number of problems listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
@@ -299,7 +299,7 @@ def _tokenize_rows(
             require_fields(row)
             _reject_huge(row)
             renamed = _renamed(row, source)
-            reject_other_rows(renamed, objective, (source.config.columns or {}).values())
+            reject_other_rows(renamed, objective)
             example = row_format.convert(renamed)
             reject_placeholders(example)
             tokenized.append((tokenizer.tokenize(example), None))

@@ -17,29 +17,22 @@ _PLACEHOLDER = re.compile(r"(?<![`'\"\w])<(image)>(?![`'\"])|\A\s*<(video|audio)
 _TEXT_PLACEHOLDER = re.compile(r"\A\s*<(image)>")  # a text of the web may have any word in it
 
 
-def reject_other_rows(row: Mapping[str, Any], objective: str, columns: Collection[str]) -> None:
-    """Raise RowError for a row with pictures, sounds or films, and for one that another objective needs.
-
-    Args:
-        row: the row, with renamed fields.
-        objective: objective of the run.
-        columns: the original names of renamed fields, which are used on purpose.
-    """
-    fields = {name: value for name, value in row.items() if name not in columns}
+def reject_other_rows(row: Mapping[str, Any], objective: str) -> None:
+    """Raise RowError for a row, with renamed fields, that has pictures, sounds or films, or that another objective needs."""
     for name, kind in _MEDIA_FIELDS.items():
-        if fields.get(name):
+        if row.get(name):
             raise RowError(
                 f"field {name!r} holds {kind}, and only text is supported; drop the row, or remove the field if its text stands alone"
             )
     if objective == "dpo":
         return
-    if fields.get("chosen") is not None and fields.get("rejected") is not None:
+    if row.get("chosen") is not None and row.get("rejected") is not None:
         raise RowError(
             f"fields 'chosen' and 'rejected' are preferences, which objective: {objective} does not use; use objective: dpo, or name the "
             "answer to train on with columns, such as columns: {completion: chosen}"
         )
     for name in _KTO_FIELDS:
-        value = fields.get(name)
+        value = row.get(name)
         is_verdict = isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false"))
         if is_verdict and any(each in row for each in _ANSWER_FIELDS):
             raise RowError(
