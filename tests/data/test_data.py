@@ -333,6 +333,10 @@ def test_system_message() -> None:
         ('{"messages": [{"role": "assistant", "tool_calls": [1]}]}\n', "tool_calls must be a list of calls"),
         ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}\n', "field 'tools' is not valid JSON"),
         ('{"instruction": "a", "output": "b", "history": ["c"]}\n', "'history' must be a list of pairs"),
+        (
+            '{"prompt": "a", "completion": "b", "chat_template_kwargs": {"enable_thinking": false}}\n',
+            "'chat_template_kwargs' is not used with a text prompt",
+        ),
     ],
 )
 def test_malformed_rows_are_reported_with_their_place(tmp_path: Path, text: str, message: str) -> None:
@@ -351,6 +355,13 @@ def test_malformed_rows_are_reported_with_their_place(tmp_path: Path, text: str,
         ({"chosen": "a", "rejected": [ANSWER]}, "must both be text, or both lists"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "no message of the assistant after the prompt"),
         ({"text": "a"}, "rows in text format are not supported with objective: dpo"),
+        (
+            {"instruction": "a", "prompt": "b", "chosen": "c", "rejected": "d"},
+            "'instruction' and 'prompt' are both prompts",
+        ),
+        ({"prompt": "a", "input": "b", "chosen": "c", "rejected": "d"}, "'input' belongs to an instruction"),
+        ({"prompt": [USER], "history": [["a", "b"]], "chosen": [ANSWER], "rejected": [USER]}, "'history' belongs to"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{"name": "f"}]}, "'tools' is not used with a text"),
     ],
 )
 def test_invalid_preferences_are_rejected(tmp_path: Path, row: Any, message: str) -> None:
@@ -814,6 +825,16 @@ def test_differing_system_messages_are_rejected() -> None:
 def test_preference_with_the_question_in_prompt_only() -> None:
     pair = example({"prompt": "Who?", "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "Rain."}]}, "dpo")
     assert pair.chosen.messages == [{"role": "user", "content": "Who?"}, ANSWER]
+
+
+@pytest.mark.parametrize("start", [[{"role": "system", "content": "Be short."}], [ANSWER, USER]])
+def test_a_text_prompt_is_kept_before_answers_that_begin_alike(start: list[Any]) -> None:
+    answers = {"chosen": [*start, ANSWER], "rejected": [*start, {**ANSWER, "content": "Rain."}]}
+    pair = example({"prompt": "Who?", **answers}, "dpo")
+    question = {"role": "user", "content": "Who?"}
+    at = start.index(ANSWER) if ANSWER in start else len(start)  # behind a system prompt
+    assert pair.chosen.messages == [*start[:at], question, *start[at:], ANSWER]
+    assert pair.chosen.num_prompt == len(start) + 1
 
 
 def test_copies_are_found_across_datasets(tmp_path: Path) -> None:

@@ -186,23 +186,30 @@ def _from_preference(row: Mapping[str, Any]) -> Preference:
 
 
 def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a preference with a field ``prompt``, extracted from the start of both answers if needed; raise RowError if it has none."""
+    """Return a preference with a field ``prompt``, extracted from the start of both answers if needed; raise RowError if it has none, or
+    two.
+    """
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if isinstance(row.get("conversations"), list):  # LLaMA-Factory: the conversation before the answers
         answers = {name: [row[name]] for name in ("chosen", "rejected") if isinstance(row.get(name), Mapping)}
         return {**row, "prompt": row["conversations"], **answers}
     if "instruction" in row and isinstance(chosen, str) and isinstance(rejected, str):
+        if row.get("prompt"):
+            raise RowError("fields 'instruction' and 'prompt' are both prompts; remove one of them")
         answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
         return {**row, "prompt": _alpaca_prompt(row), **answers}
-    # A text prompt next to two conversations usually repeats their start, so it is ignored unless they contain only
-    # answers.
+    # A text prompt next to two conversations usually repeats their start.
     if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
+        if unused := [name for name in ("input", "history") if row.get(name)]:
+            raise RowError(
+                f"field {unused[0]!r} belongs to an instruction, not to a prompt; set columns: {{instruction: prompt}}, or remove it"
+            )
         return row
     return _extract_prompt(row, chosen, rejected)
 
 
 def _extract_prompt(row: Mapping[str, Any], chosen: Any, rejected: Any) -> Mapping[str, Any]:
-    """Return a preference with the common start of both answers as its prompt; of two answers alone, with the row's text prompt."""
+    """Return a preference with the common start of both answers as its prompt, and the row's text prompt in it unless it has its own."""
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list) or not value:
             raise RowError(f"field {name!r} must be text or a list of {{role, content}}, but is {describe_type(value)}")
@@ -214,11 +221,20 @@ def _extract_prompt(row: Mapping[str, Any], chosen: Any, rejected: Any) -> Mappi
     if isinstance(chosen, list):
         pair = {name: read_messages(row, name) for name in pair}
     found = {**row, **extract_prompt(pair)}
-    if not found["prompt"] and isinstance(row.get("prompt"), str):
-        return {**row, **pair, "prompt": [{"role": "user", "content": row["prompt"]}]}
+    if isinstance(row.get("prompt"), str):
+        found["prompt"] = _begin_with_user(found["prompt"], row["prompt"])
     if not found["prompt"]:
         raise RowError(_no_prompt(row))
     return found
+
+
+def _begin_with_user(messages: list[Message], text: str) -> list[Message]:
+    """Return the messages before two answers, with a text as the first turn of the user if they do not begin with one."""
+    num_system = sum(message["role"] in ("system", "developer") for message in messages[:1])
+    turns = messages[num_system:]
+    if turns and turns[0]["role"] != "assistant":
+        return messages
+    return [*messages[:num_system], {"role": "user", "content": text}, *turns]
 
 
 def _require_common_prompt(row: Mapping[str, Any], chosen: str, rejected: str) -> None:
@@ -245,8 +261,10 @@ def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Comp
     """Return the example of a prompt and an answer, which must either both be text or both be messages."""
     prompt, answer = row.get("prompt"), row.get(name)
     if isinstance(prompt, str) and isinstance(answer, str):
-        if _text_field(row, "system", optional=True):
-            raise RowError("field 'system' is not used with a text prompt; write the prompt as messages")
+        of_messages = {"system": _text_field(row, "system", optional=True), "tools": _tools(row)}
+        for field, value in (of_messages | {"chat_template_kwargs": row.get("chat_template_kwargs")}).items():
+            if value:
+                raise RowError(f"field {field!r} is not used with a text prompt; write the prompt as messages")
         if not answer:
             raise RowError(f"field {name!r} is empty, so nothing to train on")
         return Completion(prompt, answer)
