@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tokenizers import AddedToken
 
 from horizon_lm.config import DatasetConfig
 from horizon_lm.constants import IGNORE_INDEX
@@ -475,6 +476,26 @@ def test_template_text_before_an_answer_is_trained_on() -> None:
         trained_text(tokenizer, ChatRenderer(tokenizer).render(conversation("Who?", "I.")))
         == "<think></think>I.<|im_end|>"
     )
+
+
+def build_stripping_tokenizer() -> Any:
+    """Return a tokenizer with the template of Phi-3, and with its special tokens, which take in the spaces behind them."""
+    tokenizer = build_tokenizer(
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    tokens = [AddedToken(f"<|{name}|>", rstrip=True, normalized=False) for name in ("user", "assistant", "end")]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    return tokenizer
+
+
+@pytest.mark.parametrize("answer", ["The keeper.", " The keeper.", "\n\nThe keeper."])
+def test_header_that_takes_in_the_spaces_of_an_answer_is_not_trained_on(answer: str) -> None:
+    tokenizer = build_stripping_tokenizer()
+    row = ChatRenderer(tokenizer).render(conversation("Who?", answer))
+    assert trained_text(tokenizer, row) == "The keeper.<|end|>"
+    (tokens,) = ExampleTokenizer(tokenizer, None, None).tokenize(Completion("Who?<|end|>\n<|assistant|>", answer))
+    assert tokenizer.decode(tokens.ids[tokens.trained]) == "The keeper.<|im_end|>"
 
 
 def test_ambiguous_answer_is_rejected() -> None:

@@ -58,6 +58,25 @@ def _clear_trim_offsets(state: Any) -> bool:
     return was_set
 
 
+def stripping_ids(tokenizer: Any) -> np.ndarray:
+    """Return the ids of the tokens that take in the spaces behind them (``rstrip``), as those of Phi-3 do."""
+    return np.array([index for index, token in tokenizer.added_tokens_decoder.items() if token.rstrip], dtype=np.int64)
+
+
+def reaches_behind(position: int, ids: np.ndarray, offsets: np.ndarray, stripping: np.ndarray) -> np.ndarray:
+    """Return the mask (T,) of the tokens that stand for some character from a position of the text on.
+
+    Args:
+        position: index of a character.
+        ids: token ids (T,).
+        offsets: index of the first character of each token, and of that behind its last one, (T, 2).
+        stripping: `stripping_ids` of the tokenizer; such a token before the position stands for itself alone.
+    """
+    is_header = (offsets[:, 0] < position) & np.isin(ids, stripping)
+    reaches: np.ndarray = (offsets[:, 1] > position) & ~is_header
+    return reaches
+
+
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
 _ANSWER = "\u2042"  # a character that occurs in no template
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -101,6 +120,7 @@ class ChatRenderer:
         self._tokenizer = with_offsets(tokenizer)
         self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
+        self._stripping = stripping_ids(tokenizer)
         self._special_tokens = tokenizer.convert_ids_to_tokens(self._special_ids.tolist())
         self._styles: dict[str, TemplateStyle] = {}
 
@@ -200,7 +220,7 @@ class ChatRenderer:
         ids, offsets = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
         assistant, has_end = np.zeros(len(ids), dtype=bool), True
         for start, end in spans:
-            inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
+            inside = (offsets[:, 0] < end) & reaches_behind(start, ids, offsets, self._stripping)
             assistant |= inside
             end_token = self._end_of_turn(text, ids, offsets, end)
             if end_token is None:

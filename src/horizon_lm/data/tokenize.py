@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.chat_template import ChatRenderer, with_offsets
+from horizon_lm.data.chat_template import ChatRenderer, reaches_behind, stripping_ids, with_offsets
 from horizon_lm.data.conversations import (
     Completion,
     Conversation,
@@ -103,6 +103,7 @@ class ExampleTokenizer:
     def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None) -> None:
         self._tokenizer, self._train_on, self._max_length = with_offsets(tokenizer), train_on, max_length
         self._renderer: ChatRenderer | None = None
+        self._stripping = stripping_ids(tokenizer)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
             *tokenizer.all_special_tokens
         }
@@ -170,8 +171,8 @@ class ExampleTokenizer:
         encoded = self._tokenizer(text, return_offsets_mapping=True)
         ids = np.array(encoded["input_ids"], dtype=np.int32)
         # A token that spans both belongs to the completion, and so do all after it, such as those that the tokenizer appends.
-        ends = np.array(encoded["offset_mapping"])[:, 1]
-        completion = np.cumsum(ends > len(example.prompt)) > 0
+        offsets = np.array(encoded["offset_mapping"])
+        completion = np.cumsum(reaches_behind(len(example.prompt), ids, offsets, self._stripping)) > 0
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
         flags = _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
         return Tokens(ids, trained, flags | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None))
