@@ -778,6 +778,12 @@ def test_the_command_for_another_encoding_converts_the_file(tmp_path: Path) -> N
     assert [row for _, row in read_rows(str(tmp_path / "the rows.utf8.jsonl"))] == [{"text": "Der Wächter"}]
 
 
+@pytest.mark.parametrize("before", ["\n", " \n\n"])
+def test_csv_fields_stay_text_below_blank_lines(tmp_path: Path, before: str) -> None:
+    source = open_source(DatasetConfig(path=str(write(tmp_path, before + "question;answer\n1.50;007\n", "rows.csv"))))
+    assert source.row(0) == {"question": "1.50", "answer": "007"}
+
+
 def test_files_of_a_folder_are_read_alike(tmp_path: Path) -> None:
     write(tmp_path, "instruction,output\na,b\n", "a.csv")
     write(tmp_path, "\ufeffinstruction,output\nc,d\n", "b.csv")
@@ -786,6 +792,9 @@ def test_files_of_a_folder_are_read_alike(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"c.csv: its separator is ';', but that of .*a.csv is ','; list each by its own path"
     ):
+        open_source(DatasetConfig(path=str(tmp_path)))
+    write(tmp_path, "output,instruction\nb,a\n", "c.csv")
+    with pytest.raises(DataError, match=r"c.csv: its header is 'output, instruction', but that of .*a.csv is 'instr"):
         open_source(DatasetConfig(path=str(tmp_path)))
 
 

@@ -274,6 +274,7 @@ def _decoded_kind(feature: Any) -> str | None:
 def _csv_options(files: Sequence[Path]) -> dict[str, Any]:
     """Return reader options that keep every field as text, so that N/A and 007 are not converted."""
     separator = _same(files, _separator, "separator")
+    _same(files, lambda file: ", ".join(_header(file, separator)), "header")
     names = _header(files[0], separator)
     return {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
 
@@ -285,10 +286,11 @@ def _separator(file: Path) -> str:
 
 
 def _header(file: Path, separator: str) -> list[str]:
-    """Return the fields of the first line of a CSV file; raise DataError if it cannot be read."""
+    """Return the fields of the first line of a CSV file that is not blank; raise DataError if it cannot be read."""
     try:
         with file.open(encoding=encoding_of(file), errors="replace", newline="") as stream:
-            return next(csv.reader(stream, delimiter=separator), [])
+            rows = csv.reader(stream, delimiter=separator)
+            return next((row for row in rows if len(row) > 1 or "".join(row).strip()), [])
     except (OSError, csv.Error) as error:
         raise DataError(f"{file}: its header cannot be read ({first_line(error)})") from error
 
