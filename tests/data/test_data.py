@@ -478,6 +478,18 @@ def test_template_text_before_an_answer_is_trained_on() -> None:
     )
 
 
+@pytest.mark.parametrize("answer", ["At dusk 🔭", "é", "Dusk."])
+def test_all_tokens_of_the_last_character_are_trained_on(answer: str) -> None:
+    """If the marks do not include the end of a turn, and a character is several tokens, as an emoji often is."""
+    content_alone = CHATML_WITH_MARKS.replace(
+        "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}",
+        "{{ message['content'] }}{% endgeneration %}<|im_end|>",
+    )
+    tokenizer = build_tokenizer(content_alone)
+    row = ChatRenderer(tokenizer).render(conversation("Who?", answer, "When?", answer))
+    assert trained_text(tokenizer, row) == 2 * answer
+
+
 def build_stripping_tokenizer() -> Any:
     """Return a tokenizer with the template of Phi-3, and with its special tokens, which take in the spaces behind them."""
     tokenizer = build_tokenizer(

@@ -196,8 +196,12 @@ class ChatRenderer:
 
     def _tokenize_with_marks(self, conversation: Conversation, template: str | None) -> TokenizedConversation:
         """Tokenize with a template that marks generated text; None for the model's own template."""
-        encoded = self._apply(conversation, chat_template=template, return_dict=True, return_assistant_tokens_mask=True)
+        encoded = self._apply(
+            conversation, chat_template=template, return_dict=True, return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+        )  # fmt: skip
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
+        _complete_last_characters(assistant, np.array(encoded["offset_mapping"]))
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
         is_followed = np.append(assistant[1:], False)  # by another token of the same answer
         # The end of a turn is trained only if the marks include it.
@@ -267,6 +271,18 @@ class ChatRenderer:
         opening = prompt_with_opening.removeprefix(prompt) if starts_alike else ""
         # A thinking block opened by the template is part of the answer, since the model has to generate it.
         return TemplateStyle(_THINKING.sub("", opening), trims)
+
+
+def _complete_last_characters(assistant: np.ndarray, offsets: np.ndarray) -> None:
+    """Add the tokens of the last character of each answer to a mask (T,) of transformers, which has only the first of them.
+
+    ``offsets``: index of the first character of each token, and of that behind its last one, (T, 2).
+    """
+    for last in np.flatnonzero(assistant[:-1] & ~assistant[1:]):
+        start, end = offsets[last]
+        while last + 1 < len(assistant) and start <= offsets[last + 1, 0] < end:
+            last += 1
+            assistant[last] = True
 
 
 def _empty_answer_mask(assistant: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
