@@ -440,6 +440,14 @@ def test_answers_and_their_end_tokens_are_trained_on() -> None:
     assert trained_text(tokenizer, row) == "The keeper.<|im_end|>At dusk.<|im_end|>"
 
 
+def test_the_end_of_a_turn_behind_that_of_an_answer_is_trained_on() -> None:
+    tokenizer = build_tokenizer(CHATML.replace("'<|im_end|>", "'<|answered|><|im_end|>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|answered|>"]})
+    row = ChatRenderer(tokenizer).render(conversation("Who?", "The keeper."))
+    assert trained_text(tokenizer, row) == "The keeper.<|answered|><|im_end|>"
+    assert row.has_end
+
+
 def test_answer_that_also_occurs_in_the_question() -> None:
     """The answer is located in its turn, not at the first occurrence of its text."""
     tokenizer = build_tokenizer()

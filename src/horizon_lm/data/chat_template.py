@@ -235,14 +235,20 @@ class ChatRenderer:
         return TokenizedConversation(ids, assistant, has_end)
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
-        """Return the index of the special token that follows the character ``end``, directly or after spaces; None without any."""
+        """Return the index of the special token that follows the character ``end``, directly or after spaces, or of the end-of-sequence
+        token directly behind that, as in Command R7B; None without any.
+        """
         is_visible = offsets[:, 1] > offsets[:, 0]
         after = np.flatnonzero((offsets[:, 0] >= end) & is_visible & np.isin(ids, self._special_ids))
         if not len(after):
             return None
         first = int(after[0])
         between = text[end : offsets[first, 0]]
-        return None if between.strip(" ") else first
+        if between.strip(" "):
+            return None
+        end_of_sequence = self._tokenizer.eos_token_id
+        is_followed = ids[first] != end_of_sequence and ids[first + 1 : first + 2].tolist() == [end_of_sequence]
+        return first + is_followed
 
     def _template_style(self, conversation: Conversation) -> TemplateStyle:
         """Return the style of the template with a conversation's options, which is found once for each set of options."""
