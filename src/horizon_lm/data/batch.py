@@ -20,9 +20,8 @@ class Batch:
         num_trained: number of targets; the loss of a step is the mean over them.
         num_tokens: number of tokens without padding.
         rows: indices of the rows in their dataset.
-        places: origins of the rows, for messages.
-        share: share of the step's rows that this batch has, if the step is dealt to several ranks. It is 0 for a stand-in without
-            targets, for a rank that got no rows.
+        places: origins of the rows, for messages; empty for a stand-in.
+        share: share of the step's rows that this batch has, if the step is dealt to several ranks; 0 for a stand-in.
         num_trained_of_step: number of targets of such a step.
     """
 
@@ -36,6 +35,11 @@ class Batch:
     places: tuple[str, ...]
     share: float = 1.0
     num_trained_of_step: int | None = None
+
+    @property
+    def is_stand_in(self) -> bool:
+        """True for a row that does not count, which a rank computes that got none."""
+        return not self.places
 
     @property
     def normalizer(self) -> int:

@@ -207,10 +207,8 @@ def _fill(costs: Sequence[int], limit: int, most: int) -> list[int]:
 
 
 def stand_in(row: Row, index: int) -> Batch:
-    """Return a batch of one row without targets, which a rank without rows computes while others have some."""
-    batch = collate([row], [index])
-    labels = torch.full_like(batch.labels, IGNORE_INDEX)
-    return replace(batch, labels=labels, num_trained=0, num_tokens=0, places=(), share=0.0)
+    """Return a batch of one row that does not count, which a rank without rows computes while others have some."""
+    return replace(collate([row], [index]), places=(), share=0.0)
 
 
 def batch_from(rows: Sequence[Row], first: int, batch_size: int) -> Batch:

@@ -109,6 +109,8 @@ class Loop:
         seed_step(config.seed, step)
         batch = self.ranks.with_totals(batch)
         loss = self.objectives.training(self.model, batch)
+        if batch.is_stand_in:  # computed as any other, since a loss may be a mean over the targets or the answers
+            loss = replace(loss, value=loss.value * 0)
         if config.update_in_backward:  # the backward pass changes weights, so check the loss before it
             self.non_finite.finite_loss(loss, step, batch)
         loss.value.backward()

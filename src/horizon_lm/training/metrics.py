@@ -50,7 +50,7 @@ class StepResult:
             micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
             energy: energy since the step before.
         """
-        is_stand_in = not batch.places  # for the rows that this rank did not get, so it does not count
+        is_stand_in = batch.is_stand_in
         return cls(
             value=value,
             weight=0.0 if is_stand_in else loss.weight,

@@ -195,7 +195,7 @@ class Ranks:
         """Return this rank's batch of a step, with the number of targets of the whole step."""
         if self.mesh is None:
             return batch
-        total = sum(self.mesh.exchange("the targets of a step", batch.num_trained))
+        total = sum(self.mesh.exchange("the targets of a step", 0 if batch.is_stand_in else batch.num_trained))
         return replace(batch, num_trained_of_step=total)
 
     def require_same_rows(self, hashes: Mapping[str, tuple[int, str]]) -> None:
