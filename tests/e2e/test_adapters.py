@@ -228,6 +228,31 @@ def test_going_on_with_an_adapter(base: dict[str, Any], tmp_path: Path) -> None:
     assert names[0] == names[1]
 
 
+def test_the_reference_has_the_adapters_that_a_run_goes_on_with(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first update the model is its own reference. Other adapters on the same base have values of their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = [{"prompt": f"Night {n}? ", "chosen": "The keeper counts.", "rejected": "Rain."} for n in range(6)]
+    pairs = [{"path": str(tiny.write_jsonl(tmp_path / "pairs.jsonl", rows))}]
+    settings = base | {"max_steps": 3, "warmup_steps": 0, "learning_rate": 0.05}
+    for number, rate in enumerate((0.05, 0.02)):
+        first = horizon_lm.train(
+            settings, learning_rate=rate, output_dir=str(tmp_path / f"sft {number}"), print_fn=lambda _: None
+        )
+        more = {name: value for name, value in settings.items() if not name.startswith("lora_")}
+        more |= {
+            "objective": "dpo",
+            "datasets": pairs,
+            "adapter_name_or_path": str(first.model_dir),
+            "test_split_size": 1,
+        }
+        dpo = horizon_lm.train(more, output_dir=str(tmp_path / f"dpo {number}"), print_fn=lambda _: None)
+        lines = resuming.untimed(dpo.output_dir / "metrics.jsonl")
+        margins = {line["step"]: line["rewards/margins"] for line in lines if "rewards/margins" in line}
+        assert margins[1] == pytest.approx(0, abs=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", None])
 def test_the_dtype_of_exported_adapters(base: dict[str, Any], tmp_path: Path, dtype: str | None) -> None:
     """It is the one that the run asks for, and without a wish that of the parameters, as PEFT writes them."""

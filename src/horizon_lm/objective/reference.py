@@ -1,10 +1,11 @@
 """Compute the log-probabilities of answers under the initial model once, and cache them on disk with checksums."""
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,17 @@ class ReferenceCache:
     Args:
         model: the streamed model with its initial weights.
         say: function that prints a line about cached values that cannot be used.
+        with_adapters: the reference has the model's adapters, as they are now; otherwise it is the base alone.
 
     Attributes:
         problem: the reason why values cannot be cached; empty if they can.
     """
 
-    def __init__(self, model: Any, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, model: Any, say: Callable[[str], None] = lambda line: None, with_adapters: bool = False) -> None:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         self._folder = Path(base).expanduser() / "horizon-lm" / "reference"
-        self._model, self._key, self._say, self.problem = model, model_key(model), say, ""
+        self._model, self._key, self._say, self.problem = model, model_key(model, with_adapters), say, ""
+        self._with_adapters = with_adapters
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self._folder, os.W_OK):
@@ -162,7 +165,7 @@ class ReferenceCache:
         missing = [
             first for first in range(0, len(rows), batch_size) if not kept.known[first : first + batch_size].all()
         ]
-        with evaluation_mode(self._model), without_adapters(self._model):
+        with evaluation_mode(self._model), nullcontext() if self._with_adapters else without_adapters(self._model):
             for turn in range(0, len(missing), size):
                 starts = missing[turn : turn + size]  # the first row of each rank's batch
                 batch = batch_from(rows, starts[min(rank, len(starts) - 1)], batch_size)
@@ -179,8 +182,8 @@ def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
     return lambda batch: np.ascontiguousarray(values[list(batch.rows)].T)
 
 
-def model_key(model: Any) -> str:
-    """Return a hash of a streamed model's config, computation and weights, without adapters. It is the same on all ranks."""
+def model_key(model: Any, with_adapters: bool = False) -> str:
+    """Return a hash of a streamed model's config, computation and weights, with its adapters or without. It is the same on all ranks."""
     import transformers
 
     engine = engine_of(model)
@@ -188,8 +191,12 @@ def model_key(model: Any) -> str:
         transformers.__version__, torch.__version__, model.config.to_json_string(use_diff=False),
         model.config.get_text_config()._attn_implementation, engine.options.compute_dtype, engine.device.torch_device.type,
     ]  # fmt: skip
-    digest = hashlib.sha256(repr(computation).encode())
-    units, left_out = engine.store.units, engine.parts.adapter_names
+    left_out = engine.parts.adapter_names
+    if with_adapters:
+        configs = {name: each.to_dict() for name, each in model.peft_config.items()}
+        computation.append(json.dumps(configs, sort_keys=True, default=_sorted_text))
+        left_out = frozenset()
+    digest, units = hashlib.sha256(repr(computation).encode()), engine.store.units
     with ThreadPoolExecutor(usable_cores()) as threads:
         for each in threads.map(lambda unit: _digest(unit, units[unit], left_out), units):
             digest.update(each)
@@ -197,6 +204,11 @@ def model_key(model: Any) -> str:
         return digest.hexdigest()
     everyone = engine.mesh.exchange("the hash of the weights", digest.hexdigest())
     return hashlib.sha256("".join(everyone).encode()).hexdigest()
+
+
+def _sorted_text(value: Any) -> str:
+    """Return a value of a config as text that is the same in every process, as that of a set is not."""
+    return str(sorted(value) if isinstance(value, set) else value)
 
 
 def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:

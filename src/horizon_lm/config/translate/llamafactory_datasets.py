@@ -15,6 +15,9 @@ def from_llamafactory(
     """Yield the settings of a run that datasets in a file of LLaMA-Factory become, as names and values."""
     data_dir = str(theirs.get("dataset_dir", "data"))
     data_folder, info = _read_dataset_info(folder, data_dir)
+    if objective == "dpo" and theirs.get("adapter_name_or_path"):
+        reason = "LLaMA-Factory's reference is the base without these adapters; here it is the model that the run starts from, with them"
+        left_out.add("adapter_name_or_path", "numbers", reason)
     limit = {"max_samples": theirs["max_samples"]} if theirs.get("max_samples") else {}
     for key, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         names = theirs.get(key) or []
