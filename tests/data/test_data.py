@@ -18,6 +18,7 @@ from pyarrow import parquet
 from tokenizers import AddedToken
 
 from horizon_lm.config import DatasetConfig
+from horizon_lm.config.run import SCHEMAS
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data import preprocess
 from horizon_lm.data.answer_spans import locate_answers
@@ -31,6 +32,7 @@ from horizon_lm.data.sources import _JsonListReader, open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
 from horizon_lm.errors import ConfigError, DataError
+from horizon_lm.training.rows import load_data
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import ANSWER, USER, conversation, messages, prepared, trained_text, write
 
@@ -855,6 +857,17 @@ def test_rows_kept_whole_for_packing_are_truncated_if_not_packed(tmp_path: Path,
         assert np.array_equal(row.sequences[0].ids, other.sequences[0].ids)
         assert row.place == other.place
     assert rows.num_targets.tolist() == expected.num_targets.tolist()
+
+
+def test_held_out_rows_without_targets_within_max_length_are_rejected(tmp_path: Path) -> None:
+    """Training packs the rows whole, and the eval set has them cut."""
+    file = write(tmp_path, [messages("q" * 90, f"Night {number}.") for number in range(3)])
+    packing = {"packing": True, "packing_strategy": "bfd_split", "eval_packing": False, "test_split_size": 1}
+    config = SCHEMAS["sft"].model_validate(
+        {"model_name_or_path": str(tmp_path), "datasets": str(file), "max_length": 32, **packing}
+    )
+    with pytest.raises(DataError, match="held_out: no row has a token to train on within max_length 32; raise it"):
+        load_data(config, build_tokenizer())
 
 
 def test_optional_column_in_no_row_is_rejected(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.preprocess import PreprocessConfig, Report, cut_rows, pack_rows, prepare, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.model.positions import Positions
 from horizon_lm.quantities import counted
 
@@ -117,6 +117,8 @@ def load_data(
     def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, config: PreprocessConfig) -> PreparedData:
         """Return the rows before and after packing, with what was found in them, and in their lengths."""
         packed = pack_rows(rows, config)
+        if not len(packed):  # rows that were kept whole may lose their targets here
+            raise DataError(f"{name}: no row has a token to train on within max_length {config.max_length}; raise it")
         return PreparedData(name, [*check_lengths(packed, positions), *findings], rows, packed)
 
     report = prepare(config.datasets or (), tokenizer, preprocess)
