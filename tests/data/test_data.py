@@ -520,6 +520,16 @@ def test_header_that_takes_in_the_spaces_of_an_answer_is_not_trained_on(answer: 
     assert tokenizer.decode(tokens.ids[tokens.trained]) == "The keeper.<|im_end|>"
 
 
+def test_the_end_of_a_question_is_not_trained_on_if_a_space_opens_an_answer() -> None:
+    tokenizer = build_tokenizer(
+        "{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+        "{% else %}{{ ' ' + message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ ' ' }}{% endif %}"
+    )
+    row = ChatRenderer(tokenizer).render(conversation("Who?", "The keeper."))
+    assert trained_text(tokenizer, row).strip() == "The keeper.<|im_end|>"
+
+
 def test_ambiguous_answer_is_rejected() -> None:
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(RowError, match="several places"):

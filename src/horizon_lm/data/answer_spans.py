@@ -57,7 +57,8 @@ def locate_answers(
             # could not be placed, only the last opening is certain to belong to this turn.
             before = max((each for _, each in placed.values() if each <= start), default=0)
             find_opening = text.find if index == last + 1 else text.rfind
-            opened = find_opening(style.opening, before, start) if style.opening else -1
+            # Spaces alone are no opening to search for: the previous turn may end with some.
+            opened = find_opening(style.opening, before, start) if style.opening.strip() else -1
             spans.append((start if opened < 0 else opened + len(style.opening), end))
         last = index
     return spans
