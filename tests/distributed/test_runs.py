@@ -91,6 +91,12 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {"world": 3, "per_device_train_batch_size": 2, **ADAPTERS},
     "quantized base": {"world": 3, "per_device_train_batch_size": 2, "load_in_4bit": True, **ADAPTERS},
     "dpo of adapters": {"objective": "dpo", "per_device_train_batch_size": 2, **ADAPTERS},
+    "dpo of made adapters": {
+        "objective": "dpo",
+        "adapter_name_or_path": "made",
+        "use_peft": True,
+        "per_device_train_batch_size": 2,
+    },
     "made adapters": {"adapter_name_or_path": "made", "use_peft": True, "per_device_train_batch_size": 2},
 }
 
