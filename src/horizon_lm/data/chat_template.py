@@ -64,20 +64,15 @@ def stripping_ids(tokenizer: Any) -> np.ndarray:
 
 
 def reaches_behind(position: int, ids: np.ndarray, offsets: np.ndarray, stripping: np.ndarray) -> np.ndarray:
-    """Return the mask (T,) of the tokens that stand for some character from a position of the text on.
-
-    Args:
-        position: index of a character.
-        ids: token ids (T,).
-        offsets: index of the first character of each token, and of that behind its last one, (T, 2).
-        stripping: `stripping_ids` of the tokenizer; such a token before the position stands for itself alone.
+    """Return the mask (T,) of the tokens ``ids`` with ``offsets`` (T, 2) that stand for a character from ``position`` on. A token before it
+    that strips spaces (`stripping_ids`) stands for itself alone.
     """
     is_header = (offsets[:, 0] < position) & np.isin(ids, stripping)
-    reaches: np.ndarray = (offsets[:, 1] > position) & ~is_header
-    return reaches
+    return np.asarray((offsets[:, 1] > position) & ~is_header)
 
 
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
+_WITH_MASK = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"return_offsets_mapping": True}}  # fmt: skip
 _ANSWER = "\u2042"  # a character that occurs in no template
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -196,10 +191,7 @@ class ChatRenderer:
 
     def _tokenize_with_marks(self, conversation: Conversation, template: str | None) -> TokenizedConversation:
         """Tokenize with a template that marks generated text; None for the model's own template."""
-        encoded = self._apply(
-            conversation, chat_template=template, return_dict=True, return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-        )  # fmt: skip
+        encoded = self._apply(conversation, chat_template=template, **_WITH_MASK)
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
         _complete_last_characters(assistant, np.array(encoded["offset_mapping"]))
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
@@ -235,9 +227,7 @@ class ChatRenderer:
         return TokenizedConversation(ids, assistant, has_end)
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
-        """Return the index of the special token that follows the character ``end``, directly or after spaces, or of the end-of-sequence
-        token directly behind that, as in Command R7B; None without any.
-        """
+        """Return the index of the special token that follows the character ``end``, directly or after spaces; None without any."""
         is_visible = offsets[:, 1] > offsets[:, 0]
         after = np.flatnonzero((offsets[:, 0] >= end) & is_visible & np.isin(ids, self._special_ids))
         if not len(after):
@@ -246,7 +236,7 @@ class ChatRenderer:
         between = text[end : offsets[first, 0]]
         if between.strip(" "):
             return None
-        end_of_sequence = self._tokenizer.eos_token_id
+        end_of_sequence = self._tokenizer.eos_token_id  # which may follow directly, as in Command R7B
         is_followed = ids[first] != end_of_sequence and ids[first + 1 : first + 2].tolist() == [end_of_sequence]
         return first + is_followed
 
@@ -280,10 +270,7 @@ class ChatRenderer:
 
 
 def _complete_last_characters(assistant: np.ndarray, offsets: np.ndarray) -> None:
-    """Add the tokens of the last character of each answer to a mask (T,) of transformers, which has only the first of them.
-
-    ``offsets``: index of the first character of each token, and of that behind its last one, (T, 2).
-    """
+    """Add all tokens of the last character of each answer to transformers' mask (T,), which has the first. ``offsets``: (T, 2)."""
     for last in np.flatnonzero(assistant[:-1] & ~assistant[1:]):
         start, end = offsets[last]
         while last + 1 < len(assistant) and start <= offsets[last + 1, 0] < end:

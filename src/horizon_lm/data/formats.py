@@ -52,12 +52,7 @@ class RowFormat:
 
 
 def rename_fields(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a row with fields under their expected names instead of their own; raise RowError if one is missing.
-
-    Args:
-        row: the row.
-        columns: the own names of fields, by the expected ones.
-    """
+    """Return a row with fields under their expected names instead of their own, the values of ``columns``; raise RowError if one is missing."""
     missing = [theirs for ours, theirs in columns.items() if theirs not in row and ours not in OPTIONAL_FIELDS]
     if missing:
         raise RowError(f"field {missing[0]!r} of columns is missing; the row has {_field_names(row)}")
@@ -186,9 +181,7 @@ def _from_preference(row: Mapping[str, Any]) -> Preference:
 
 
 def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a preference with a field ``prompt``, extracted from the start of both answers if needed; raise RowError if it has none, or
-    two.
-    """
+    """Return a preference with a field ``prompt``, extracted from the start of both answers if needed; raise RowError for none or two."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if isinstance(row.get("conversations"), list):  # LLaMA-Factory: the conversation before the answers
         answers = {name: [row[name]] for name in ("chosen", "rejected") if isinstance(row.get(name), Mapping)}
@@ -202,7 +195,7 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if "prompt" in row and not (isinstance(row["prompt"], str) and isinstance(chosen, list)):
         if unused := [name for name in ("input", "history") if row.get(name)]:
             raise RowError(
-                f"field {unused[0]!r} belongs to an instruction, not to a prompt; set columns: {{instruction: prompt}}, or remove it"
+                f"field {unused[0]!r} belongs to an instruction; remove it, or set columns: {{instruction: prompt}}"
             )
         return row
     return _extract_prompt(row, chosen, rejected)

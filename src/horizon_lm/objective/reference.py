@@ -193,8 +193,8 @@ def model_key(model: Any, with_adapters: bool = False) -> str:
     ]  # fmt: skip
     left_out = engine.parts.adapter_names
     if with_adapters:
-        configs = {name: each.to_dict() for name, each in model.peft_config.items()}
-        computation.append(json.dumps(configs, sort_keys=True, default=_sorted_text))
+        for each in model.peft_config.values():  # plain data, and sets
+            computation.append(json.dumps(each.to_dict(), sort_keys=True, default=sorted))
         left_out = frozenset()
     digest, units = hashlib.sha256(repr(computation).encode()), engine.store.units
     with ThreadPoolExecutor(usable_cores()) as threads:
@@ -204,11 +204,6 @@ def model_key(model: Any, with_adapters: bool = False) -> str:
         return digest.hexdigest()
     everyone = engine.mesh.exchange("the hash of the weights", digest.hexdigest())
     return hashlib.sha256("".join(everyone).encode()).hexdigest()
-
-
-def _sorted_text(value: Any) -> str:
-    """Return a value of a config as text that is the same in every process, as that of a set is not."""
-    return str(sorted(value) if isinstance(value, set) else value)
 
 
 def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:

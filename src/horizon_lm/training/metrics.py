@@ -50,17 +50,16 @@ class StepResult:
             micro_batch_rows: rows or pairs whose token metrics have a mean of their own, as in TRL.
             energy: energy since the step before.
         """
-        is_stand_in = batch.is_stand_in
         return cls(
             value=value,
-            weight=0.0 if is_stand_in else loss.weight,
-            metrics=dict.fromkeys(loss.metrics, 0.0) if is_stand_in else dict(loss.metrics),
+            weight=0.0 if batch.is_stand_in else loss.weight,
+            metrics=dict.fromkeys(loss.metrics, 0.0) if batch.is_stand_in else dict(loss.metrics),
             token_sums={
-                name: [] if is_stand_in else sums.of_micro_batches(micro_batch_rows)
+                name: [] if batch.is_stand_in else sums.of_micro_batches(micro_batch_rows)
                 for name, sums in loss.token_metrics.items()
             },
-            num_rows=len(batch.places), num_trained=0 if is_stand_in else batch.num_trained,
-            num_tokens=0 if is_stand_in else batch.num_tokens, energy=energy,
+            num_rows=len(batch.places), num_trained=0 if batch.is_stand_in else batch.num_trained,
+            num_tokens=0 if batch.is_stand_in else batch.num_tokens, energy=energy,
         )  # fmt: skip
 
 

@@ -83,8 +83,7 @@ def _dpo_objectives(
     from horizon_lm.objective.reference import ReferenceCache, lookup
 
     # New adapters change nothing yet; those of a folder are a part of the model that the run starts from.
-    has_adapters = config.adapter_name_or_path is not None
-    cache = ReferenceCache(model, reporter.print, with_adapters=has_adapters) if saved is None else None
+    cache = ReferenceCache(model, reporter.print, config.adapter_name_or_path is not None) if saved is None else None
     reference: dict[str, torch.Tensor] = {}  # of all rows, for the checkpoints
 
     def objective_of(name: str, rows: TokenTable, batch_size: int) -> Objective:
