@@ -68,6 +68,14 @@ def test_save_on_signal(runs: Runs, base: dict[str, Any], tmp_path: Path, saves:
     assert ("checkpoint-5" in message) == saves
 
 
+def test_a_model_that_is_exported_twice_after_a_step_is_kept(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    """The step is due for a save, and ends with a signal."""
+    only_model = {"save_only_model": True, "save_steps": 5, "save_total_limit": 1, "output_dir": str(tmp_path / "run")}
+    message, _ = interrupted(runs, base | only_model)
+    assert "checkpoint-5" in message
+    assert weights_of(tmp_path / "run" / "checkpoint-5")
+
+
 @pytest.mark.parametrize(
     ("seconds", "kept"), [(1e-6, ["checkpoint-2", "checkpoint-4"]), (1e6, ["checkpoint-4", "checkpoint-5"])]
 )

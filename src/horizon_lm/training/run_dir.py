@@ -257,12 +257,14 @@ class RunDir:
         return unwritable(name, folder or self.path, error, self._export_bytes)
 
     def save(self, model: Any, tokenizer: Any, step: int) -> str:
-        """Export a checkpoint after a step, and delete the oldest checkpoints beyond ``save_total_limit``.
+        """Export a checkpoint after a step, unless that was done, and delete the oldest checkpoints beyond ``save_total_limit``.
 
         Returns:
             As `write_model`.
         """
         target = self.path / f"checkpoint-{step}"
+        if target in self._saved:
+            return ""
         line = self.write_model(model, tokenizer, target)
         self._saved.append(target)
         while self._config.save_total_limit and len(self._saved) > self._config.save_total_limit:
