@@ -293,6 +293,32 @@ def test_early_stopping(base: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("greater_is_better", [None, False])
+def test_callbacks_see_the_best_value_of_the_metric(base: dict[str, Any], greater_is_better: bool | None) -> None:
+    """EarlyStoppingCallback compares each evaluation with it, in the direction of the arguments."""
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append((args.greater_is_better, state.best_metric, state.best_global_step))
+
+    settings = {
+        "test_split_size": 2,
+        "max_steps": 5,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "early_stopping_patience": 9,
+        "metric_for_best_model": "entropy",
+        "greater_is_better": greater_is_better,
+    }
+    horizon_lm.train({**base, **settings}, callbacks=[Look()], **QUIET)
+    values = {line["eval_entropy"]: line["step"] for line in lines(base) if "eval_entropy" in line and line["step"]}
+    best = min(values) if greater_is_better is False else max(values)
+    assert len(values) == 5
+    assert seen == [(greater_is_better is None, best, values[best])]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_callbacks_see_the_gradients_of_an_update(base: dict[str, Any]) -> None:
     """on_optimizer_step comes after the update and before zero_grad, as in transformers."""
     seen: list[tuple[bool, int, float]] = []

@@ -1,5 +1,6 @@
 """Call transformers callbacks, both the user's and those of ``report_to``, as a Trainer would."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -149,9 +150,12 @@ class Callbacks(Part):
                 self._remember_best(logs)
 
     def _remember_best(self, logs: Mapping[str, float]) -> None:
-        """Keep the best eval loss, after the callbacks, as in a Trainer: early stopping compares with it."""
-        state, value = self._state, logs["eval_loss"]
-        if state.best_metric is None or value < state.best_metric:
+        """Keep the best value of the metric, after the callbacks, as in a Trainer: early stopping compares with it."""
+        state, name = self._state, self._args.metric_for_best_model
+        assert name is not None  # in a run that evaluates
+        value = logs[f"eval_{name.removeprefix('eval_')}"]
+        is_better = operator.gt if self._args.greater_is_better else operator.lt
+        if state.best_metric is None or is_better(value, state.best_metric):
             state.best_metric, state.best_global_step = value, state.global_step
 
     def saved(self) -> None:
@@ -176,7 +180,7 @@ def _training_arguments(config: RunConfig) -> dict[str, Any]:
     known = {field.name for field in fields(TrainingArguments) if field.init}
     shared = {name: value for name, value in config.model_dump().items() if name in known and value is not None}
     # The loop resumes, saves, reports and pushes itself.
-    for name in ("resume_from_checkpoint", "load_best_model_at_end", "greater_is_better", "save_only_model"):
+    for name in ("resume_from_checkpoint", "load_best_model_at_end", "save_only_model"):
         shared.pop(name, None)
     shared["optim"] = name_in_transformers(config.optim, config.moments)
     shared |= {"report_to": "none", "push_to_hub": False, "use_cpu": config.device == "cpu"}
