@@ -157,6 +157,31 @@ def test_own_loss_of_a_rank_without_rows(pool: Pool, base: dict[str, Any], tmp_p
     assert all(map(math.isfinite, losses))
 
 
+def failing_on_first(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[bool]]:
+    """Train until a callback fails on the first rank. Return the error, and whether the callback was on the first rank, step by step."""
+    seen = []
+
+    class OfFirst(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(state.is_world_process_zero)
+            if state.is_world_process_zero and state.global_step == 2:
+                raise OSError("no room")
+
+    with pytest.raises((OSError, InterruptedRunError)) as error:
+        run_as_rank(rank, world, settings, [OfFirst()])
+    return f"{type(error.value).__name__}: {error.value}", seen
+
+
+def test_a_callback_that_fails_on_one_rank_ends_all(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:
+    """It knows which rank is the first, as callbacks do that write files."""
+    settings = base | {"per_device_train_batch_size": 1, "save_strategy": "epoch", "output_dir": str(tmp_path / "run")}
+    (of_first, seen), (of_second, seen_by_second) = pool.run(2, failing_on_first, 2, settings)
+    assert (seen, seen_by_second) == ([True, True], [False, False])
+    assert of_first == "OSError: no room"
+    assert of_second.startswith("InterruptedRunError: rank 0 has failed: OSError: no room")
+    assert (tmp_path / "run" / "checkpoint-2" / "manifest.json").is_file()
+
+
 def interrupted(rank: int, world: int, settings: dict[str, Any], stop_after: int) -> str:
     """Train until a signal reaches one of the ranks during a step."""
 

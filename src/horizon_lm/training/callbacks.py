@@ -8,6 +8,7 @@ from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.data.batch import Batch
+from horizon_lm.distributed.rendezvous import is_first_of_machine
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.optimizers import name_in_transformers
 from horizon_lm.training.callback_state import (
@@ -30,15 +31,15 @@ class Callbacks(Part):
     Args:
         config: settings of the run.
         callbacks: the user's instances or classes of `transformers.TrainerCallback`.
-        with_trackers: open the trackers of ``report_to``, as the first of several ranks does.
+        is_first: this is the first of several ranks, which alone opens the trackers of ``report_to``.
 
     Raises:
         ConfigError: the package of a ``report_to`` service is missing, or transformers or a callback rejects the run.
     """
 
-    def __init__(self, config: RunConfig, callbacks: Sequence[Any], with_trackers: bool = True) -> None:
-        self._steps_per_epoch, self._wandb_project = 1, config.wandb_project
-        self._trackers, self._callbacks = open_trackers(config.report_to) if with_trackers else [], list(callbacks)
+    def __init__(self, config: RunConfig, callbacks: Sequence[Any], is_first: bool = True) -> None:
+        self._steps_per_epoch, self._wandb_project, self._is_first = 1, config.wandb_project, is_first
+        self._trackers, self._callbacks = open_trackers(config.report_to) if is_first else [], list(callbacks)
         self._handler: Any = None  # before `begin`, and in a run without callbacks
         self._resumed: Mapping[str, Any] = {}
         if not (self._trackers or self._callbacks):
@@ -72,9 +73,12 @@ class Callbacks(Part):
         resumed, self._steps_per_epoch = self._resumed, intervals.steps_per_epoch
         self._state, self._control = TrainerState(max_steps=intervals.num_steps, global_step=step), TrainerControl()
         self._handler = Handler(self._trackers, self._callbacks, model, tokenizer, optimizer, scheduler, report)
-        self._call("on_init_end")
         if resumed:
             restore_trainer_state(resumed, self._state)
+        self._state.is_world_process_zero = self._is_first
+        self._state.is_local_process_zero = is_first_of_machine()
+        self._call("on_init_end")
+        if resumed:
             for name in restore_callbacks(resumed, self._handler.callbacks, step):
                 report(f"resume: the callback {name} has no state(), so it begins anew")
         with tracker_environment(resumed, self._wandb_project):

@@ -6,6 +6,7 @@ from functools import partial
 
 from horizon_lm.data.batch import Batch
 from horizon_lm.engine.streamed import engine_of
+from horizon_lm.errors import RankLostError, first_line
 from horizon_lm.training.busy_cores import BusyCores
 from horizon_lm.training.evaluation import Evaluation
 from horizon_lm.training.first_step import FirstStep
@@ -147,12 +148,17 @@ class Loop:
         kept = self.ranks.of_first("what the run leaves", self.interrupts.kept())
         self.interrupts.check(f"after step {step} of {self.intervals.num_steps}", kept)
 
+    def error_of_callbacks(self) -> str:
+        """Return the first error of a callback as text, on any rank; empty if none has failed."""
+        error = self.callbacks.error
+        return self.ranks.agree("the end of the callbacks", "" if error is None else f"{type(error).__name__}: {first_line(error)}")
+
     def end(self, step: int) -> RunResult:
         """Export the model, or the best one, and evaluate it. After an error of a callback, keep the weights and raise it."""
         for part in self.parts:
             part.finish(step)
         loss_after = None
-        if self.callbacks.error is not None and step < self.intervals.num_steps:
+        if self.error_of_callbacks() and step < self.intervals.num_steps:
             self.saver.keep_or_export(step)
         else:  # also with an error after the last step, when the model is complete
             self.evaluation.load_best(step)
@@ -160,7 +166,8 @@ class Loop:
             loss_after = self.evaluation.run(step)
             for part in self.parts:
                 part.end()
-        if (error := self.callbacks.error) is not None:
+        if problem := self.error_of_callbacks():
+            error = self.callbacks.error or RankLostError(f"a callback has failed on another rank: {problem}")
             kept = self.saver.kept_artifacts()
             error.add_note(f"The training ended after step {step} of {self.intervals.num_steps}. {kept}")
             raise error

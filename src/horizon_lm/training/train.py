@@ -84,7 +84,7 @@ def train(
             lines += changes
         run_dir = RunDir(config, ranks, resumes=point is not None)
         # First, so that a missing tracker is found before the data is prepared.
-        handler = Callbacks(config, callbacks, with_trackers=ranks.is_first)
+        handler = Callbacks(config, callbacks, ranks.is_first)
         print_fn = print_fn if ranks.is_first else lambda line: None
         with run_dir, Interrupts() as interrupts, Reporter(print_fn) as reporter:
             reporter.print(*lines)
