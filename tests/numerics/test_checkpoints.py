@@ -178,6 +178,17 @@ def test_state_arrays_and_random_generators_travel_with_a_checkpoint(tmp_path: P
         assert torch.equal(file.get_tensor("kept"), torch.arange(5.0))
 
 
+def test_settings_that_are_tensors_are_saved_as_numbers(tmp_path: Path) -> None:
+    """A learning rate is a tensor in loops that compile, and a number of numpy if the function of a scheduler returns one."""
+    model, optimizer = opened()
+    (group,) = optimizer.param_groups
+    group.update(lr=torch.tensor(0.5), weight_decay=np.float32(0.25), betas=(torch.tensor(0.5), np.float32(0.75)))
+    save_checkpoint(tmp_path / "one", model, optimizer)
+    group.update(lr=1.0, weight_decay=1.0, betas=(0.0, 0.0))
+    load_checkpoint(tmp_path / "one", model, optimizer)
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.25, (0.5, 0.75))
+
+
 @pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 def test_files_are_safetensors_with_the_names_of_the_parameters(precision: str, moments: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from horizon_lm.errors import ConfigError, first_line
@@ -38,6 +39,13 @@ class SavedState:
                     tensor.zero_()
                 elif entry is not None and key in entry:
                     tensor.copy_(torch.as_tensor(entry[key]))
+
+
+def plain(value: Any) -> Any:
+    """Return a setting of a group, which may be a tensor or a number of numpy, or have some, as plain data."""
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.item() if isinstance(value, torch.Tensor | np.generic) else value
 
 
 def check_settings(settings: Mapping[str, Any], rule: Rule) -> None:

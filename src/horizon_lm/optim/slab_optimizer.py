@@ -18,7 +18,7 @@ from horizon_lm.errors import ConfigError, NonFiniteError, StreamingError
 from horizon_lm.kernels.updates import Rule
 from horizon_lm.optim.grad_norm import REMEDY, SkippedSteps, clip_factor, first_non_finite_unit, sum_squares
 from horizon_lm.optim.moments import Moments
-from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state
+from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state, plain
 from horizon_lm.optim.unit_updates import UnitUpdates
 from horizon_lm.optim.update_tasks import StepUpdate, TableRows
 from horizon_lm.planning.planned_optimizer import PlannedOptimizer
@@ -325,7 +325,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         """
         groups = []
         for group in self.param_groups:
-            settings = {name: value for name, value in group.items() if name != "params"}
+            settings = {name: plain(value) for name, value in group.items() if name != "params"}
             groups.append({**settings, "params": [self._names[id(param)] for param in group["params"]]})
         return {
             "step": self._step,
