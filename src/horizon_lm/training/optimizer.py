@@ -1,6 +1,6 @@
 """The optimizer of a run, and the schedule of its learning rate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,38 @@ def _calling_schedule(config: RunConfig) -> Iterator[None]:
         raise ConfigError(
             f"lr_scheduler_kwargs: rejected by {config.lr_scheduler_type}: {first_line(error)}"
         ) from error
+
+
+@contextmanager
+def keeping_settings(optimizer: Any) -> Iterator[None]:
+    """Context manager: keep the settings of an optimizer's groups, which a checkpoint that is loaded has, too. They are those of the run."""
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
+
+
+class SchedulePosition:
+    """The position of a schedule, as a part of a run's state. The rates that it leads to are those of the run's settings."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the schedule, which is plain data."""
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position that ``state`` has."""
+        scheduler = self._scheduler
+        rates = [
+            rate * share_at(state["last_epoch"])
+            for rate, share_at in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        scheduler.load_state_dict({**state, "base_lrs": scheduler.base_lrs, "_last_lr": rates})
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 _RATES = 100  # of a schedule that are computed

@@ -72,9 +72,19 @@ def _resume_line(point: ResumePoint) -> str:
 
 
 def rows_per_step(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
-    """Return the rows of a step of all ranks: those of the checkpoint, whose run may have had another number of ranks."""
+    """Return the rows of a step of all ranks: those of the checkpoint, whose run may have had another number of ranks, unless the
+    settings have changed them.
+    """
     own = config.rows_per_step * num_ranks
-    return own if point is None else int(point.state.get("rows_per_step", own))
+    if point is None or _rows_of_rank(point, config) != config.rows_per_step:
+        return own
+    return int(point.state.get("rows_per_step", own))
+
+
+def _rows_of_rank(point: ResumePoint, config: RunConfig) -> int:
+    """Return the rows of a step of one rank by the settings of a checkpoint's run."""
+    given = _saved_settings(point, "config", config)
+    return int(given["per_device_train_batch_size"] * given["gradient_accumulation_steps"])
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -118,16 +128,17 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
         may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
         fatal = [_change(name, given, now) for name in changed if name not in may_change]
-        rows, rows_now = rows_per_step(point, config, num_ranks), config.rows_per_step * num_ranks
-        rows_of_rank = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
+        rows_of_rank, rows_now = _rows_of_rank(point, config), config.rows_per_step * num_ranks
+        rows_before = point.state.get("rows_per_step", rows_now)
         # The rows of a step may differ by the number of ranks alone.
-        if rows_of_rank != config.rows_per_step and rows != rows_now:
-            fatal.append(f"rows per step: {rows} -> {rows_now}")
+        if rows_of_rank != config.rows_per_step and rows_before != rows_now:
+            fatal.append(f"rows per step: {rows_before} -> {rows_now}")
         packages, installed = point.manifest.packages, installed_packages()
         fatal += [_change(name, packages, installed) for name in _VERSIONS if packages.get(name) != installed.get(name)]
         warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
         settled = _saved_settings(point, "settled", config)
         update = {name: settled[name] for name in _OPEN_TO_PLAN if given[name] == now[name]}
+        rows = rows_per_step(point, config, num_ranks)
         if rows != rows_now:
             before = rows // rows_of_rank
             warnings.append(f"resume: {num_ranks} processes instead of {before}; a step keeps its {rows} rows")
