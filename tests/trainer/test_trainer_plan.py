@@ -135,6 +135,7 @@ BEST = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "met
         {"save_only_model": True},
         {},
         {"save_steps": 3},
+        {"save_steps": 0.3},
         BEST,
         BEST | {"eval_steps": 0.5},
     ],

@@ -156,7 +156,7 @@ class TrainerPlan:
             return math.ceil(self._args.num_train_epochs)
         if strategy == "no" or self._num_steps is None:
             return 0
-        steps = interval if interval >= 1 else max(1, int(interval * self._num_steps))
+        steps = interval if interval >= 1 else max(1, math.ceil(interval * self._num_steps))
         return math.ceil(self._num_steps / steps)
 
 
