@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import horizon_lm
 from horizon_lm.errors import InterruptedRunError
@@ -133,6 +134,32 @@ def test_a_step_that_was_interrupted_is_finished_once(runs: Runs, settings: dict
     outcome, _ = runs.train(settings, callbacks=[second])
     assert (first.steps, second.steps) == ([1, 2, 3], [4, 5, 6, 7, 8])
     assert outcome == expected
+
+
+class Evaluating(TrainerCallback, ExportableState):
+    """Requests an evaluation after a step, whose number is its state."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate |= state.global_step == self.at
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"at": self.at}}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_requests_and_states_of_callbacks_go_on(runs: Runs, settings: dict[str, Any], tmp_path: Path) -> None:
+    """The evaluation that the first of three equal callbacks has requested is interrupted."""
+    callbacks = [Evaluating(2), Evaluating(4), Evaluating(5)]
+    expected, _ = runs.train(settings | {"output_dir": str(tmp_path / "whole")}, callbacks=callbacks)
+    runs.interrupt(settings, stop_after=99, callbacks=[*callbacks, Interrupting(runs, at=2)])
+    outcome, _ = runs.train(settings, callbacks=[Evaluating(), Evaluating(), Evaluating()])
+    evaluated = [line["step"] for line in expected["metrics"] if "eval_loss" in line]
+    assert evaluated == [0, 2, 3, 4, 5, 6, 8]
+    assert [line["step"] for line in outcome["metrics"] if "eval_loss" in line] == evaluated
+    assert outcome["memory"] == expected["memory"]
 
 
 @pytest.mark.parametrize("step", [2, 3])  # 3 is interrupted in the evaluation that follows it

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,11 @@ _RUN_ID = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID"}  # environment va
 
 
 def callback_state(trainer_state: Any, control: Any, callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the state of a Trainer, the end that its control requests, and the states of callbacks and trackers, as plain data."""
-    stateful = {type(each).__name__: each.state() for each in callbacks if hasattr(each, "state")}
+    """Return the state of a Trainer, what its control requests, and the states of callbacks and trackers, as plain data."""
+    stateful = {name: each.state() for name, each in _named(callbacks) if hasattr(each, "state")}
     content = {
         "trainer": dataclasses.asdict(trainer_state),
-        "stops": control.should_training_stop,
+        "control": dataclasses.asdict(control),
         "callbacks": stateful,
         "trackers": _run_ids(),
         "tensorboard": next((each.logging_dir for each in callbacks if is_tensorboard(each)), None),
@@ -41,8 +42,7 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
         step: the number of steps that are done; TensorBoard drops later points.
     """
     without_state = []
-    for callback in callbacks:
-        name = type(callback).__name__
+    for name, callback in _named(callbacks):
         if is_tensorboard(callback) and saved["tensorboard"] is not None:
             callback.logging_dir = saved["tensorboard"]
             from torch.utils.tensorboard import SummaryWriter
@@ -52,8 +52,17 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
             for attribute, value in saved["callbacks"][name].get("attributes", {}).items():
                 setattr(callback, attribute, value)
         elif not type(callback).__module__.startswith("transformers.") and vars(callback):
-            without_state.append(name)
+            without_state.append(type(callback).__name__)
     return without_state
+
+
+def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield callbacks with the names of their classes, and a number from the second one of a class on."""
+    counts = Counter[str]()
+    for each in callbacks:
+        name = type(each).__name__
+        counts[name] += 1
+        yield name if counts[name] == 1 else f"{name} {counts[name]}", each
 
 
 @contextmanager

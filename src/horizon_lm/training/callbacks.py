@@ -85,8 +85,8 @@ class Callbacks(Part):
             self._call("on_train_begin")
         for line in place_lines(self._handler.callbacks):
             report(line)
-        if resumed:
-            self._control.should_training_stop |= resumed["stops"]
+        for name, is_requested in resumed.get("control", {}).items():
+            setattr(self._control, name, getattr(self._control, name) or is_requested)
         self._raise_error_of_start()
 
     def _raise_error_of_start(self) -> None:
