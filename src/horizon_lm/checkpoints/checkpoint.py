@@ -184,13 +184,15 @@ def load_checkpoint(
     folder = Path(folder)
     restore_folder(Disk(), folder)
     content = restore(folder, verify_copies(engine_of(model, "a checkpoint").mesh, folder), model, optimizer)
+    if optimizer is not None:
+        optimizer.load_settings(content["optimizer"])
     if random:
         restore_random_state(content["random"])
     return content["state"]
 
 
 def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimizer | None) -> dict[str, Any]:
-    """Load a checkpoint whose files have been verified, and return the contents of its state file.
+    """Load a checkpoint whose files have been verified, and return the contents of its state file. The settings of the optimizer stay.
 
     Raises:
         ConfigError: the checkpoint does not fit, and nothing was changed.

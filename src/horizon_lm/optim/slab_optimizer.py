@@ -337,8 +337,14 @@ class SlabOptimizer(torch.optim.Optimizer):
             "unit_grad_norms": self.unit_grad_norms,
         }
 
+    def load_settings(self, scalars: Mapping[str, Any]) -> None:
+        """Take over the settings of groups from what `scalars` has returned, and `load_scalars` has checked."""
+        for group, saved in zip(self.param_groups, scalars["groups"], strict=True):
+            settings = {name: value for name, value in saved.items() if name != "params"}
+            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
+
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Take over what `scalars` has returned.
+        """Take over what `scalars` has returned, but for the settings of groups.
 
         Raises:
             ConfigError: it belongs to other parameters or groups, or is damaged; nothing was changed.
@@ -346,9 +352,6 @@ class SlabOptimizer(torch.optim.Optimizer):
         groups = [[self._names[id(param)] for param in group["params"]] for group in self.param_groups]
         trained = {self._names[id(param)] for param in self._steps}
         check_scalars(scalars, groups, trained, self.rule, tuple(self.defaults))
-        for group, saved in zip(self.param_groups, scalars["groups"], strict=True):
-            settings = {name: value for name, value in saved.items() if name != "params"}
-            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()})
         for param in self._steps:
             self._steps[param] = scalars["steps"][self._names[id(param)]]
             self.state[param]["step"].fill_(self._steps[param])

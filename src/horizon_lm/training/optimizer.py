@@ -51,15 +51,6 @@ def _calling_schedule(config: RunConfig) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def keeping_settings(optimizer: Any) -> Iterator[None]:
-    """Context manager: keep the settings of an optimizer's groups, which a checkpoint that is loaded has, too. They are those of the run."""
-    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    yield
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
-        group.update(settings)
-
-
 class SchedulePosition:
     """The position of a schedule, as a part of a run's state. The rates that it leads to are those of the run's settings."""
 
@@ -68,16 +59,13 @@ class SchedulePosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the schedule, which is plain data."""
-        state: dict[str, Any] = self._scheduler.state_dict()
-        return state
+        return dict(self._scheduler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position that ``state`` has."""
         scheduler = self._scheduler
-        rates = [
-            rate * share_at(state["last_epoch"])
-            for rate, share_at in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
+        shares = [share_at(state["last_epoch"]) for share_at in scheduler.lr_lambdas]
+        rates = [rate * share for rate, share in zip(scheduler.base_lrs, shares, strict=True)]
         scheduler.load_state_dict({**state, "base_lrs": scheduler.base_lrs, "_last_lr": rates})
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -28,7 +28,7 @@ from horizon_lm.training.loop import Loop
 from horizon_lm.training.metrics import Metrics
 from horizon_lm.training.metrics_text import growth_warning
 from horizon_lm.training.objectives import make_objectives, require_callable
-from horizon_lm.training.optimizer import SchedulePosition, build_optimizer, keeping_settings, require_sane_schedule
+from horizon_lm.training.optimizer import SchedulePosition, build_optimizer, require_sane_schedule
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.reporter import Reporter
 from horizon_lm.training.rows import RunData, eval_set_names, load_data, require_rows
@@ -178,8 +178,7 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     if point is None:
         optimizer.allocate_moments()
     else:
-        with keeping_settings(optimizer):
-            restore(point.folder, point.manifest, model, optimizer)
+        restore(point.folder, point.manifest, model, optimizer)
         reference = read_tensors(point.folder / ARRAYS)
     state = RunState(point)
     state.keep("scheduler", SchedulePosition(scheduler))
