@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,10 @@ _RUN_ID = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID"}  # environment va
 
 def callback_state(trainer_state: Any, control: Any, callbacks: Sequence[Any]) -> dict[str, Any]:
     """Return the state of a Trainer, what its control requests, and the states of callbacks and trackers, as plain data."""
-    stateful = {name: each.state() for name, each in _named(callbacks) if hasattr(each, "state")}
+    stateful: dict[str, list[Any]] = {}  # by class, of which there may be several callbacks
+    for each in callbacks:
+        if hasattr(each, "state"):
+            stateful.setdefault(type(each).__name__, []).append(each.state())
     content = {
         "trainer": dataclasses.asdict(trainer_state),
         "control": dataclasses.asdict(control),
@@ -41,28 +43,20 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
         callbacks: instances of transformers callbacks.
         step: the number of steps that are done; TensorBoard drops later points.
     """
-    without_state = []
-    for name, callback in _named(callbacks):
+    without_state, states = [], {name: iter(each) for name, each in saved["callbacks"].items()}
+    for callback in callbacks:
+        name = type(callback).__name__
         if is_tensorboard(callback) and saved["tensorboard"] is not None:
             callback.logging_dir = saved["tensorboard"]
             from torch.utils.tensorboard import SummaryWriter
 
             callback.tb_writer = SummaryWriter(callback.logging_dir, purge_step=step + 1)
-        elif name in saved["callbacks"]:
-            for attribute, value in saved["callbacks"][name].get("attributes", {}).items():
+        elif (state := next(states.get(name, iter(())), None)) is not None:
+            for attribute, value in state.get("attributes", {}).items():
                 setattr(callback, attribute, value)
         elif not type(callback).__module__.startswith("transformers.") and vars(callback):
-            without_state.append(type(callback).__name__)
+            without_state.append(name)
     return without_state
-
-
-def _named(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield callbacks with the names of their classes, and a number from the second one of a class on."""
-    counts = Counter[str]()
-    for each in callbacks:
-        name = type(each).__name__
-        counts[name] += 1
-        yield name if counts[name] == 1 else f"{name} {counts[name]}", each
 
 
 @contextmanager

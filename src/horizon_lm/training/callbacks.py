@@ -155,8 +155,7 @@ class Callbacks(Part):
 
     def _remember_best(self, logs: Mapping[str, float]) -> None:
         """Keep the best value of the metric, after the callbacks, as in a Trainer: early stopping compares with it."""
-        state, name = self._state, self._args.metric_for_best_model
-        assert name is not None  # in a run that evaluates
+        state, name = self._state, str(self._args.metric_for_best_model)  # set in a run that evaluates
         value = logs[f"eval_{name.removeprefix('eval_')}"]
         is_better = operator.gt if self._args.greater_is_better else operator.lt
         if state.best_metric is None or is_better(value, state.best_metric):

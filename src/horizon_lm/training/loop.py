@@ -151,9 +151,8 @@ class Loop:
     def error_of_callbacks(self) -> str:
         """Return the first error of a callback as text, on any rank; empty if none has failed."""
         error = self.callbacks.error
-        return self.ranks.agree(
-            "the end of the callbacks", "" if error is None else f"{type(error).__name__}: {first_line(error)}"
-        )
+        text = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
+        return self.ranks.agree("the end of the callbacks", text)
 
     def end(self, step: int) -> RunResult:
         """Export the model, or the best one, and evaluate it. After an error of a callback, keep the weights and raise it."""

@@ -72,9 +72,7 @@ def _resume_line(point: ResumePoint) -> str:
 
 
 def rows_per_step(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
-    """Return the rows of a step of all ranks: those of the checkpoint, whose run may have had another number of ranks, unless the
-    settings have changed them.
-    """
+    """Return the rows of a step of all ranks: those of the checkpoint, whatever its number of ranks was, unless settings change them."""
     own = config.rows_per_step * num_ranks
     if point is None or _rows_of_rank(point, config) != config.rows_per_step:
         return own
