@@ -43,7 +43,9 @@ def restore_callbacks(saved: Mapping[str, Any], callbacks: Sequence[Any], step: 
         callbacks: instances of transformers callbacks.
         step: the number of steps that are done; TensorBoard drops later points.
     """
-    without_state, states = [], {name: iter(each) for name, each in saved["callbacks"].items()}
+    without_state, states = [], dict[str, Iterator[Any]]()
+    for name, each in saved["callbacks"].items():
+        states[name] = iter(each if isinstance(each, list) else [each])  # older checkpoints have one of each class
     for callback in callbacks:
         name = type(callback).__name__
         if is_tensorboard(callback) and saved["tensorboard"] is not None:

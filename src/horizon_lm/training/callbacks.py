@@ -85,7 +85,8 @@ class Callbacks(Part):
             self._call("on_train_begin")
         for line in place_lines(self._handler.callbacks):
             report(line)
-        for name, is_requested in resumed.get("control", {}).items():
+        older = {"should_training_stop": resumed.get("stops", False)}  # all that older checkpoints have
+        for name, is_requested in resumed.get("control", older).items():
             setattr(self._control, name, getattr(self._control, name) or is_requested)
         self._raise_error_of_start()
 
