@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, masking_utils
 
 from horizon_lm.checkpoints import gguf_export, gguf_reading
@@ -239,6 +241,60 @@ def test_models_that_would_be_read_differently(
     with pytest.raises(ModelNotSupportedError, match=message):
         gguf_export.export_gguf(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: {name: each for name, each in weights.items() if name != UP},
+            f"lacks 1 of 21 parameters.*{UP}",
+        ),
+        (
+            lambda weights: {name: each for name, each in weights.items() if name != "lm_head.weight"},
+            "lacks 1 of 21 parameters.*lm_head",
+        ),
+        (lambda weights: weights | {UP: weights[UP][:-8].clone()}, f"{UP} has shape"),
+        (lambda weights: weights | {UP: weights[UP] * torch.inf}, f"{UP} has [\\d,]+ NaN or infinite values"),
+    ],
+    ids=["a missing layer", "a missing head", "another shape", "infinite"],
+)
+def test_weights_that_are_not_those_of_the_model(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], message: str
+) -> None:
+    source = save(tmp_path / "model", "llama")
+    change_weights(source, change)
+    with pytest.raises(ConfigError, match=message):
+        gguf_export.export_gguf(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_that_is_stored_as_the_head(tmp_path: Path) -> None:
+    source = save(tmp_path / "model", "llama", tie_word_embeddings=True)
+    expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    change_weights(
+        source, lambda weights: {name.replace("model.embed_tokens", "lm_head"): each for name, each in weights.items()}
+    )
+    gguf_export.export_gguf(source, tmp_path / "out")
+    found = load_gguf(tmp_path / "out", "model.gguf", torch.float32).state_dict()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_tensors_that_are_not_part_of_the_model(tmp_path: Path) -> None:
+    """llama.cpp loads no file with tensors that it does not ask for, such as the frequencies in old folders of Llama 2."""
+    source = save(tmp_path / "model", "llama")
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "extra.weight": torch.ones(4)}
+    change_weights(source, lambda weights: weights | frequencies)
+    notes = gguf_export.export_gguf(source, tmp_path / "out").notes
+    assert len(gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors) == 21
+    assert any("extra.weight" in note for note in notes)
 
 
 def test_float16_that_overflows(tmp_path: Path) -> None:

@@ -18,16 +18,18 @@ from horizon_lm.checkpoints.gguf_tensors import Tensors
 from horizon_lm.checkpoints.gguf_tokenizer import Tokenizer, read_tokenizer
 from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
-from horizon_lm.model import hf_config, hub
+from horizon_lm.model import hf_config, hub, skeletons
 from horizon_lm.model.adapters import base_of_adapters
 from horizon_lm.model.quantization import quantization_of
+from horizon_lm.store.checkpoint_loader import check_headers
 from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.store.conversion import find_conversion
 
 FILE = "model.gguf"
 
 
 class Exported(NamedTuple):
-    """A file that was written: lines on what llama.cpp does differently, and whether transformers reads it at all."""
+    """A file that was written: lines on what it lacks and what llama.cpp does differently, and whether transformers reads it at all."""
 
     notes: list[str]
     in_transformers: bool
@@ -42,7 +44,8 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
         dtype: ``bfloat16``, ``float16`` or ``float32`` of matrices; None for that of each. Vectors are always in float32.
 
     Raises:
-        ConfigError: a folder cannot be read or exists, the package gguf is missing, or a tensor has no place in the format.
+        ConfigError: a folder cannot be read or exists, its weights are not those of the model, the package gguf is missing, or a
+            tensor has no place in the format.
         ModelNotSupportedError: the file would not be read as this model or this tokenizer.
     """
     folder, source = Path(folder), hub.local_folder(model)
@@ -66,7 +69,11 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
         with closing(_describe(config, tokenizer, header)) as writer:
             _write_header(writer)
         notes = require_kept(architecture, config, header, source)
-    tensors = Tensors(architecture, config, checkpoint, getattr(torch, dtype) if dtype else None)
+    skeleton = skeletons.open_skeleton(source, config)
+    conversion = find_conversion(skeleton, checkpoint.names)
+    used = [name for name in checkpoint.names if name not in conversion.unused]
+    tensors = Tensors(architecture, config, checkpoint, used, getattr(torch, dtype) if dtype else None)
+    notes = [*check_headers(skeleton, checkpoint, conversion), *notes]
 
     def fill(part: Path) -> None:
         """Write the file, whose header has the tensors' names and shapes."""

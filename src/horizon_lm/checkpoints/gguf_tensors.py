@@ -4,7 +4,7 @@ A tensor is made of one of the folder's, or of many: experts of a layer are one 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -73,8 +73,7 @@ class _Bytes:
     def _pieces(self) -> Iterator[torch.Tensor]:
         for piece in self._tensor.source.pieces:
             values = piece.read(self._checkpoint).to(self._tensor.dtype)
-            if values.dtype == torch.float16:
-                require_finite(piece.tensor, values, self._checkpoint.file_of(piece.tensor))
+            require_finite(piece.tensor, values, self._checkpoint.file_of(piece.tensor))
             yield values if self._tensor.layout is None else self._tensor.layout(values)
 
 
@@ -82,7 +81,12 @@ class Tensors:
     """The tensors of a folder, as they are in a GGUF file."""
 
     def __init__(
-        self, architecture: Architecture, config: Any, checkpoint: Checkpoint, dtype: torch.dtype | None
+        self,
+        architecture: Architecture,
+        config: Any,
+        checkpoint: Checkpoint,
+        names: Iterable[str],
+        dtype: torch.dtype | None,
     ) -> None:
         """Name all tensors.
 
@@ -90,6 +94,7 @@ class Tensors:
             architecture: that of the model.
             config: its config.
             checkpoint: its folder.
+            names: the tensors in it that belong to the model.
             dtype: that of matrices; None for that of each. Vectors and routers are always in float32.
 
         Raises:
@@ -98,14 +103,16 @@ class Tensors:
         import gguf
 
         self._checkpoint, self._factors = checkpoint, frequency_factors(config)
-        headers, layouts = checkpoint.headers(), architecture.layouts(config)
+        all_headers, layouts = checkpoint.headers(), architecture.layouts(config)
+        headers = {name: all_headers[name] for name in names}
         kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-        names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+        names_in_gguf = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+        sources = _sources(headers, checkpoint.folder)
+        if config.tie_word_embeddings and (head := sources.pop("lm_head.weight", None)) is not None:
+            sources.setdefault("model.embed_tokens.weight", head)  # readers take the embedding for the head
         self._tensors = []
-        for name, source in _sources(headers, checkpoint.folder).items():
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                continue  # readers take the embedding
-            in_gguf = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        for name, source in sources.items():
+            in_gguf = names_in_gguf.get_name(name, try_suffixes=(".weight", ".bias"))
             if in_gguf is None:
                 raise ConfigError(f"{checkpoint.folder}: the tensor {name} has no name in GGUF; remove it")
             if len(source.pieces) > 1:
