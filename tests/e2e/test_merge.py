@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import horizon_lm
 from horizon_lm.errors import ConfigError
@@ -71,6 +71,18 @@ def test_merged_weights_equal_those_of_peft(tmp_path: Path, kind: str, dtype: to
     changed = AutoModelForCausalLM.from_pretrained(base).state_dict()
     assert any(not torch.equal(found[name], value) for name, value in changed.items())
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
+
+
+def test_files_beside_the_weights(tmp_path: Path) -> None:
+    """A tokenizer may have further templates, in a folder; the processor of images is the base's, which the adapters lack."""
+    base, adapter = save(tmp_path, tiny_models.build("llama"), torch.float32)
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(adapter)
+    (base / "preprocessor_config.json").write_text("{}")
+    assert run("merge", adapter, tmp_path / "merged").exit_code == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer.chat_template
+    assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == "{}"
 
 
 def test_shards_and_dtype(tmp_path: Path) -> None:

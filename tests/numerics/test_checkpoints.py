@@ -216,6 +216,21 @@ def test_files_are_safetensors_with_the_names_of_the_parameters(precision: str, 
     assert "model.layers.0.self_attn.q_proj.weight.exp_avg" not in found
 
 
+def test_an_exported_model_has_the_files_of_its_tokenizer(tmp_path: Path) -> None:
+    model, _ = opened("cpu")
+
+    def add_files(folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+
+    save_checkpoint(tmp_path / "one", model, add_files=add_files)
+    horizon_lm.export_checkpoint(tmp_path / "one", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert not (tmp_path / "out" / "units").exists()
+
+
 def test_a_checkpoint_is_no_model_until_it_is_exported(tmp_path: Path) -> None:
     model, optimizer = opened()
     save_checkpoint(tmp_path / "one", model, optimizer)

@@ -19,6 +19,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model import hf_config, skeletons
 from horizon_lm.model.adapter_config import share_weights
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
+from horizon_lm.model.folder import TEMPLATES
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
 from horizon_lm.paths import lasting_name
@@ -121,7 +122,9 @@ def export_checkpoint(
         else:
             save_pretrained(find_parts(model), store, part, as_dtype, max_shard_size)
         for file in manifest.files:
-            if "/" not in file and file not in _OWN and not (part / file).exists():
+            is_copied = Path(file).parent in (Path(), Path(TEMPLATES)) and file not in _OWN
+            if is_copied and not (part / file).exists():
+                (part / file).parent.mkdir(exist_ok=True)
                 shutil.copyfile(checkpoint / file, part / file)
 
     write_new_folder(folder, fill)

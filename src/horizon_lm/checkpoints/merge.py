@@ -15,7 +15,7 @@ from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hf_config, hub, skeletons
 from horizon_lm.model.adapters import base_of_adapters, open_base
 from horizon_lm.model.finite import require_finite
-from horizon_lm.model.folder import require_model_files
+from horizon_lm.model.folder import TEMPLATES, require_model_files
 from horizon_lm.model.merged_layers import MergedLayers
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.quantization import take_quantization
@@ -30,8 +30,10 @@ from horizon_lm.store.quantized_checkpoint import require_untransposed
 
 _CHUNK = 32 * 2**20  # bytes of small tensors that are read together, for each of which the file would be opened again
 _TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "*.model",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template*",
+    f"{TEMPLATES}/*", "*.model",
 )  # fmt: skip
+_PROCESSOR_FILES = ("*processor_config.json",)
 
 
 def merge_adapter(
@@ -86,10 +88,11 @@ def merge_adapter(
             )
 
     def fill(part: Path) -> None:
-        """Write the model, the tokenizer, and code that belongs to either."""
+        """Write the model, the tokenizer, the processor of images, and code that belongs to one of them."""
         write_folder(Disk(), part, written, merged, max_shard_size)
-        for path in _tokenizer_files(adapter) or _tokenizer_files(source):
-            shutil.copyfile(path, part / path.name)
+        for patterns in (_TOKENIZER_FILES, _PROCESSOR_FILES):
+            if not _copy_files(patterns, adapter, part):
+                _copy_files(patterns, source, part)
         for path in sorted(source.glob("*.py")) if trust_remote_code else ():  # also the code of its tokenizer
             if not (part / path.name).exists():
                 shutil.copyfile(path, part / path.name)
@@ -97,8 +100,14 @@ def merge_adapter(
     write_new_folder(folder, fill)
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [path for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+def _copy_files(patterns: Iterable[str], source: Path, target: Path) -> bool:
+    """Copy the files of a folder that match a pattern to the same places in another one. Return whether there are any."""
+    files = [path for pattern in patterns for path in sorted(source.glob(pattern)) if path.is_file()]
+    for path in files:
+        copied = target / path.relative_to(source)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copied)
+    return bool(files)
 
 
 @dataclass(slots=True)

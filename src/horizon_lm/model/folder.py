@@ -6,7 +6,8 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.paths import near_path, require_inside, require_own_files, require_regular
 
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model", "*.py")
-_ALSO_READ = ("*.gguf", "additional_chat_templates", "additional_chat_templates/*")  # in a local folder
+TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's templates beside the default one
+_ALSO_READ = ("*.gguf", TEMPLATES, f"{TEMPLATES}/*")  # in a local folder
 
 
 def code_remedy(error: Exception) -> str:
