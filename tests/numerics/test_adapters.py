@@ -1,6 +1,8 @@
 """PEFT's adapters on a streamed model: their gradients are those of plain PEFT, and the base costs no gradients."""
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 pytest.importorskip("peft", reason="needs the whole installation")
 
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import horizon_lm
-from horizon_lm.errors import StreamingError
+from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
 from horizon_lm.slabs import slab_elements
@@ -212,3 +215,40 @@ def test_layers_without_a_setting(family: str, names: set[str]) -> None:
     assert {
         name.rpartition(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name
     } == names
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("settings", "task", "message"),
+    [
+        ({"num_hidden_layers": 4}, "CAUSAL_LM", r"no place for, .*layers\.3.* does not belong to this base"),
+        ({"num_hidden_layers": 1}, "CAUSAL_LM", r"lacks tensors, .*layers\.1.* does not belong to this base"),
+        (
+            {"hidden_size": 16},
+            "CAUSAL_LM",
+            r"adapter: PEFT cannot add .*size mismatch for .*q_proj.*; give them the base",
+        ),
+        ({}, "SEQ_CLS", r"no place for, .*score\.weight"),
+    ],
+    ids=["more layers", "fewer layers", "another size", "a classifier"],
+)
+def test_adapters_of_another_base_are_rejected(
+    settings: dict[str, Any], task: str, message: str, tmp_path: Path
+) -> None:
+    """PEFT takes what fits, and leaves other layers without adapters."""
+    tiny_models.build("llama").save_pretrained(tmp_path / "base")
+    tiny_models.build("llama", **settings).save_pretrained(tmp_path / "other")
+    auto = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
+    config = LoraConfig(task_type=task, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(auto.from_pretrained(tmp_path / "other"), config).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+
+    def name_base(base: str) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / base)}))
+
+    name_base("base")
+    with pytest.raises(ConfigError, match=message):
+        horizon_lm.from_pretrained(tmp_path / "adapter", device="cpu")
+    if task == "CAUSAL_LM":
+        name_base("other")
+        horizon_lm.from_pretrained(tmp_path / "adapter", device="cpu")

@@ -20,6 +20,8 @@ from horizon_lm.model.finite import require_finite
 from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import lasting_name, require_inside
 
+_COPY, _RANK = ".modules_to_save.", ".ranknum."  # in names of PEFT's tensors
+
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
@@ -77,13 +79,17 @@ class Adapters:
             ConfigError: PEFT is not installed, or rejects the adapters for this model.
         """
         peft = _peft()
-        with _rejections():
+        with _rejections(self.folder):
             folder = None if self.folder is None else hub.local_folder(self.folder)
             config = self._new_config(peft, model) if folder is None else open_adapter_config(folder, model)
             require_kind_that_streams(config)  # before PEFT opens further adapters, or repeats layers
             if folder is not None and draw:
-                read_values(folder)  # rejects what PEFT would take
-                return peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)
+                values = read_values(folder)  # rejects what PEFT would take
+                adapted = peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)
+                if not config.is_prompt_learning:  # whose values PEFT reads without the model
+                    # Again, for the result, which PEFT keeps: it takes what fits of adapters of another base.
+                    require_all_read(adapted, peft.set_peft_model_state_dict(adapted, values, name), folder)
+                return adapted
             if isinstance(model, peft.PeftModel):
                 model.add_adapter(name, config, low_cpu_mem_usage=not draw)
                 return model
@@ -208,6 +214,26 @@ def read_values(folder: Path) -> dict[str, Any]:
     return state
 
 
+def require_all_read(model: Any, result: Any, folder: Path) -> None:
+    """Raise ConfigError if a PEFT model has no place for values of the adapters in a folder, or trains some that it lacks.
+
+    ``result`` is what PEFT returns when it reads the values.
+    """
+    # A parameter that several layers share is there if one of its names is. PEFT does not save AdaLoRA's numbers of ranks,
+    # and writes trained copies of a resized table twice.
+    params = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(param) for name, param in params.items() if name not in result.missing_keys}
+    missing = [name for name, param in params.items() if param.requires_grad and id(param) not in known]
+    for problem, names in (
+        ("has tensors that the model has no place for", [n for n in result.unexpected_keys if _COPY not in n]),
+        ("lacks tensors", [name for name in missing if _RANK not in name]),
+    ):
+        if names:
+            raise ConfigError(
+                f"{require_weights(folder)} {problem}, for example {names[0]}; it does not belong to this base"
+            )
+
+
 def load_adapters(model: Any, folder: Path) -> None:
     """Load saved values of the adapters of a streamed PEFT model, which stay where they are. Raise ConfigError if there are
     none in safetensors.
@@ -278,14 +304,21 @@ def without_peft_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def _rejections() -> Iterator[None]:
-    """Context manager: raise ConfigError for adapters that PEFT rejects."""
+def _rejections(folder: str | None = None) -> Iterator[None]:
+    """Context manager: raise ConfigError for adapters that PEFT rejects: those in a folder, or those of settings."""
     try:
         with without_peft_warnings():
             yield
     except HorizonError:
         raise
     except Exception as error:  # PEFT raises anything
+        if folder is None:
+            raise ConfigError(
+                f"PEFT cannot add these adapters to the model ({first_line(error)}); correct the lora_ settings"
+            ) from error
+        _, _, shapes = str(error).partition("Error(s) in loading state_dict for")  # torch names them below this line
+        detail = shapes.split("\n")[1].strip() if "\n" in shapes else first_line(error)
         raise ConfigError(
-            f"PEFT cannot add these adapters to the model ({first_line(error)}); correct the lora_ settings"
+            f"{folder}: PEFT cannot add these adapters to the model ({detail}); give them the base that they were trained on, with its "
+            "vocabulary"
         ) from error

@@ -14,11 +14,16 @@ import torch
 from torch import nn
 
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
-from horizon_lm.model.adapters import open_adapter_config, read_values, require_weights, without_peft_warnings
+from horizon_lm.model.adapters import (
+    open_adapter_config,
+    read_values,
+    require_all_read,
+    require_weights,
+    without_peft_warnings,
+)
 
 _FROM_THE_BASE = ("olora", "pissa")  # initialisations that take from the base what can be computed again
 _LOST = ("corda", "loftq", "lora_ga", "pissa_niter")  # these need data, random numbers or a GPU for that
-_COPY, _RANK = ".modules_to_save.", ".ranknum."
 _NOT_IN_WEIGHTS = ("ADAPTION_PROMPT", "CARTRIDGE", "LILY", "POLY", "SHADOW", "XLORA")
 # Kinds whose layers are built without a look at values of the base. Others get a base that is mapped from its files.
 _KNOW_NO_VALUES = (
@@ -195,19 +200,7 @@ class MergedLayers:
         with self._errors("read these adapters"):
             result: Any = peft.set_peft_model_state_dict(model, state)
         del model.load_state_dict
-        # A parameter that several layers share is there if one of its names is. PEFT does not save AdaLoRA's numbers of ranks,
-        # and writes trained copies of a resized table twice.
-        params = dict(model.named_parameters(remove_duplicate=False))
-        known = {id(param) for name, param in params.items() if name not in result.missing_keys}
-        missing = [name for name, param in params.items() if param.requires_grad and id(param) not in known]
-        for problem, names in (
-            ("has tensors that the model has no place for", [n for n in result.unexpected_keys if _COPY not in n]),
-            ("lacks tensors", [name for name in missing if _RANK not in name]),
-        ):
-            if names:
-                raise ConfigError(
-                    f"{require_weights(self._folder)} {problem}, for example {names[0]}; it does not belong to this base"
-                )
+        require_all_read(model, result, self._folder)
         return places
 
     def _make_room(self, model: Any, values: Mapping[str, torch.Tensor]) -> set[Place]:
