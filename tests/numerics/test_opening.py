@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     ApertusConfig,
     AutoModelForCausalLM,
@@ -310,3 +310,20 @@ def test_a_gguf_file_is_dequantized_to_the_dtype_that_it_is_opened_with(
 def test_a_config_for_a_gguf_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave config out"):
         horizon_lm.from_pretrained(tmp_path, gguf_file="model.gguf", config=GEMMA)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_one_file_is_read_before_an_index(tied: bool, tmp_path: Path) -> None:
+    """Files that an earlier save has left are not read, nor is a head that is in them."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA.to_diff_dict() | {"tie_word_embeddings": tied}))
+    model.save_pretrained(tmp_path)
+    older = {name: value + 1 for name, value in written(tmp_path).items()}
+    older["lm_head.weight"] = older["model.embed_tokens.weight"] + 1
+    save_file(older, tmp_path / "model-00001-of-00001.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(older, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    found = horizon_lm.from_pretrained(tmp_path, device="cpu", precision="float32").state_dict()
+    assert plain.keys() == found.keys()
+    assert [name for name in plain if not torch.equal(plain[name], found[name])] == []

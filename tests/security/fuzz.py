@@ -87,7 +87,7 @@ def _index(path: Path) -> object:
     folder = path.parent / "index"
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors.index.json").write_bytes(path.read_bytes())
-    (folder / "model.safetensors").write_bytes(len(_TENSORS).to_bytes(8, "little") + _TENSORS + bytes(32))
+    (folder / "weights.safetensors").write_bytes(len(_TENSORS).to_bytes(8, "little") + _TENSORS + bytes(32))
     return Checkpoint(folder).headers()
 
 
@@ -122,7 +122,7 @@ READERS: dict[str, tuple[Reader, bytes]] = {
     "list of rows": (lambda path: list(read_rows(str(path))), b'[{"text": "a"},\n {"text": "b", "n": [true, -1]}]\n'),
     "config": (require_sane_config, b'{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "a": [1, {"b": 2}]}'),
     "header": (read_headers, len(_TENSORS).to_bytes(8, "little") + _TENSORS + bytes(32)),
-    "index": (_index, b'{"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}'),
+    "index": (_index, b'{"metadata": {}, "weight_map": {"a": "weights.safetensors", "b": "weights.safetensors"}}'),
     "manifest": (_manifest, json.dumps(_MANIFEST, separators=(",", ":"), sort_keys=True).encode()),
     "gguf": (read_gguf_header, _GGUF + bytes(-len(_GGUF) % 32 + 32)),
     "profile": (read_profile, json.dumps(asdict(published()["h200"])).encode()),

@@ -59,6 +59,16 @@ def indexed(file_of: Callable[[Path], str]) -> Edit:
     return edit
 
 
+def index(content: str) -> Edit:
+    """Edit that replaces the weights by the text of an index."""
+
+    def edit(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / INDEX).write_text(content)
+
+    return edit
+
+
 def pipe(file: str) -> Edit:
     def edit(folder: Path) -> None:
         (folder / file).unlink(missing_ok=True)
@@ -125,10 +135,10 @@ CASES: dict[str, tuple[Edit, str]] = {
         f"{UP} is there twice",
     ),
     # damaged JSON
-    "index that is text": (text(INDEX, "{"), f"{INDEX} is not an index of weights"),
-    "index without files": (text(INDEX, '{"weight_map": []}'), f"{INDEX} is not an index of weights"),
-    "index of numbers": (text(INDEX, '{"weight_map": {"a": 1}}'), f"{INDEX} is not an index of weights"),
-    "nested index": (text(INDEX, "[" * 100_000), f"{INDEX} is not an index of weights"),
+    "index that is text": (index("{"), f"{INDEX} is not an index of weights"),
+    "index without files": (index('{"weight_map": []}'), f"{INDEX} is not an index of weights"),
+    "index of numbers": (index('{"weight_map": {"a": 1}}'), f"{INDEX} is not an index of weights"),
+    "nested index": (index("[" * 100_000), f"{INDEX} is not an index of weights"),
     "tokenizer that is text": (text("tokenizer.json", "{"), "no tokenizer that can be read"),
     "empty tokenizer": (text("tokenizer.json", "{}"), "no tokenizer that can be read"),
     "tokenizer of numbers": (text("tokenizer.json", "[1, 2]"), "no tokenizer that can be read"),
@@ -154,7 +164,7 @@ CASES: dict[str, tuple[Edit, str]] = {
     "many tokenizer settings": (text("tokenizer_config.json", MANY), "has 300,000 values"),
     "many special tokens": (text("special_tokens_map.json", MANY), "has 300,000 values"),
     "many generation settings": (text("generation_config.json", MANY), "has 300,000 values"),
-    "many weights": (text(INDEX, '{"weight_map": {' + "," * 1_100_000), "has 1,100,000 values"),
+    "many weights": (index('{"weight_map": {' + "," * 1_100_000), "has 1,100,000 values"),
 }  # fmt: skip
 
 UNBUILDABLE: dict[str, Edit] = {  # sizes of no model, each with an error of the code that it is first used in

@@ -8,6 +8,13 @@ from horizon_lm.paths import near_path, require_inside, require_own_files, requi
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model", "*.py")
 TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's templates beside the default one
 _ALSO_READ = ("*.gguf", TEMPLATES, f"{TEMPLATES}/*")  # in a local folder
+WEIGHTS = "model.safetensors"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that may have a folder's weights: as for transformers, one file is before an index of several."""
+    single = folder / WEIGHTS
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def code_remedy(error: Exception) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError, first_line, warn
 from horizon_lm.model.config_limits import require_sane_config
-from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files
+from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files, weight_files
 from horizon_lm.model.gguf_header import read_gguf_header
 from horizon_lm.model.own_head import has_own_head
 from horizon_lm.model.own_types import own_type_remedy
@@ -138,7 +138,7 @@ def stored_bytes(folder: Path, config: Any) -> int:
     from safetensors import SafetensorError, safe_open
 
     try:
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in weight_files(folder):
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not a dict)
                     kind = tensors.get_slice(name).get_dtype()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from horizon_lm.model.folder import weight_files
+
 _ROWS = 4096  # that are compared at once
 
 
@@ -25,7 +27,7 @@ def has_own_head(folder: Path, config: Any, model_class: Any) -> bool:
     if not getattr(config, "tie_word_embeddings", False) or type(config) not in model_class._model_mapping:
         return False
     tied = model_class._model_mapping[type(config)]._tied_weights_keys
-    files = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors")))
+    files = tuple((path, path.stat().st_mtime_ns) for path in weight_files(folder))
     return any(_differ(files, *names) for names in (tied.items() if isinstance(tied, dict) else ()))
 
 

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.model.folder import WEIGHTS
 from horizon_lm.paths import require_inside, require_regular
 
 _INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _LONGEST = 32 * 2**20  # bytes of a header; published files have up to 2 MB
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")  # weights that torch.load reads, which may run code
 _BITS = {
@@ -55,23 +55,24 @@ class Checkpoint:
         self.folder = folder
         self.when_read: Callable[[str, slice | None, torch.Tensor], None] | None = None
         self._file_of: dict[str, str]
-        if (folder / _INDEX).is_file():
+        # One file before an index, which is left of an earlier save then, as in transformers.
+        if (folder / WEIGHTS).is_file():
+            self._file_of = dict.fromkeys(read_headers(folder / WEIGHTS), WEIGHTS)
+        elif (folder / _INDEX).is_file():
             self._file_of = _read_index(folder / _INDEX)
-        elif (folder / _SINGLE).is_file():
-            self._file_of = dict.fromkeys(read_headers(folder / _SINGLE), _SINGLE)
         elif (folder / "manifest.json").is_file() and (folder / "units").is_dir():
             raise ConfigError(f"{folder} is a checkpoint of a run; make a model of it: horizon-lm export {folder} OUT")
         else:
             pickle = next((path.name for kind in _PICKLES for path in sorted(folder.glob(kind))), None)
             found = f", but {pickle}, which may run code when it is read" if pickle else ""
             raise ConfigError(
-                f"{folder} has neither {_SINGLE} nor {_INDEX}{found}; convert the weights to safetensors first"
+                f"{folder} has neither {WEIGHTS} nor {_INDEX}{found}; convert the weights to safetensors first"
             )
 
     @staticmethod
     def is_in(folder: Path) -> bool:
         """Return whether a folder has weights."""
-        return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
+        return (folder / _INDEX).is_file() or (folder / WEIGHTS).is_file()
 
     @property
     def names(self) -> list[str]:
