@@ -327,3 +327,19 @@ def test_one_file_is_read_before_an_index(tied: bool, tmp_path: Path) -> None:
     found = horizon_lm.from_pretrained(tmp_path, device="cpu", precision="float32").state_dict()
     assert plain.keys() == found.keys()
     assert [name for name in plain if not torch.equal(plain[name], found[name])] == []
+
+
+def test_the_config_has_the_dtype_of_the_embedding(tmp_path: Path) -> None:
+    """A head in float32 does not make other programs open the whole model in float32."""
+    save(tmp_path, LLAMA, torch.bfloat16)
+    weights = written(tmp_path)
+    weights["lm_head.weight"] = weights["lm_head.weight"].float()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = horizon_lm.from_pretrained(tmp_path, device="cpu")
+    model.save_pretrained(tmp_path / "out")
+    horizon_lm.save_checkpoint(tmp_path / "one", model)
+    horizon_lm.export_checkpoint(tmp_path / "one", tmp_path / "exported")
+    for folder in ("out", "one", "exported"):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == "bfloat16"
+    for folder in ("out", "exported"):
+        assert written(tmp_path / folder)["lm_head.weight"].dtype == torch.float32

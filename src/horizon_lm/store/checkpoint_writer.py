@@ -111,8 +111,8 @@ def checkpoint_tensors(parts: ModelParts, store: Store, dtype: torch.dtype) -> I
 
 
 def main_dtype(store: Store) -> torch.dtype:
-    """Return the dtype of a written model, as its config has it: that of its first weight."""
-    return store.written_dtype or next(iter(store.source_dtypes.values()))
+    """Return the dtype of a written model, as its config has it: that of its embedding, as transformers reads it from a model."""
+    return store.written_dtype or store.source_dtypes[next(iter(store.unit_of))]
 
 
 class _Exporter:

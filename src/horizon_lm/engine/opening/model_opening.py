@@ -23,6 +23,7 @@ from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.source import ModelSource
 from horizon_lm.paths import lasting_name
 from horizon_lm.store.checkpoint_loader import load_weights
+from horizon_lm.store.checkpoint_writer import main_dtype
 from horizon_lm.store.decoded_checkpoint import DecodedCheckpoint
 
 
@@ -152,10 +153,9 @@ def _open_checkpoint(
         # Before anything is computed from the weights, and outside of `fail_together`: this error is raised on all
         # ranks anyway.
         same.require()
-        # Weights that the folder lacks are drawn in the dtype of those that it has.
-        drawn_in = torch.float32 if arguments.precision == "float32" else next(iter(store.source_dtypes.values()))
+        # Weights that the folder lacks are drawn in the dtype of the embedding.
         with drawing_alike(mesh, torch.device("cpu")):
-            draw(examined.parts.model, new, store, torch.device("cpu"), drawn_in)
+            draw(examined.parts.model, new, store, torch.device("cpu"), main_dtype(store))
     if adapters is not None:
         return add_adapters(adapters, examined.parts, store, arguments)
     return attach(arguments, examined, store)
