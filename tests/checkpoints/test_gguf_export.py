@@ -297,6 +297,17 @@ def test_tensors_that_are_not_part_of_the_model(tmp_path: Path) -> None:
     assert any("extra.weight" in note for note in notes)
 
 
+def test_a_file_that_lacks_a_tensor_is_not_opened(tmp_path: Path) -> None:
+    """transformers would draw it anew, as all weights that are in other parts of a file that was split."""
+    gguf_export.export_gguf(save(tmp_path / "model", "llama"), tmp_path / "out")
+    file = tmp_path / "out" / "model.gguf"
+    file.write_bytes(file.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_ux.weight"))
+    with pytest.raises(
+        ConfigError, match=f"no weights for 1 tensors of a LlamaForCausalLM, for example {UP}.*join all parts"
+    ):
+        load_gguf(tmp_path / "out", "model.gguf", torch.float32)
+
+
 def test_float16_that_overflows(tmp_path: Path) -> None:
     source = save(tmp_path / "model", "llama", pad_token_id=None)
     model = AutoModelForCausalLM.from_pretrained(source)

@@ -20,17 +20,24 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
 
     require_model_files(folder)
     read_gguf_header(gguf_path(folder, gguf_file))
+    opened: Any  # by its annotation, transformers' method returns a model alone
     try:
         with _without_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
+            opened = AutoModelForCausalLM.from_pretrained(
                 folder, gguf_file=gguf_file, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
-                trust_remote_code=False,
+                trust_remote_code=False, output_loading_info=True,
             )  # fmt: skip
     except Exception as error:  # transformers' parsers raise anything
         raise ConfigError(
             f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
             "gguf accelerate (or the extra gguf), and an architecture that transformers reads from GGUF"
         ) from error
+    model, found = opened
+    if missing := sorted(found["missing_keys"]):  # transformers would initialise them
+        raise ConfigError(
+            f"gguf_file: {folder / gguf_file} has no weights for {len(missing)} tensors of a {type(model).__name__}, for example "
+            f"{missing[0]}; if it is a part of a model, join all parts first: llama-gguf-split --merge FIRST_PART OUT"
+        )
     for name, parameter in model.named_parameters():
         require_finite(name, parameter.data, folder / gguf_file)
     return model
