@@ -1,6 +1,7 @@
 """Adapters on a frozen base that is quantized in host memory: folders as published, and weights quantized while they are read."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,20 @@ def with_adapters(folder: Path, kind: str, tmp_path: Path, **config: Any) -> tup
     if kind == "4bit":
         return plain, horizon_lm.from_pretrained(tmp_path / "adapters", "cpu", "float32", load_in_4bit=True)
     return plain, horizon_lm.from_pretrained(tmp_path / "adapters", "cpu", "float32")
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_codes_that_are_stored_in_another_dtype(published: Any, tmp_path: Path, storage: torch.dtype) -> None:
+    """With ``bnb_4bit_quant_storage``, which FSDP wants, the bytes of codes have the dtype of other weights."""
+    folder = shutil.copytree(published("llama", "nf4"), tmp_path / "stored")
+    tensors = load_file(folder / "model.safetensors")
+    codes = [name for name in tensors if f"{name}.absmax" in tensors]
+    for name in codes:
+        tensors[name] = tensors[name].view(-1).view(storage).view(-1, 1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    expected, found = (dict(opened(each, "nf4").named_parameters()) for each in (published("llama", "nf4"), folder))
+    assert codes
+    assert all(torch.equal(found[name].decode(), expected[name].decode()) for name in codes)
 
 
 @pytest.mark.filterwarnings("ignore")

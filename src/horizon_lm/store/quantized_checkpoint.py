@@ -15,7 +15,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.quantization import expected_codecs, matrix_codec
-from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, Checkpoint, Header
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, DTYPES, Checkpoint, Header
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.store.quantized_layouts import STATE, QuantizedWeight, find_weights
 from horizon_lm.units import block
@@ -102,6 +102,8 @@ class QuantizedCheckpoint(Checkpoint):
             sources = {name: self.quantized[name].sources[component] for name in target.sources}
             read = super().read(list(sources.values()))
             for source in read:
+                if _are_codes(self.quantized[first].codec, component):
+                    read[source] = read[source].contiguous().view(torch.uint8)
                 self._require_valid(source, component, read[source], self.quantized[first].codec)
             by_weight = {name: read[source] for name, source in sources.items()}
             (components[component],) = target.convert(model, by_weight).values()
@@ -129,7 +131,10 @@ class QuantizedCheckpoint(Checkpoint):
                     f"{self.folder}: {source} is missing, without which {name} cannot be decoded; download it again"
                 )
             header = headers[source]
-            if header.shape.numel() != expected.shape.numel() or header.dtype != DTYPE_NAMES[expected.dtype]:
+            fits = header.shape.numel() == expected.shape.numel() and header.dtype == DTYPE_NAMES[expected.dtype]
+            if _are_codes(weight.codec, component) and header.dtype in DTYPES:
+                fits = header.shape.numel() * DTYPES[header.dtype].itemsize == expected.num_bytes
+            if not fits:
                 raise ConfigError(
                     f"{super().file_of(source)}: {source} is {header.dtype} of shape {tuple(header.shape)}, but {name} "
                     f"{tuple(weight.shape)} needs {DTYPE_NAMES[expected.dtype]} of shape {tuple(expected.shape)}; download it again"
@@ -164,6 +169,11 @@ class QuantizedCheckpoint(Checkpoint):
         is_nan = (raw & 127) == 127 if tensor.dtype == torch.float8_e4m3fn else raw == 255
         if is_nan.any():
             raise ConfigError(f"{place}: {source} has {int(is_nan.sum()):,} NaN values; download it again")
+
+
+def _are_codes(codec: Codec, component: str) -> bool:
+    """Return whether a component is the codes of bitsandbytes, whose bytes may be stored in any dtype (``bnb_4bit_quant_storage``)."""
+    return isinstance(codec, Bnb4Bit) and component == "weight"
 
 
 def codecs_of(checkpoint: QuantizedCheckpoint, parts: ModelParts) -> dict[str, Codec]:
