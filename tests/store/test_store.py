@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
@@ -89,6 +90,24 @@ def _tensors(folder: Path) -> dict[str, tuple[Any, ...]]:
 
 def _json(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def test_a_tied_weight_is_known_by_both_names(tmp_path: Path) -> None:
+    reference = tiny_models.build("llama", tie_word_embeddings=True)
+    model = horizon_lm.stream(copy.deepcopy(reference))
+    table, other = (torch.randn(reference.lm_head.weight.shape) for _ in range(2))
+    model.load_state_dict({"lm_head.weight": table}, strict=False)
+    model.save_pretrained(tmp_path / "loaded", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "given", state_dict={"lm_head.weight": other})
+    for folder, expected in (("loaded", table), ("given", other)):
+        assert torch.equal(load_file(tmp_path / folder / "model.safetensors")["model.embed_tokens.weight"], expected)
+
+
+def test_a_given_value_of_another_shape_is_rejected(tmp_path: Path) -> None:
+    model = horizon_lm.stream(tiny_models.build("llama"))
+    with pytest.raises(ConfigError, match=r"model.norm.weight of shape \(3,\), and the model \(32,\)"):
+        model.save_pretrained(tmp_path / "out", state_dict={"model.norm.weight": torch.zeros(3)})
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_export_dtype(tmp_path: Path) -> None:

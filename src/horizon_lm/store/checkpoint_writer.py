@@ -22,6 +22,7 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.tying import true_config
 from horizon_lm.quantities import parse_bytes
 from horizon_lm.store.buffers import unrounded_buffers
+from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, DTYPES, Header
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
@@ -126,11 +127,19 @@ class _Exporter:
         self._in_float32: frozenset[str] = frozenset()
         if dtype is not None:
             self._in_float32 = frozenset(kept_in_float32(parts.model, store.unit_of, dtype) | parts.in_float32)
+        first = parameter_names(parts.model)  # names of parameters, by all of their names: tied ones have several
+        given = {first.get(name, name): value for name, value in values.items()}
         self._given = {  # values of the caller that are not the store's own, and that can be written
             name: value
-            for name, value in values.items()
+            for name, value in given.items()
             if name in store.unit_of and name not in store.codecs and value.data_ptr() != store.weight(name).data_ptr()
         }
+        for name, value in self._given.items():
+            if value.shape != store.shape(name):
+                raise ConfigError(
+                    f"save_pretrained: state_dict has {name} of shape {tuple(value.shape)}, and the model {tuple(store.shape(name))}; "
+                    "leave it out"
+                )
         self._buffers = unrounded_buffers(parts, store)
         slabs_of: dict[Unit, list[Unit]] = {}  # by the unit to which they belong
         for slabs in store.units:

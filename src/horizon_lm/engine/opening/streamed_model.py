@@ -15,6 +15,7 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError, warn
 from horizon_lm.model.adapter_config import share_weights
+from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_writer import checkpoint_tensors, save_pretrained
 
 
@@ -133,13 +134,14 @@ class StreamedModel:
         # torch checks names and shapes, and copies into the views, where values are rounded. The writes below add the
         # bits that were lost.
         result = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
-        loaded = [name for name in engine.refs if name in state_dict]
-        for name in loaded:
-            engine.store.write(name, state_dict[name])
+        names = parameter_names(self)  # also those of a tied weight that are not its first
+        loaded = {names[name]: value for name, value in state_dict.items() if names.get(name) in engine.refs}
+        for name, value in loaded.items():
+            engine.store.write(name, value)
         # torch's copies have raised the versions of the parameters, as foreign writes do; but low halves are not to
         # be reset.
         engine.foreign_writes.follow(with_low_halves=True)
-        if engine.store.precision.low_half and any(state_dict[name].dtype == torch.bfloat16 for name in loaded):
+        if engine.store.precision.low_half and any(value.dtype == torch.bfloat16 for value in loaded.values()):
             warn(
                 "bfloat16 weights were loaded into a model in precision 'fp32_master': the 16 low bits of their fp32 masters "
                 "are zero now. To continue a training, load the optimizer's state after the model's: it restores them.",
