@@ -3,6 +3,7 @@
 import random
 import threading
 import tracemalloc
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -214,6 +215,32 @@ def test_files_are_safetensors_with_the_names_of_the_parameters(precision: str, 
         assert torch.equal(found[name].view(torch.uint8), value.contiguous().view(torch.uint8)), name
     assert "model.layers.1.self_attn.q_proj.weight.exp_avg" in found
     assert "model.layers.0.self_attn.q_proj.weight.exp_avg" not in found
+
+
+def test_the_state_of_a_scheduler_is_that_of_its_numbers(tmp_path: Path) -> None:
+    """MultiStepLR counts its milestones by their numbers, which are texts as keys in JSON, and would never come again."""
+    model, _ = opened("cpu")
+    optimizers = [torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0) for _ in range(2)]
+    schedulers = [torch.optim.lr_scheduler.MultiStepLR(each, milestones=[3], gamma=0.5) for each in optimizers]
+    own = {
+        "a": Counter({3: 1}),
+        "b": (1, [2.5, None]),
+        "c": {4: "x"},
+        "d": {"horizon_lm.type": True},
+        "e": OrderedDict(f=1),
+    }
+    save_checkpoint(tmp_path / "one", model, state={"scheduler": schedulers[0].state_dict(), **own})
+    found = load_checkpoint(tmp_path / "one", model)
+    schedulers[1].load_state_dict(found.pop("scheduler"))
+    for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+        assert scheduler.get_last_lr() == [0.5]
+    assert found == own
+    assert type(found["a"]) is Counter
+    with pytest.raises(ConfigError, match="the state of a checkpoint has a Tensor, which a checkpoint cannot hold"):
+        save_checkpoint(tmp_path / "two", model, state={"tensor": torch.ones(1)})
 
 
 def test_an_exported_model_has_the_files_of_its_tokenizer(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Rare uses of a Trainer that need care when micro-batches are held back: each run equals that of the plain model."""
 
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import horizon_lm
 from horizon_lm.engine.passes import lockstep
 from horizon_lm.errors import ConfigError
-from horizon_lm.integrations.plain_state import from_plain, to_plain
 from horizon_lm.integrations.trainer_rows import longest_row
 from tests.e2e import tiny
 from tests.seams.compare import difference
@@ -217,12 +215,6 @@ def test_a_scheduler_that_cannot_be_saved_is_rejected_before_training(tmp_path: 
         train(horizon_lm.trainer(Trainer), model, tmp_path, **BETWEEN, **own)
     assert optimizer.num_steps == 0
     train(horizon_lm.trainer(Trainer), model, tmp_path, **(BETWEEN | {"save_only_model": True}), **own)
-
-
-def test_plain_state() -> None:
-    state = {"a": Counter({3: 1}), "b": (1, [2.5, None]), "c": {4: "x"}, "d": {"horizon_lm.type": True}}
-    assert from_plain(to_plain(state, "s")) == state
-    assert type(from_plain(to_plain(state, "s"))["a"]) is Counter
 
 
 # Rows

@@ -12,6 +12,7 @@ import torch
 from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
 from horizon_lm.checkpoints.manifest import Manifest, read_json, verify_copies
 from horizon_lm.checkpoints.part_reader import PartReader, unit_of
+from horizon_lm.checkpoints.plain_state import from_plain, to_plain
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file
 from horizon_lm.checkpoints.unit_file import LOW, UNITS, UnitFile
@@ -52,7 +53,7 @@ def save_checkpoint(
             under a name with the present time.
         model: a streamed model.
         optimizer: its `AdamW`, or another optimizer of horizon_lm; None to save the weights alone.
-        state: further state as plain data for JSON, such as the state dict of a scheduler.
+        state: further state as plain data, such as the state dict of a scheduler.
         arrays: further state as tensors.
         add_files: a function that writes further files into the folder before the training goes on.
         published: called in another thread when the checkpoint is on disk.
@@ -108,7 +109,7 @@ def _other_files(
     content = {
         "optimizer": optimizer.scalars() if optimizer else None,
         "random": random_state(devices=not engine.device_lost),
-        "state": dict(state),
+        "state": to_plain(dict(state), "the state of a checkpoint"),
     }
     tensors = {BUFFERS: unrounded_buffers(engine.parts, engine.store), ARRAYS: arrays}
     files = {STATE: (json.dumps(content, indent=1) + "\n").encode()}
@@ -241,7 +242,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     content = read_json(folder / STATE)
     if not isinstance(content, dict) or not {"optimizer", "random", "state"} <= content.keys():
         raise ConfigError(f"{folder / STATE} is damaged: it is not the state of a training")
-    return content
+    try:
+        return content | {"state": from_plain(content["state"])}
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / STATE} is damaged: {first_line(error)}") from error
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

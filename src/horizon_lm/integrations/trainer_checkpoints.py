@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from horizon_lm.checkpoints.plain_state import to_plain
 from horizon_lm.errors import ConfigError
-from horizon_lm.integrations.plain_state import from_plain, to_plain
 from horizon_lm.model.adapters import load_adapters
 
 FOLDER = "horizon"  # in a checkpoint of the Trainer
@@ -24,7 +24,8 @@ class TrainerCheckpoints:
         scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
         saves = getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy) != "no"
         if trainer.streamed_optimizer is not None and saves and not trainer.args.save_only_model:
-            _scheduler_state(trainer)  # raises ConfigError if it is no data for JSON
+            kind = type(getattr(scheduler, "scheduler", scheduler)).__name__
+            to_plain(scheduler.state_dict(), f"the state of the scheduler {kind}")
         return scheduler
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -34,7 +35,7 @@ class TrainerCheckpoints:
         if optimizer is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        state = {"scheduler": _scheduler_state(trainer)}
+        state = {"scheduler": trainer.lr_scheduler.state_dict()}
         save_checkpoint(Path(output_dir) / FOLDER, trainer.model, optimizer, state=state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -63,7 +64,7 @@ class TrainerCheckpoints:
             )
         # The Trainer restores random states itself, after the batches that it skips.
         state = load_checkpoint(_folder(checkpoint), trainer.model, trainer.streamed_optimizer, random=False)
-        trainer.lr_scheduler.load_state_dict(from_plain(state["scheduler"]))
+        trainer.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint: from our files in it, or those of its adapters."""
@@ -77,12 +78,6 @@ class TrainerCheckpoints:
             load_adapters(trainer.model, Path(checkpoint))  # PEFT would replace parameters
         else:
             super()._load_best_model()  # type: ignore[misc]
-
-
-def _scheduler_state(trainer: Any) -> Any:
-    """Return the state of the scheduler as data for JSON; raise ConfigError if it cannot be that."""
-    scheduler = trainer.lr_scheduler
-    return to_plain(scheduler.state_dict(), type(getattr(scheduler, "scheduler", scheduler)).__name__)
 
 
 def _folder(checkpoint: str) -> Path:

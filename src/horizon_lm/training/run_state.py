@@ -13,7 +13,7 @@ from horizon_lm.errors import ConfigError, HorizonError, first_line
 # A checkpoint of a run has at least these: first the values that the resumed run is compared with, then the states of its parts.
 FORMAT: dict[str, tuple[type, ...]] = {
     "step": (int,), "num_steps": (int,), "config": (dict,), "settled": (dict,), "model_config": (dict,), "data": (dict,),
-    "scheduler": (dict,), "metrics": (dict,), "best": (dict,), "last_eval": (list,), "spikes": (dict,),
+    "scheduler": (dict,), "metrics": (dict,), "best": (dict,), "last_eval": (list, tuple), "spikes": (dict,),
     "loss_before": (float, type(None)), "finished": (bool,), "callbacks": (dict,), "files": (dict,),
 }  # fmt: skip
 

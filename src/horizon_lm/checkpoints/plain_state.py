@@ -1,4 +1,4 @@
-"""The state of a scheduler as JSON, and back: with the numbers as keys, counters and tuples that JSON does not have."""
+"""A state as data for JSON, and back: with the numbers as keys, counters and tuples that JSON does not have, as schedulers have them."""
 
 from collections import Counter
 from typing import Any
@@ -9,12 +9,12 @@ _TAG = "horizon_lm.type"
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def to_plain(value: Any, owner: str) -> Any:
+def to_plain(value: Any, name: str) -> Any:
     """Return a value as data for JSON.
 
     Args:
         value: plain values, lists, tuples, dictionaries and counters.
-        owner: name of the scheduler, for the message.
+        name: what it is, for the message, such as "the state of a checkpoint".
 
     Raises:
         ConfigError: the value has an object that is none of them.
@@ -22,17 +22,17 @@ def to_plain(value: Any, owner: str) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list):
-        return [to_plain(item, owner) for item in value]
+        return [to_plain(item, name) for item in value]
     if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": [to_plain(item, owner) for item in value]}
-    if type(value) is dict and _TAG not in value and all(isinstance(key, str) for key in value):
-        return {key: to_plain(item, owner) for key, item in value.items()}
-    if type(value) in (dict, Counter):
-        items = [[to_plain(key, owner), to_plain(item, owner)] for key, item in value.items()]
-        return {_TAG: type(value).__name__, "items": items}
+        return {_TAG: "tuple", "items": [to_plain(item, name) for item in value]}
+    if isinstance(value, dict):
+        kind = "Counter" if isinstance(value, Counter) else "dict"
+        if kind == "dict" and _TAG not in value and all(isinstance(key, str) for key in value):
+            return {key: to_plain(item, name) for key, item in value.items()}
+        return {_TAG: kind, "items": [[to_plain(key, name), to_plain(item, name)] for key, item in value.items()]}
     raise ConfigError(
-        f"the state of the scheduler {owner} has a {type(value).__name__}, which a checkpoint cannot hold; keep plain numbers in "
-        "it, or set save_strategy='no' or save_only_model=True"
+        f"{name} has a {type(value).__name__}, which a checkpoint cannot hold; keep plain numbers and texts in it, or save the "
+        "model alone (save_only_model)"
     )
 
 
