@@ -343,3 +343,12 @@ def test_the_config_has_the_dtype_of_the_embedding(tmp_path: Path) -> None:
         assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == "bfloat16"
     for folder in ("out", "exported"):
         assert written(tmp_path / folder)["lm_head.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(("small", "large", "expected"), [("F32", "BF16", 2), ("BF16", "F32", 4)])
+def test_the_bytes_of_a_folder_are_those_of_most_numbers(small: str, large: str, expected: int, tmp_path: Path) -> None:
+    """A norm in float32 does not double the bytes that a plan counts for files."""
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16}
+    weights = {name: torch.zeros(size, dtype=kinds[small]) for name, size in (("a", 8), ("z", 8))}
+    save_file(weights | {"m": torch.zeros(64, dtype=kinds[large])}, tmp_path / "model.safetensors")
+    assert hf_config.stored_bytes(tmp_path, LLAMA) == expected

@@ -1,6 +1,8 @@
 """The Hugging Face config of a model: read it from a folder, and find the class of model that it describes."""
 
+import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +136,19 @@ def config_bytes(config: Any) -> int:
 
 
 def stored_bytes(folder: Path, config: Any) -> int:
-    """Return the bytes per element of the checkpoint in a folder: of its first floating-point tensor, or else as its config says."""
+    """Return the bytes per element of the checkpoint in a folder: of most of its first file's numbers, or else as its config says."""
     from safetensors import SafetensorError, safe_open
 
     try:
         for file in weight_files(folder):
+            numels = Counter[str]()  # by dtype; some weights may be in float32, such as those of routers
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                    kind = tensors.get_slice(name).get_dtype()
-                    if kind in ("F64", "F32", "F16", "BF16"):
-                        return int(re.sub(r"\D", "", kind)) // 8
+                    entry = tensors.get_slice(name)
+                    if entry.get_dtype() in ("F64", "F32", "F16", "BF16"):
+                        numels[entry.get_dtype()] += math.prod(entry.get_shape())
+            if numels:
+                return int(re.sub(r"\D", "", numels.most_common(1)[0][0])) // 8
     except (OSError, SafetensorError):  # the error is raised when the weights are read
         pass
     return config_bytes(config)
