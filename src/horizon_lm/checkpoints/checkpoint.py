@@ -240,12 +240,10 @@ def read_state(folder: Path) -> dict[str, Any]:
         ConfigError: the file is missing or damaged.
     """
     content = read_json(folder / STATE)
-    if not isinstance(content, dict) or not {"optimizer", "random", "state"} <= content.keys():
-        raise ConfigError(f"{folder / STATE} is damaged: it is not the state of a training")
     try:
-        return content | {"state": from_plain(content["state"])}
+        return {"optimizer": content["optimizer"], "random": content["random"], "state": from_plain(content["state"])}
     except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / STATE} is damaged: {first_line(error)}") from error
+        raise ConfigError(f"{folder / STATE} is damaged: it is not the state of a training") from error
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -81,13 +81,8 @@ class Tensors:
     """The tensors of a folder, as they are in a GGUF file."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        config: Any,
-        checkpoint: Checkpoint,
-        names: Iterable[str],
-        dtype: torch.dtype | None,
-    ) -> None:
+        self, architecture: Architecture, config: Any, checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype | None
+    ) -> None:  # fmt: skip
         """Name all tensors.
 
         Args:

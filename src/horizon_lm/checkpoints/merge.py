@@ -162,7 +162,8 @@ class _MergedFolder:
         for target in conversion.targets:
             self._target |= dict.fromkeys(self._meta_of_target(target), target)
         self._source = self._find_sources()
-        dtypes = {name: self._stored_dtype(target) for name, target in self._source.items() if target is not None}
+        sources = {name: next(iter(target.sources)) for name, target in self._source.items() if target is not None}
+        dtypes = {name: dtype_of(self._headers[source]) for name, source in sources.items()}
         # What `dtype` applies to, by names in the model and in the checkpoint.
         self._converted = self._find_converted()
         targets = [target for name, target in self._target.items() if name in self._converted]
@@ -322,9 +323,6 @@ class _MergedFolder:
         if self._dtype is None:
             return dict(tensors)
         return {name: tensor.to(self._dtype) if name in names else tensor for name, tensor in tensors.items()}
-
-    def _stored_dtype(self, target: Target) -> torch.dtype:
-        return dtype_of(self._headers[next(iter(target.sources))])
 
     def _meta_of_target(self, target: Target) -> dict[str, torch.Tensor]:
         """Return meta tensors of the model that a target gives, by name."""

@@ -312,13 +312,12 @@ def _rejections(folder: str | None = None) -> Iterator[None]:
     except HorizonError:
         raise
     except Exception as error:  # PEFT raises anything
-        if folder is None:
-            raise ConfigError(
-                f"PEFT cannot add these adapters to the model ({first_line(error)}); correct the lora_ settings"
-            ) from error
         _, _, shapes = str(error).partition("Error(s) in loading state_dict for")  # torch names them below this line
         detail = shapes.split("\n")[1].strip() if "\n" in shapes else first_line(error)
-        raise ConfigError(
-            f"{folder}: PEFT cannot add these adapters to the model ({detail}); give them the base that they were trained on, with its "
-            "vocabulary"
-        ) from error
+        place = "" if folder is None else f"{folder}: "
+        remedy = (
+            "correct the lora_ settings"
+            if folder is None
+            else "give them the base and the vocabulary that they were trained on"
+        )
+        raise ConfigError(f"{place}PEFT cannot add these adapters to the model ({detail}); {remedy}") from error

@@ -192,9 +192,6 @@ def _reject_dropped(model: Any, folder: Path, unused: Mapping[str, str]) -> None
                 )
 
 
-__all__ = ["Checkpoint", "load_weights"]
-
-
 def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> list[ParamRef]:
     """Check a checkpoint and load it into the store. Emit a CheckpointWarning for tensors that are ignored or missing.
 

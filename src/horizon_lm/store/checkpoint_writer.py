@@ -107,7 +107,7 @@ def _remove_stale(disk: Disk, folder: Path, files: Collection[str]) -> None:
 def checkpoint_tensors(parts: ModelParts, store: Store, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a checkpoint with their names, unit by unit."""
     exporter = _Exporter(parts, store, dtype, {})
-    for index in range(exporter.num_units):
+    for index in range(len(exporter._units)):
         yield from exporter.unit(index).items()
 
 
@@ -150,11 +150,6 @@ class _Exporter:
         self._units.append(list(self._buffers))
         self.main_dtype = dtype or main_dtype(store)
         self.num_params = sum(each.layout.num_params for each in store.units.values())
-
-    @property
-    def num_units(self) -> int:
-        """The number of units, of which the last one has the buffers."""
-        return len(self._units)
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
         """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""
