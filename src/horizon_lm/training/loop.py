@@ -6,7 +6,7 @@ from functools import partial
 
 from horizon_lm.data.batch import Batch
 from horizon_lm.engine.streamed import engine_of
-from horizon_lm.errors import RankLostError, first_line
+from horizon_lm.errors import InterruptedRunError, RankLostError, first_line
 from horizon_lm.training.busy_cores import BusyCores
 from horizon_lm.training.evaluation import Evaluation
 from horizon_lm.training.first_step import FirstStep
@@ -154,6 +154,16 @@ class Loop:
         text = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
         return self.ranks.agree("the end of the callbacks", text)
 
+    def evaluate_exported(self, step: int) -> float | None:
+        """Return the eval loss of the exported model; None without an eval set, and after a signal, since the run is complete."""
+        try:
+            return self.evaluation.run(step)
+        except InterruptedRunError:
+            if not self.interrupts.requested:  # another rank is lost
+                raise
+            self.reporter.print(f"{self.interrupts.requested}: the exported model is not evaluated")
+            return None
+
     def end(self, step: int) -> RunResult:
         """Export the model, or the best one, and evaluate it. After an error of a callback, keep the weights and raise it."""
         for part in self.parts:
@@ -164,7 +174,7 @@ class Loop:
         else:  # also with an error after the last step, when the model is complete
             self.evaluation.load_best(step)
             self.saver.export(step)  # before the evaluation, which may fail
-            loss_after = self.evaluation.run(step)
+            loss_after = self.evaluate_exported(step)
             for part in self.parts:
                 part.end()
         if problem := self.error_of_callbacks():
