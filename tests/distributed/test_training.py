@@ -27,6 +27,7 @@ from horizon_lm.errors import (
     StreamingError,
     SummedLossWarning,
 )
+from horizon_lm.optimizers import OPTIMIZERS
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, assert_same, batches_of, build, run, train
 from tests.support import tiny_models
@@ -153,6 +154,11 @@ def test_bits_of_one_process_in_tiles(pool: Pool, name: str) -> None:
         assert_same(outcomes, expected, training)
         losses = [sum(each.losses[step] for each in outcomes) for step in range(training.steps)]
         assert losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+def test_every_optimizer_is_in_a_case_that_runs() -> None:
+    found = {training.optim for name, training in CASES.items() if name not in IN_OTHER_CASES}
+    assert found == {each.name for each in OPTIMIZERS.values()}
 
 
 @pytest.mark.parametrize("name", without(CASES, IN_OTHER_CASES))

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
+from horizon_lm.optimizers import OPTIMIZERS
+from tests.support.planned_bytes import ELEMENTWISE
 from tests.support.threaded_device import ThreadedDevice
 from tests.support.tiny_models import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
 
@@ -75,7 +77,7 @@ def draw_training(r: random.Random) -> Training:
             "grad_dtype": r.choice([None, torch.float32, torch.bfloat16]),
             "device_micro_batch_size": r.choice([None, 1, 2]),
         },
-        optimizer=r.choice(["AdamW", "Lion"] if is_adapted else ["AdamW", "AdamW", "Lion", "Muon"]),
+        optimizer=r.choice(ELEMENTWISE if is_adapted else ["AdamW", *(each.name for each in OPTIMIZERS.values())]),
         hyperparameters=hyperparameters,
         batches=[[draw_batch(r) for _ in range(calls)] for _ in steps],
     )

@@ -12,6 +12,7 @@ from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
+from horizon_lm.optimizers import OPTIMIZERS
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.host_memory import host_bytes
@@ -67,6 +68,9 @@ class Case:
         )
 
 
+ELEMENTWISE = [each.name for each in OPTIMIZERS.values() if "update_in_backward" in each.settings]
+
+
 def draw_case(draw: random.Random) -> Case:
     """Return random settings of a run."""
     rows = draw.randint(1, 4)
@@ -86,7 +90,7 @@ def draw_case(draw: random.Random) -> Case:
     }
     frozen = draw.sample([EMBED, OUTER, HEAD, "block0", "block1"], draw.choice([0, 0, 1, 2, 3, 4]))
     moments = draw.choice(["float32", "bfloat16", "8bit"])
-    return Case(rows, options, moments, draw.choice([False, True]), frozenset(frozen), draw.choice(["AdamW", "Lion"]))
+    return Case(rows, options, moments, draw.choice([False, True]), frozenset(frozen), draw.choice(ELEMENTWISE))
 
 
 def trainable(model: Any, frozen: frozenset[str]) -> str | None:

@@ -35,7 +35,7 @@ class EngineSettings(Settings):
     )
     moments: Literal["auto", "float32", "bfloat16", "8bit"] = Field(
         "float32",
-        description="Dtype of AdamW's moments in host memory; float32, bfloat16 and 8bit take 8, 4 and 2 bytes per parameter. "
+        description="Dtype of the moments in host memory: each takes 4, 2 or 1 bytes per parameter, and AdamW has two. "
         "auto: bfloat16 where the planned step is notably shorter with it, because updates are exposed; else float32.",
     )
     host_memory: Annotated[Bytes | None, OnResume.FREE, PerMachine()] = Field(

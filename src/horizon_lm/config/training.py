@@ -62,7 +62,9 @@ class TrainingSettings(Settings):
         0.999, description="Second beta of the optimizer: in AdamW, the decay rate of the second moment."
     )
     adam_epsilon: Annotated[PositiveFloat, Needs(optim=users_of("adam_epsilon"))] = Field(
-        1e-8, le=1, description="Term added to AdamW's denominator for numerical stability."
+        1e-8,
+        le=1,
+        description="Term added to the denominator of AdamW, and of Muon's part for other parameters, for numerical stability.",
     )
     max_grad_norm: Norm = Field(1.0, description="Global norm that gradients are clipped to; 0 for no clipping.")
     non_finite: Annotated[Literal["raise", "skip"], OnResume.FREE] = Field(
