@@ -59,7 +59,7 @@ class NonFiniteError(HorizonError, ArithmeticError):
 
 
 class CheckpointWarning(UserWarning):
-    """Tensors of a checkpoint do not belong to the model, and are ignored."""
+    """Tensors of a checkpoint do not belong to the model and are ignored, or do not fit the dtype that they are written in."""
 
 
 class NonFiniteWarning(RuntimeWarning):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import horizon_lm
 from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
-from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError
 from horizon_lm.store.arena import Arena
 from horizon_lm.store.precision import join_master, split_master
 from horizon_lm.store.unit_slabs import SlabLayout
@@ -119,6 +120,18 @@ def test_export_dtype(tmp_path: Path) -> None:
     assert {d for _, d in _tensors(tmp_path / "fp32").values()} == {"F32"}
     assert _json(tmp_path / "fp32" / "config.json")["dtype"] == "float32"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "same").dtype == torch.bfloat16
+
+
+def test_values_that_float16_makes_infinite_are_reported(tmp_path: Path) -> None:
+    model = tiny_models.build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e5
+    streamed = horizon_lm.stream(model)
+    with pytest.warns(CheckpointWarning, match=r"lm_head.weight has values above 65,504, which float16 makes infinite"):
+        streamed.save_pretrained(tmp_path / "half", dtype=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        streamed.save_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
 
 
 def test_saving_again_removes_stale_shards(tmp_path: Path) -> None:

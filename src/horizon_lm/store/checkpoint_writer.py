@@ -16,7 +16,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from horizon_lm.disk import Disk, new_file, part_of, sync_tree, write_file
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import CheckpointWarning, ConfigError, warn
 from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.tying import true_config
@@ -141,6 +141,7 @@ class _Exporter:
                     "leave it out"
                 )
         self._buffers = unrounded_buffers(parts, store)
+        self._overflows = False  # of float16, by a weight that was written
         slabs_of: dict[Unit, list[Unit]] = {}  # by the unit to which they belong
         for slabs in store.units:
             slabs_of.setdefault(slabs.home, []).append(slabs)
@@ -184,11 +185,22 @@ class _Exporter:
         if name in self._buffers:
             return self._buffers[name].to("cpu")
         if name in self._given:
-            return self._given[name].to("cpu", self._dtype_of(name))
+            return self._rounded(name, self._given[name].cpu())
         weight, dtype = self._store.weight(name), self._dtype_of(name)
         if name in self._store.codecs:
-            return self._store.decode(name).to(dtype)
-        return weight if weight.dtype == dtype else self._store.master(name).to(dtype)
+            return self._rounded(name, self._store.decode(name))
+        return weight if weight.dtype == dtype else self._rounded(name, self._store.master(name))
+
+    def _rounded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a value in the dtype in which it is written. Warn about the first one that float16 makes infinite."""
+        rounded = value.to(self._dtype_of(name))
+        if rounded.dtype == torch.float16 and not self._overflows and rounded.isinf().any():
+            self._overflows = True
+            warn(
+                f"{name} has values above 65,504, which float16 makes infinite; save the model in bfloat16",
+                CheckpointWarning,
+            )
+        return rounded
 
 
 Shard = dict[int, dict[str, torch.Tensor]]  # by the index of a unit, its meta tensors in this file
