@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -276,8 +277,10 @@ def test_the_base_is_not_changed(runs: Runs, base: dict[str, Any], tmp_path: Pat
     assert seen[0] == seen[1]
 
 
-def test_dpo_prefers_against_the_base(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference is the base with adapters off, also if a run goes on with adapters that have learned something."""
+def test_dpo_prefers_against_the_model_that_it_starts_from(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference has the adapters that a run goes on with, which have learned something, as in TRL."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = horizon_lm.train({**base, "output_dir": str(tmp_path / "first")}, print_fn=lambda _: None)
     pairs = [
@@ -307,9 +310,9 @@ def test_dpo_prefers_against_the_base(base: dict[str, Any], tmp_path: Path, monk
         policy = torch.stack([margin(pair) for pair in pairs])
         with plain.disable_adapter():
             reference = torch.stack([margin(pair) for pair in pairs])
-    losses = -torch.nn.functional.logsigmoid(0.1 * (policy - reference))
-    assert losses.min() * 0.999 < loss < losses.max() * 1.001  # the mean over some of the pairs
-    assert abs(loss - 0.6931) > 1e-3  # what a reference with adapters would give
+    against_the_base = -torch.nn.functional.logsigmoid(0.1 * (policy - reference))
+    assert loss == pytest.approx(math.log(2), abs=1e-5)
+    assert against_the_base.max() < math.log(2) - 1e-3
 
 
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {

@@ -616,7 +616,7 @@ def test_speed_excludes_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
         host=SimpleNamespace(bytes=1),
     )  # fmt: skip
     measured = metrics.Metrics(10, 5, plan)
-    batch = SimpleNamespace(places=("",) * 2, num_trained=6, num_tokens=8)
+    batch = SimpleNamespace(places=("",) * 2, is_stand_in=False, num_trained=6, num_tokens=8)
     clock[0] = 1.0
     with measured.exclude_from_timing():
         clock[0] = 101.0

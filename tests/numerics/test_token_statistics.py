@@ -277,7 +277,7 @@ def test_means_are_those_of_micro_batches() -> None:
         host=SimpleNamespace(bytes=1),
     )  # fmt: skip
     measured = Metrics(10, 5, plan)
-    batch = SimpleNamespace(places=("",) * 5, num_trained=12, num_tokens=20)
+    batch = SimpleNamespace(places=("",) * 5, is_stand_in=False, num_trained=12, num_tokens=20)
     more = TokenSums(torch.tensor([5.0]), torch.tensor([1]))
 
     def add(value: float, sums: TokenSums) -> None:
