@@ -52,12 +52,14 @@ class CudaDevice(StreamDevice):
         _let_segments_expand()
         self.registration_error: str | None = None
         self._locks = PageLocks(torch_device)
-        self._warned_bytes = 0
+        self._warned_bytes = 0  # that were not page-locked, at the last warning
         self.workspace_bytes = 0
+        # Not at exit, since the end of the process undoes both.
         weakref.finalize(self, self._locks.unlock_all).atexit = False
         if capacity is not None:
-            weakref.finalize(self, _limit_allocator(capacity, torch_device)).atexit = False
-        self._clock: tuple[torch.cuda.Event, float] | None = None
+            lift_limit = _limit_allocator(capacity, torch_device)
+            weakref.finalize(self, lift_limit).atexit = False
+        self._clock: tuple[torch.cuda.Event, float] | None = None  # an event, and the time at which it was reached
 
     # Device memory
 

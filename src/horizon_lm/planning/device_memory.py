@@ -66,10 +66,10 @@ def _block_bytes(micro_batches: Sequence[Footprint], hidden: int) -> tuple[int, 
 
 
 def _peak(micro_batches: Sequence[Footprint]) -> int:
-    """Return the peak of a block's forward and backward pass.
+    """Return the peak of a block's forward and backward pass, for micro-batches from the largest on.
 
-    With tiles, all micro-batches come as far as the experts before any goes on. A single one keeps its graph meanwhile; several are
-    computed again.
+    With tiles, each micro-batch is computed as far as its experts, and holds ``held`` bytes there, before the first tile. A single one
+    keeps its graph meanwhile; several are computed again.
     """
     largest = micro_batches[0]
     graph = largest.graph if len(micro_batches) == 1 else 0

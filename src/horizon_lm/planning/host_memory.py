@@ -109,7 +109,7 @@ def _scales(trained: ModelSizes, ranges: Mapping[Unit, slice]) -> list[slice]:
 
 def _landing_slot_bytes(step: Step, ranges: Mapping[Unit, slice]) -> int:
     """Return the bytes of the landing slots: two for blocks, one for each other unit. A tied table, and with it the head, has a gradient
-    slab instead.
+    slab instead. ``ranges`` has this rank's range of the gradients of each unit, those in float32 apart.
     """
     trained = step.outline.trained
     lengths = {unit: own.stop - own.start for unit, own in ranges.items()}
@@ -118,8 +118,8 @@ def _landing_slot_bytes(step: Step, ranges: Mapping[Unit, slice]) -> int:
         # A table has a slot for the rows that are read, and a row of zeros for all others.
         elements += (step.table_rows + 1) * trained.hidden
     in_float32 = {unit.home: numel for unit, numel in lengths.items() if unit.is_float32}
-    beside = _slot_elements(in_float32, trained) if in_float32 else 0
-    return elements * step.settings.grad_bytes + beside * 4
+    float32_elements = _slot_elements(in_float32, trained) if in_float32 else 0  # all units have such slabs, or none
+    return elements * step.settings.grad_bytes + float32_elements * 4
 
 
 def _slot_elements(lengths: Mapping[Unit, int], trained: ModelSizes) -> int:

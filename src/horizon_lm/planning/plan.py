@@ -80,10 +80,11 @@ class Plan:
 
     @property
     def load_seconds(self) -> float | None:
-        """Maximum expected seconds for reading the weights; None if unknown."""
+        """Seconds for reading a rank's part of the weights, or less if they are in the page cache; None if unknown."""
         hardware = self.machine.hardware
         if hardware is None or not hardware.disk_read:
             return None
+        # A rank's share of its machine has a share of the disk's rate.
         return self.request.stored_bytes / self.request.shard.count / hardware.disk_read
 
     @property

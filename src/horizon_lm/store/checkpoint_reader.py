@@ -170,7 +170,7 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor; raise ConfigError if an index is damaged, or names a file that is no safetensors file."""
-    require_inside(path, path.parent)
+    require_inside(path, path.parent)  # it may be a link: into the hub's cache, and nowhere else
     try:
         files = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):

@@ -89,6 +89,8 @@ class UnitSlabs:
         slot_numel, slot_cuts: elements of such a slot, and the places between the equal parts of ``weights`` that the ranks fill. The
             last may reach into the place of quantized tensors, which are decoded afterwards.
         cuts, grad_cuts: the places at which the ranks cut weights and gradients.
+        own: the range of the weights that this rank owns.
+        plain: the layout of the weights that are not quantized.
         weights: the tensors that are not quantized, in this layout.
         packed: the quantized tensors.
         row: elements of a row of a table; None for other units.
@@ -113,13 +115,13 @@ class UnitSlabs:
         self._cuts = UnitCuts(self.layout.numels, SlabLayout(quantized).numels, self.row, shard)
         self.cuts, self.own = self._cuts.weights, self._cuts.own
         self.slot_numel, self.slot_cuts = self._cuts.slot_numel, self._cuts.slot
-        self.arena = self.packed_arena = Arena(0)  # of the weights, which start at this byte in it
-        self.start = self.packed_start = 0
+        # No memory yet: `Store` sets these, or `take_over`. Each slab begins at byte ``start`` of its arena.
+        self.arena = self.packed_arena = self.low_arena = Arena(0)
+        self.start = self.packed_start = self.low_start = 0
         self.weights = torch.empty(0)
         self.low: torch.Tensor | None = None
-        self.low_arena, self.low_start = self.arena, 0
         self.grads = torch.empty(0)
-        self.lay_out_grads(())
+        self.lay_out_grads(())  # until it is known which tensors are trained
 
     def take_over(self, other: "UnitSlabs") -> None:
         """Use the memory of other slabs with the same layout."""

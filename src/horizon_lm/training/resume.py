@@ -71,12 +71,12 @@ def _resume_line(point: ResumePoint) -> str:
     return f"resume: from {point.folder} (step {point.step} of {point.state['num_steps']})"
 
 
-def rows_per_step(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
+def rows_of_all_ranks(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
     """Return the rows of a step of all ranks: those of the checkpoint, whatever its number of ranks was, unless settings change them."""
-    own = config.rows_per_step * num_ranks
+    by_settings = config.rows_per_step * num_ranks
     if point is None or _rows_of_rank(point, config) != config.rows_per_step:
-        return own
-    return int(point.state.get("rows_per_step", own))
+        return by_settings
+    return int(point.state.get("rows_per_step", by_settings))
 
 
 def _rows_of_rank(point: ResumePoint, config: RunConfig) -> int:
@@ -136,7 +136,7 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
         settled = _saved_settings(point, "settled", config)
         update = {name: settled[name] for name in _OPEN_TO_PLAN if given[name] == now[name]}
-        rows = rows_per_step(point, config, num_ranks)
+        rows = rows_of_all_ranks(point, config, num_ranks)
         if rows != rows_now:
             before = rows // rows_of_rank
             warnings.append(f"resume: {num_ranks} processes instead of {before}; a step keeps its {rows} rows")

@@ -150,7 +150,7 @@ def _read_rows(
     """Read the rows of a run on all ranks. Report likely mistakes in them, and raise DataError for certain ones."""
     ranks = session.ranks
     with ranks.first_of_each_machine_first():
-        rows_per_step = resume.rows_per_step(point, given, ranks.size)
+        rows_per_step = resume.rows_of_all_ranks(point, given, ranks.size)
         data = load_data(config, tokenizer, positions, rows_per_step, ranks.rank, ranks.size)
     ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
     session.reporter.print(*data.lines())

@@ -113,10 +113,10 @@ class ChunkedForward:
         return bool(config.output_hidden_states or config.get_text_config().output_hidden_states)
 
     def _head_options(self, call: Call) -> dict[str, Any]:
-        """Return the arguments of a call that are also passed to the model for each chunk."""
+        """Return the arguments, besides a chunk's own (`_OF_THE_LOSS`), with which the model is called for each chunk."""
         known = {*self._parameters, *_DECODER_ONLY, *_OF_THE_LOSS}
-        # Others reach the loss function through the model's **kwargs. Named arguments describe whole rows, which chunks do not
-        # have.
+        # Those that the model's signature does not name reach the loss function through **kwargs. Those that it names describe whole
+        # rows, which chunks do not have.
         options = {k: v for k, v in call.items() if k not in known}
         # The pass over the whole batch has added the auxiliary loss already; each chunk would add it again.
         without_aux = {name: False for name in AUXILIARY if name in self._parameters}

@@ -179,7 +179,7 @@ class SlabPart:
     ) -> Iterator[Move]:
         """Yield the moves that decode a tensor, or some rows of it, into the slot. The arguments are those of `decoding`."""
         entry, view = self.slabs.packed.entries[name], self.layout.view(slot, name)
-        if self.rows is None:
+        if self.rows is None:  # the part has whole tensors, of which no rows are chosen
             yield Decode(view, self.slabs.packed.bytes_of(name), entry.codec, dtype)
             return
         for rows in [self.rows] if some is None else some:

@@ -143,13 +143,14 @@ class ForwardPass:
         return state
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
-        """Drain if this pass is recorded and has another layout than the last recorded one, which rarely happens.
+        """Drain if this pass is recorded and has other kept blocks, residency or trained parameters than the last recorded one, which
+        rarely happens.
 
-        The waits between passes are proven sufficient only for passes of the same layout.
+        The waits between passes are proven sufficient for passes of one such structure, and those between them that are not recorded.
         """
         engine = self._engine
         structure = (keeps, engine.residency, [name for names in self.trained.values() for name in names])
-        if keeps and structure != engine.between.structure:
+        if self._request.recording and structure != engine.between.structure:
             engine.drain()
             engine.between.structure = structure
 

@@ -19,8 +19,9 @@ class Anchor:
     parameters.
 
     Nodes do not take the parameters themselves, whose gradients never pass through autograd. Without the anchor, autograd
-    would skip a node whose other inputs need no gradient. Its sentinel shows whether a backward pass covers the whole
-    graph. One anchor serves all forward passes until other parameters are trained.
+    would skip a node whose other inputs need no gradient. It depends on the parameters, so that a backward pass restricted
+    to one of them reaches our nodes, which reject it. Its sentinel shows whether a backward pass covers the whole graph. One
+    anchor serves all forward passes until other parameters are trained.
     """
 
     def __init__(self, params: list[nn.Parameter]) -> None:
@@ -211,7 +212,7 @@ class BoundaryPool:
         """Take back the buffers of a forward pass, each with its last copy (`ForwardState.offloads`), and empty ``boundaries``."""
         while boundaries:
             block, buffer = boundaries.popitem()
-            if self._is_closed:
+            if self._is_closed:  # the device is idle for good (`close`), so no copy is running
                 self._free_host(buffer)
             else:
                 self._free.append((buffer, offloads.get(block)))

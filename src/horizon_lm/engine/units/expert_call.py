@@ -98,14 +98,17 @@ class ExpertCall:
         return total
 
     def _tile(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the experts (R, 1) of a tile's rows, and the rows (R,) in the order in which they are given to the function; None
+        """Return the experts (R, 1) of a tile's rows and these rows (R,), both in the order in which they are given to the function; None
         if no token is routed to these experts.
         """
         start, stop = self._bounds[experts.start], self._bounds[experts.stop]
         if start == stop:
             return None
         ids = self._experts[start:stop] - experts.start
-        return ids[:, None], start + self._order.before_sorting(ids)
+        # The function sorts by expert again. Where its sort is unstable, that exchanges rows of one expert: they are given such that it
+        # undoes the exchange, and the sorted ids stay as they are.
+        given = self._order.before_sorting(ids)
+        return ids[:, None], start + given
 
     def finish(self) -> None:
         """Add up the output (N, H) after all rows are computed, and forget what the backward pass computes again."""
