@@ -100,6 +100,7 @@ def test_a_new_folder_keeps_what_has_its_name_by_then(tmp_path: Path) -> None:
         (OSError(errno.ENOSPC, "No space left"), DoesNotFitError, "no space is left"),
         (Exception("I/O error: No space left on device (os error 28)"), DoesNotFitError, "no space is left"),
         (OSError(errno.EFBIG, "File too large"), DoesNotFitError, "ulimit -f unlimited"),
+        (Exception("I/O error: File too large (os error 27)"), DoesNotFitError, "ulimit -f unlimited"),
         (PermissionError(errno.EPERM, "Not permitted"), ConfigError, r"cannot be written to \(Not permitted\)"),
         (KeyError("a bug"), KeyError, "a bug"),
     ],

@@ -1,6 +1,7 @@
 """Write a model into a folder: what an error of the system means, and what happens to files that are not ours."""
 
 import errno
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_
 from horizon_lm.quantities import format_bytes
 from horizon_lm.resources import disk_free
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) -> HorizonError:
@@ -23,7 +24,7 @@ def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) ->
         num_bytes: bytes of the model; 0 if they are not known.
     """
     reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+    if _number_of(error) == errno.EFBIG:
         return DoesNotFitError(
             f"{name}: {folder} takes no file of this size ({reason}); raise the limit: ulimit -f unlimited."
         )
@@ -41,12 +42,19 @@ def is_of_system(error: Exception) -> bool:
     return isinstance(error, OSError | MemoryError) or "(os error " in str(error)
 
 
+def _number_of(error: Exception) -> int | None:
+    """Return the system's number of an error; None if it has none. The writer of safetensors states it in its text alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    stated = re.search(r"\(os error (\d+)\)", str(error))
+    return int(stated[1]) if stated else None
+
+
 def _is_full(folder: Path, error: Exception, num_bytes: int) -> bool:
     """Return whether a folder could not be written because there was no space, judging by the free space if no error says so."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _NO_SPACE
-    if any(f"(os error {number})" in str(error) for number in _NO_SPACE):
-        return True
+    number = _number_of(error)
+    if number is not None:
+        return number in _NO_SPACE
     with suppress(OSError):
         return disk_free(folder) < num_bytes
     return False
