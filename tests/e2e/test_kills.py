@@ -46,7 +46,7 @@ class KilledRun:
         line = self.random.choice(["training data:", "run folder:", *(f"step {first + n}/" for n in (1, 1, 2, 2, 3))])
         with self.start() as run:
             run.wait_for(line)
-            time.sleep(self.random.uniform(0.0, 0.15))
+            time.sleep(self.random.uniform(0.0, 0.05))
             run.send(signal.SIGKILL)
             assert run.end() == -signal.SIGKILL
             self._note(run)
@@ -75,7 +75,7 @@ def hash_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "num_steps"), [(5, 15), pytest.param(50, 150, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    ("num_kills", "num_steps"), [(5, 60), pytest.param(50, 600, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 def test_a_run_that_is_killed_ends_like_one_that_is_not(
     tmp_path: Path, model: Path, num_kills: int, num_steps: int
