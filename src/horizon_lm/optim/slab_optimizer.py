@@ -57,7 +57,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._engine: Engine = engine_of(model, f"horizon_lm.{self.rule.name}")
         check_settings(defaults, self.rule)
-        if max_grad_norm is not None and max_grad_norm <= 0:
+        if max_grad_norm is not None and not max_grad_norm > 0:  # NaN, too
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be positive, or None for no clipping")
         self._skipped = SkippedSteps(non_finite, max_consecutive_skips)
         if update_in_backward and (max_grad_norm is not None or non_finite == "skip"):
