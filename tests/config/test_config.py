@@ -196,6 +196,13 @@ def test_settings_made_unused_by_an_override_are_dropped(
     assert [name for name in dropped if getattr(config, name) != type(config).model_fields[name].default] == []
 
 
+def test_the_best_checkpoint_is_kept_within_the_limit_without_others(write) -> None:
+    text = "save_strategy: 'no'\nsave_total_limit: 1\n"
+    assert "save_total_limit: 1: is not used" in error_of(write(text))
+    best = "eval_strategy: steps\ntest_split_size: 0.1\nload_best_model_at_end: true\n"
+    assert read_run_config(write(text + best)).save_total_limit == 1
+
+
 def test_settings_unused_before_an_override_are_still_rejected(write) -> None:
     assert "eval_steps: 5: is not used" in error_of(write("eval_steps: 5\n"), ["--save_strategy", "no"])
     assert "--eval_steps: 5: is not used" in error_of(

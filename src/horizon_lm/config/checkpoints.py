@@ -27,11 +27,6 @@ class CheckpointSettings(Settings):
     save_steps: Annotated[Interval, OnResume.FREE, Needs(save_strategy="steps")] = Field(
         500, description="Steps between checkpoints, or a fraction of all steps if below 1."
     )
-    save_total_limit: Annotated[Count | None, OnResume.FREE, _NEEDS_CHECKPOINTS] = Field(
-        2,
-        description="Number of checkpoints to keep; older ones are deleted once a new one is on disk. null for all. The best "
-        "one is kept in addition with load_best_model_at_end.",
-    )
     save_only_model: Annotated[bool, OnResume.FREE, _NEEDS_CHECKPOINTS] = Field(
         False,
         description="Export only the model to checkpoint-STEP, without the optimizer's state; a run cannot be resumed from it.",
@@ -60,6 +55,13 @@ class CheckpointSettings(Settings):
     load_best_model_at_end: Annotated[bool, OnResume.FREE] = Field(
         False,
         description="Export the model of the best evaluation instead of the last one. Also writes a checkpoint at each new best.",
+    )
+    save_total_limit: Annotated[
+        Count | None, OnResume.FREE, Needs(save_strategy=("steps", "epoch"), load_best_model_at_end=...)
+    ] = Field(
+        2,
+        description="Number of checkpoints to keep; older ones are deleted once a new one is on disk. null for all. The best "
+        "one is kept in addition with load_best_model_at_end.",
     )
     early_stopping_patience: Annotated[Count | None, OnResume.FREE] = Field(
         None,
