@@ -1,7 +1,11 @@
 """What a rank says of the progress of the others."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from horizon_lm.distributed import monitor
 from horizon_lm.distributed.monitor import Progress
 
 LIMIT = 10.0
@@ -40,3 +44,22 @@ def test_time_in_which_ranks_are_not_watched_does_not_count() -> None:
 @pytest.mark.parametrize("limit", [None, 100.0])
 def test_no_limit_and_a_longer_one_are_kept(limit: float | None) -> None:
     assert messages(Progress(limit), [(7, 6)] * 30) == [""] * 30
+
+
+def test_a_rank_that_dies_before_its_first_beat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(monitor, "_SILENT_SECONDS", 0.5)
+    mesh: Any = SimpleNamespace(rank=0, size=2, progress=3, place="a step", exchange=lambda place, value: [value, 0])
+    watching = monitor.Monitor(mesh, hang_seconds=None, end=lambda code: None)
+    assert "rank 1 has died" in watching.reason()
+    watching.stop("rank 1 is gone")
+
+
+def test_a_rank_that_has_finished_before_its_first_beat_has_not_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(monitor, "_SILENT_SECONDS", 0.5)
+    mesh: Any = SimpleNamespace(rank=0, size=2, progress=3, place="a step", exchange=lambda place, value: [value, 0])
+    watching = monitor.Monitor(mesh, hang_seconds=None, end=lambda code: None)
+    watching._store.set("done/1", "1")
+    assert watching.reason() == "another rank has ended"
+    watching.stop()

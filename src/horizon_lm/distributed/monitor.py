@@ -139,17 +139,18 @@ class Monitor:
             if rank == self._mesh.rank:
                 progress[rank] = (self._mesh.progress, self._mesh.place)
                 continue
-            if not self._store.check([f"beat/{rank}"]) or self._store.check([f"done/{rank}"]):
+            if self._store.check([f"done/{rank}"]):
                 continue
-            beat = self._store.get(f"beat/{rank}").decode()
+            beat = self._store.get(f"beat/{rank}").decode() if self._store.check([f"beat/{rank}"]) else ""
             last_beat, since = self._seen.get(rank, ("", now))
             if beat != last_beat:
                 since = now
             self._seen[rank] = beat, since
             if now - since > _SILENT_SECONDS:
                 return f"rank {rank} has died: it has not answered for {_SILENT_SECONDS:.0f} s"
-            _, count, place = json.loads(beat)
-            progress[rank] = count, place
+            if beat:
+                _, count, place = json.loads(beat)
+                progress[rank] = count, place
         is_watching = self.watches_progress and len(progress) == self._mesh.size
         return self._progress.find_hanging(progress if is_watching else {}, now)
 
