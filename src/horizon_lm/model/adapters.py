@@ -21,6 +21,7 @@ from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import lasting_name, require_inside
 
 _COPY, _RANK = ".modules_to_save.", ".ranknum."  # in names of PEFT's tensors
+_OF_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")  # tasks whose adapters come with a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +243,16 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 
 def open_adapter_config(folder: Path, model: Any) -> Any:
-    """Return PEFT's config of the adapters in a folder, for a model. Raise ConfigError if it cannot be used."""
+    """Return PEFT's config of the adapters in a folder, for a causal language model. Raise ConfigError if it cannot be used."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; it is not the folder of adapters")
     require_quick_names(read_adapter_config(folder), _module_names(model), folder / ADAPTER_CONFIG)
     config = _peft().PeftConfig.from_pretrained(folder)
+    if config.task_type in _OF_OTHER_HEADS:
+        raise ConfigError(
+            f"{folder} has adapters and a head of its own for {config.task_type}; only those of causal language models are opened "
+            "here. PEFT's merge_and_unload merges others"
+        )
     config.inference_mode = False
     config.base_model_name_or_path = lasting_name(config.base_model_name_or_path or "") or None
     return config
