@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 import torch
 import yaml
@@ -1286,6 +1287,25 @@ def test_a_name_with_addresses_inside_is_rejected(tmp_path: Path) -> None:
 
 def test_files_of_a_named_reader(tmp_path: Path) -> None:
     assert texts_of("json", data_files=[str(write(tmp_path, [{"text": "a"}]))]) == ["a"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_column_that_has_no_value_in_the_first_file(tmp_path: Path, suffix: str) -> None:
+    """pandas writes such a column without a type, also within a list."""
+    without = {"messages": [[{"role": "user", "content": "a", "name": None}]], "kept": [None], "never": [None]}
+    values = {"messages": [[{"role": "user", "content": "b", "name": "n"}]], "kept": ["mine"], "never": [None]}
+    for number, columns in enumerate((without, without, values)):
+        table, path = pyarrow.table(columns), tmp_path / f"{number}.{suffix}"
+        if suffix == "parquet":
+            parquet.write_table(table, path)
+        else:
+            with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table)
+    source = open_source(DatasetConfig(path=str(tmp_path)))
+    found = [source.row(index) for index in range(len(source))]
+    assert [row.get("kept") for row in found] == [None, None, "mine"]
+    assert [row["messages"][0].get("name") for row in found] == [None, None, "n"]
+    assert [row.get("never") for row in found] == [None] * 3
 
 
 def test_parquet_without_rows(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def _reader_options(config: DatasetConfig, reader: str, files: Sequence[Path]) -
     """Return the options of a reader of `datasets` for these files; raise DataError if a column holds something else than text."""
     options: dict[str, Any] = {}
     if reader in ("parquet", "arrow"):
-        declared = _declared_features(reader, files[0])
+        declared = _declared_features(reader, files)
         _require_text(config, declared)
         options["features"] = _as_stored(declared)
     if reader == "parquet":
@@ -186,15 +186,34 @@ def _replaced(module: Any, name: str, check: Callable[..., Any], errors: list[Da
 # Features
 
 
-def _declared_features(reader: str, file: Path) -> Any:
-    """Return the features that a file declares, or those of its types if the declaration makes no sense."""
+def _declared_features(reader: str, files: Sequence[Path]) -> Any:
+    """Return the features that the first file declares, or those of its types if the declaration makes no sense.
+
+    A column that has no value in it has the type of the first file in which it has one.
+    """
     import datasets
 
-    schema = _read_schema(reader, file)
+    schema = _read_schema(reader, files[0])
+    for file in files[1:]:
+        unknown = [number for number, field in enumerate(schema) if _lacks_type(field.type)]
+        if not unknown:
+            break
+        other = _read_schema(reader, file)
+        for number in unknown:
+            if (field := schema.field(number)).name in other.names:
+                schema = schema.set(number, other.field(field.name))
     try:
         return datasets.Features.from_arrow_schema(schema)
     except Exception:  # it may have been written by another version, or be no declaration at all
         return datasets.Features.from_arrow_schema(schema.remove_metadata())
+
+
+def _lacks_type(arrow_type: Any) -> bool:
+    """Return whether a type of Arrow, or one inside of it, is that of values that are all null."""
+    import pyarrow
+
+    inner = (arrow_type.field(number).type for number in range(arrow_type.num_fields))
+    return bool(pyarrow.types.is_null(arrow_type)) or any(map(_lacks_type, inner))
 
 
 def _read_schema(reader: str, file: Path) -> Any:
