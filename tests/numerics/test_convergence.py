@@ -78,13 +78,17 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("lr", "modes", "never_changed"),
-    [(1e-5, ["fp32_master", "bf16, stochastic"], 0.8), pytest.param(1e-4, list(MODES), 0.2, marks=pytest.mark.slow)],
+    ("lr", "modes", "share_lost", "never_changed"),
+    [
+        (1e-5, ["fp32_master", "bf16, stochastic"], 0.3, 0.8),
+        pytest.param(1e-4, list(MODES), 0.1, 0.2, marks=pytest.mark.slow),
+    ],
 )
 def test_modes_keep_updates_that_rounding_to_nearest_loses(
     pretrained: dict[str, torch.Tensor],
     lr: float,
     modes: list[str],
+    share_lost: float,
     never_changed: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,7 +105,7 @@ def test_modes_keep_updates_that_rounding_to_nearest_loses(
     for name, (loss, same) in results.items():
         print(f"  {name}: {loss:.4f} ({same:.1%} never changed)")
     assert learned > 0.1
-    assert lost - exact > 0.3 * learned
+    assert lost - exact > share_lost * learned
     assert unchanged > never_changed
     for name, (loss, _) in results.items():
         assert abs(loss - exact) < 0.1 * learned, name

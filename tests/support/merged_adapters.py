@@ -187,7 +187,7 @@ def compare(folder: Path, base_name: str, kind: str) -> list[str]:
     one_of_both = kind in ONE_OF_BOTH and settings.get("tie_word_embeddings")
     if one_of_both:
         assert distance(logits(expected), own) > rounding, "PEFT's merge is right now; compare with it"
-    elif family in ("qwen3_moe", "deepseek_v3", "gpt_oss") and form != "float32":  # rounding may choose another expert
+    elif form != "float32":  # values in 16 bits may choose another expert, and those of RandLora are large
         rounding = max(rounding, 1.01 * distance(logits(expected), own))
     if not distance(logits(merged), own) < rounding:
         found.append(f"logits differ from those of the adapters by {distance(logits(merged), own):.1e}")
