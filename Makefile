@@ -4,11 +4,12 @@
 SHELL := /bin/bash
 export TORCH
 
-.PHONY: help demo golden test test-oldest test-newest test-peers lint docs hostile wheel gpu-check
+.PHONY: help demo golden test test-slow test-oldest test-newest test-peers lint docs hostile wheel gpu-check
 
 help:
 	@echo "make demo   fine-tune a real model under an enforced limit on device memory, about 5 minutes (FAST=1: 8 steps, about 90 seconds)"
 	@echo "make test   lint, types, imports and the test suite (DURATIONS=30: list the slowest tests)"
+	@echo "make test-slow  the cases that make test leaves out, because others that it runs have all that they have"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
 	@echo "make test-newest  a sample of the tests with the newest transformers (TESTS=..., TORCH=torch for the newest torch)"
 	@echo "make test-peers  a few of PEFT's own tests, from its sdist, on streamed models"
@@ -23,6 +24,9 @@ demo:
 
 test: lint
 	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest -n 2 --dist worksteal $(if $(DURATIONS),--durations=$(DURATIONS))
+
+test-slow:
+	@python=$$(scripts/bootstrap.sh dev) && $$python -m pytest -n 2 --dist worksteal -m "slow and not gpu" $(TESTS)
 
 test-oldest:
 	@scripts/test_oldest.sh $(TESTS)

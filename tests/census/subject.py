@@ -105,6 +105,8 @@ def _without_plain(subject: Subject, error: Exception) -> Outcome:
     """Return the outcome of a case without a reference, which is a rejection if the model is rejected."""
     try:
         subject.stream(head="whole")
+    except CannotBuildError as failure:
+        return Outcome("cannot_build", str(failure))
     except REJECTIONS as rejection:
         return Outcome("rejected", f"{type(rejection).__name__}: {first_sentence(rejection)}")
     except Exception as crash:

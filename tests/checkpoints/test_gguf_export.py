@@ -20,6 +20,7 @@ from horizon_lm.model.gguf_weights import load_gguf
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests.e2e.command import run
 from tests.support.gguf_files import GEMMA, LLAMA3, MIXTURE, PADDED, TEXT, YARN, add_to_config, save
+from tests.support.thinned_cases import covering
 
 gguf = pytest.importorskip("gguf")
 
@@ -51,8 +52,7 @@ def add_and_subtract_one(model: Any) -> None:
             parameter.data.add_(1).sub_(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), covering(CASES, (torch.bfloat16, torch.float32)), ids=str)
 def test_read_back(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     model_type, settings = CASES[case]
     source = save(tmp_path / "model", model_type, dtype, **settings)

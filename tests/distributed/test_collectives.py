@@ -1,5 +1,6 @@
 """Sums of gradients over machines: the order of the ranks, and a network that carries them once."""
 
+import itertools
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ from horizon_lm.distributed.collectives import Group, Reduce
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.slabs import Shard
 from tests.distributed.pool import Pool
+from tests.support.thinned_cases import thinned
 
 
 def gradients(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -47,9 +49,16 @@ def summed(
         del os.environ["LOCAL_WORLD_SIZE"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("shape", "at_once"), [((64,), 2**20), ((103,), 96), ((37, 5), 400), ((3,), 2**20)])
-@pytest.mark.parametrize("local", [1, 2, 4])
+SIZES = [((64,), 2**20), ((103,), 96), ((37, 5), 400), ((3,), 2**20)]  # of a tensor, and the most that is sent at once
+
+
+@pytest.mark.parametrize(
+    ("local", "shape", "at_once", "dtype"),
+    thinned(
+        (local, *sizes, dtype)
+        for local, sizes, dtype in itertools.product((1, 2, 4), SIZES, (torch.float32, torch.bfloat16))
+    ),
+)
 def test_sums_have_the_order_of_the_ranks(
     pool: Pool, local: int, shape: tuple[int, ...], at_once: int, dtype: torch.dtype
 ) -> None:

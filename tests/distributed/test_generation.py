@@ -11,6 +11,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.training import Training, build
 from tests.support import tiny_models
 from tests.support.limited_device import LimitedDevice, take_room, watch_resident_blocks
+from tests.support.thinned_cases import covering
 
 FAMILIES = {
     "llama": Training(),
@@ -39,8 +40,11 @@ def answering(rank: int, training: Training, new_tokens: Sequence[int], settings
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}, {"eos_token_id": list(range(3, 40))}], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    covering(FAMILIES, [{}, {"num_beams": 2}, {"eos_token_id": list(range(3, 40))}]),
+    ids=str,
+)
 def test_answers_of_other_lengths(pool: Pool, family: str, settings: dict[str, Any]) -> None:
     training, new_tokens = FAMILIES[family], (3, 8)
     expected = build(training)[0]

@@ -234,7 +234,7 @@ PLACES = [0.0, 0.3, 0.57, 0.999]
 MESHES_OF_COPIES = [
     Training(shard=2),
     Training(replicate=2, shard=1),
-    Training(replicate=2),
+    pytest.param(Training(replicate=2), marks=pytest.mark.slow),
     pytest.param(Training(shard=4), marks=pytest.mark.slow),
 ]
 

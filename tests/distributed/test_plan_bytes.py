@@ -14,7 +14,7 @@ from tests.support import tiny_models
 from tests.support.adapted_models import KINDS, MIXTURES
 from tests.support.float32_llama import float32_llama
 from tests.support.planned_bytes import outline_of
-from tests.support.thinned_cases import without
+from tests.support.thinned_cases import thinned, without
 
 FLOAT32, BFLOAT16 = {"grad_dtype": torch.float32}, {"precision": "bf16", "grad_dtype": None}
 OTHER = {"vocab_size": 101}  # pools remember outlines by config, which does not say what is kept in float32
@@ -59,8 +59,8 @@ CASES: dict[str, Training] = {
 
 # Each of their settings is in another case, too.
 IN_OTHER_CASES = (
-    "two", "tied", "bf16", "fp32 master", "tied in backward", "weights in float32", "weights in float32, adapters",
-    "adapters, fp32 master", "tiles", "tiles, adapters", "tiles, dense blocks",
+    "two", "four", "tied", "bf16", "fp32 master", "micro-batches", "whole head", "tied in backward", "in backward", "weights in float32", "weights in float32, adapters", "weights in float32, in backward",
+    "adapters, fp32 master", "some weights", "tiles", "tiles, adapters", "tiles, dense blocks", "tiles, copies", "MoE",
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 512}
 @pytest.mark.parametrize(
     "training",
     [
-        Training(shard=4, overrides=WIDE),
+        pytest.param(Training(shard=4, overrides=WIDE), marks=pytest.mark.slow),
         Training(replicate=2, overrides=WIDE),
         Training(overrides=WIDE, settings={**BFLOAT16, "device_micro_batch_size": 1}),
         Training(shard=4, overrides=WIDE, settings={"resident_blocks": 1, "head": "whole"}),
@@ -111,7 +111,7 @@ def test_priced_bytes_of_collectives(pool: Pool, training: Training) -> None:
             assert name.endswith((":outer", ":embed")) or priced[name] == pytest.approx(num_bytes, rel=0.05), name
 
 
-@pytest.mark.parametrize(("family", "tile"), [("qwen3_moe", 1), ("qwen3_moe", 3), ("deepseek_v3", 2)])
+@pytest.mark.parametrize(("family", "tile"), thinned([("deepseek_v3", 2), ("qwen3_moe", 1), ("qwen3_moe", 3)]))
 def test_priced_bytes_of_tiles(pool: Pool, family: str, tile: int) -> None:
     """A tile is priced for the rank that owns most of it: its link copies that part, and it sends it to each of the others."""
     training = Training(shard=4, family=family, settings={"expert_tile": tile})

@@ -24,7 +24,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, assert_same, train, whole
 from tests.support.planned_bytes import LENGTH
 from tests.support.quantized_folders import adapter_folder, save_published
-from tests.support.thinned_cases import without
+from tests.support.thinned_cases import thinned, without
 from tests.support.threaded_device import ThreadedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,7 +116,9 @@ def compare(pool: Pool, folder: str, kind: str, training: Training, delayed: boo
 
 
 # Of a format with and without tiles, one is tried.
-WITH_TILES_ALONE = ("4bit", "4bit, copies", "4bit, experts", "mxfp4", "fp8, experts", "fp8, deepseek")
+WITH_TILES_ALONE = (
+    "4bit", "4bit, four", "4bit, copies", "4bit, experts", "nf4", "mxfp4", "fp8, experts", "fp8, tiles", "fp8, deepseek",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", without(CASES, WITH_TILES_ALONE))
@@ -125,14 +127,14 @@ def test_bits_of_one_process(pool: Pool, folders: Any, name: str) -> None:
     compare(pool, folders(family, kind), kind, training)
 
 
-@pytest.mark.parametrize("more", [{}, {"resident_blocks": 2}, {"expert_tile": 1}], ids=str)
+@pytest.mark.parametrize("more", thinned([{"resident_blocks": 2}, {}, {"expert_tile": 1}], every=2), ids=str)
 def test_delays_on_each_rank_change_no_bit(pool: Pool, folders: Any, more: dict[str, int]) -> None:
     """Codes are gathered and decoded in threads, with pauses that differ from rank to rank."""
     settings = {"activation_checkpoints": "host", **more}
     compare(pool, folders("gpt_oss", "mxfp4"), "mxfp4", Training(shard=4, settings=settings), delayed=True)
 
 
-@pytest.mark.parametrize("shard", [2, 4])
+@pytest.mark.parametrize("shard", thinned([4, 2], every=2))
 def test_traffic_and_memory_of_a_rank(pool: Pool, folders: Any, shard: int) -> None:
     """Codes cross host links and networks as codes: a rank moves and keeps its share of them, and receives the others."""
     training = Training(shard=shard, steps=2)
@@ -223,7 +225,7 @@ PLANNED: dict[str, tuple[str, str, Training]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", without(PLANNED, ["fp8, experts", "mxfp4, tiles", "fp8, tiles"]))
 def test_planned_bytes_of_each_rank(pool: Pool, folders: Any, name: str) -> None:
     family, kind, training = PLANNED[name]
     for planned, counted in pool.run(training.world, measured, folders(family, kind), family, kind, training):

@@ -100,7 +100,9 @@ CASES: dict[str, dict[str, Any]] = {
     "made adapters": {"adapter_name_or_path": "made", "use_peft": True, "per_device_train_batch_size": 2},
 }
 
-IN_OTHER_CASES = ("sft", "micro-batches", "three ranks", "dpo of adapters", "made adapters")
+IN_OTHER_CASES = (
+    "sft", "micro-batches", "three ranks", "copies", "dft", "dpo", "adapters", "dpo of adapters", "made adapters",
+)  # fmt: skip
 
 
 def adapters_of_one_process(settings: dict[str, Any], folder: Path) -> str:

@@ -91,7 +91,7 @@ def compare(pool: Pool, tmp_path: Path, name: str, settings: dict[str, Any]) -> 
         assert torch.allclose(streamed[key], value, atol=2e-4), key
 
 
-@pytest.mark.parametrize("name", thinned(CASES, every=2))
+@pytest.mark.parametrize("name", thinned(CASES, every=3))
 def test_equal_to_distributed_data_parallel(pool: Pool, tmp_path: Path, name: str) -> None:
     compare(pool, tmp_path, name, CASES[name])
 
@@ -102,7 +102,7 @@ LORA = LoraConfig(r=4, target_modules="all-linear")
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("sft assistant only", {"adapters": True}),
+        pytest.param("sft assistant only", {"adapters": True}, marks=pytest.mark.slow),
         pytest.param("sft assistant only", {"peft_config": LORA}, marks=pytest.mark.slow),
         ("dpo with a reference", {"peft_config": LORA}),
     ],

@@ -64,7 +64,7 @@ def plain_losses(settings: dict[str, Any], batches: list[Any]) -> tuple[list[flo
     return losses, peft.get_peft_model_state_dict(model)
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, every=2))
+@pytest.mark.parametrize("kind", thinned(KINDS, every=4))
 def test_a_run_equals_plain_peft(base: dict[str, Any], tmp_path: Path, kind: str) -> None:
     """The same adapters are drawn, the same dropout, and the same losses follow, for 20 steps."""
     batches: list[Any] = []
@@ -104,7 +104,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", thinned(MODES, every=2))
+@pytest.mark.parametrize("mode", thinned(MODES, every=3))
 def test_resume_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path, mode: str) -> None:
     assert_resumes(runs, base | MODES[mode], tmp_path, (1, 4))
 

@@ -16,6 +16,7 @@ from horizon_lm.training.seeds import step_seed
 from horizon_lm.training.train import train
 from tests.e2e import resuming, tiny
 from tests.e2e.resuming import Runs, assert_resumes
+from tests.support.thinned_cases import thinned
 
 NOISE = {"neftune_noise_alpha": 5.0}
 
@@ -32,7 +33,7 @@ def losses_of(model: Path, rows: Path, folder: Path, **settings: Any) -> dict[st
     return {name: [line[name] for line in lines if name in line] for name in ("loss", "eval_loss")}
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", thinned([True, False], every=2))
 def test_steps_equal_those_of_transformers(model: Path, tmp_path: Path, adapters: bool) -> None:
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
     lora = {"use_peft": True, "lora_dropout": 0.0, "lora_target_modules": "all-linear"} if adapters else {}

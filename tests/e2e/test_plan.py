@@ -21,6 +21,7 @@ from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
+from tests.support.thinned_cases import thinned
 
 GIB = 2**30
 
@@ -242,7 +243,7 @@ def test_70b_model_is_rejected_here_and_fits_h200(run_file: Path) -> None:
     ("model", "host_memory", "names"),
     [
         pytest.param("Qwen2.5-14B", "40GiB", {"use_peft"}, marks=pytest.mark.slow),
-        ("Qwen2.5-32B", "40GiB", {"use_peft", "load_in_4bit"}),
+        pytest.param("Qwen2.5-32B", "40GiB", {"use_peft", "load_in_4bit"}, marks=pytest.mark.slow),
         ("openai/gpt-oss-20b", "24GiB", {"use_peft", "dequantize"}),
     ],
 )
@@ -589,7 +590,7 @@ def test_processes_of_this_machine_are_planned_without_times(run_file: Path) -> 
 
 
 @pytest.mark.usefixtures("small_models")
-@pytest.mark.parametrize("device", ["cpu", "rtx-3090"])
+@pytest.mark.parametrize("device", thinned(["rtx-3090", "cpu"], every=2))
 def test_largest_models_without_an_amount_are_those_of_a_stated_limit(device: str) -> None:
     (row,) = plan("--largest", "--device", device)["rows"]
     assert re.fullmatch(r"\d+\.\d\d [GT]iB \([^()]+\)", row["host_memory"])

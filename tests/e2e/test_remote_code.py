@@ -12,6 +12,7 @@ import horizon_lm
 from horizon_lm.model import hf_config, hub
 from tests.e2e import tiny
 from tests.e2e.command import run
+from tests.support.thinned_cases import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODEL_CODE = """
@@ -60,7 +61,7 @@ def code_of(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.py")}
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", thinned([True, False], every=2))
 def test_export_and_merge(keeper: Path, tmp_path: Path, adapters: bool) -> None:
     rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(4))
     trust = ["--trust-remote-code", "--allow-unproven-model"]

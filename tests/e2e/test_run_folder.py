@@ -31,6 +31,7 @@ from horizon_lm.training.samples import SamplePrompts
 from horizon_lm.training.tracing import Tracing
 from tests.e2e import tiny
 from tests.e2e.processes import RunProcess
+from tests.support.thinned_cases import thinned
 
 QUIET: dict[str, Any] = {"print_fn": lambda text: None}
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -313,7 +314,7 @@ class Filler:
             self.path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("how", ["small_disk", "limit"])
+@pytest.mark.parametrize("how", thinned(["limit", "small_disk"], every=2))
 def test_a_disk_that_is_full_for_some_steps(
     base: dict[str, Any], tmp_path: Path, how: str, request: pytest.FixtureRequest
 ) -> None:
@@ -533,8 +534,8 @@ def test_an_error_after_the_last_step_is_raised_after_the_export(base: dict[str,
     ("setup", "warning"),
     [
         pytest.param("import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1)", "Broken pipe", id="closed pipe"),
-        pytest.param("import os; os.close(1)", "Bad file descriptor", id="closed"),
-        pytest.param("import sys; sys.stdout = None", "", id="closed before the start"),
+        pytest.param("import os; os.close(1)", "Bad file descriptor", id="closed", marks=pytest.mark.slow),
+        pytest.param("import sys; sys.stdout = None", "", id="closed before the start", marks=pytest.mark.slow),
         pytest.param("import sys; sys.stdout.reconfigure(encoding='ascii')", "", id="ASCII"),
     ],
 )

@@ -1,6 +1,7 @@
 """The settings of a run file about saving, the best model and early stopping do what their descriptions say."""
 
 import errno
+import itertools
 import json
 import math
 import threading
@@ -26,6 +27,7 @@ from horizon_lm.training.run_checkpoints import RunCheckpoints
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.e2e.resuming import SAVING, Runs
+from tests.support.thinned_cases import thinned
 
 
 def interrupted(runs: Runs, settings: dict[str, Any], stop_after: int = 5) -> tuple[str, list[str]]:
@@ -92,8 +94,16 @@ def test_save_on_signal_seconds(
     assert [line.endswith("save_on_signal_seconds is 1e-06") for line in left_out] == ([True] if seconds < 1 else [])
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_peft": True, "lora_r": 4}], ids=["weights", "adapters"])
-@pytest.mark.parametrize(("limit", "last"), [(510.0, "checkpoint-5"), (490.0, "checkpoint-4")])
+@pytest.mark.parametrize(
+    ("limit", "last", "settings"),
+    thinned(
+        (*limit, settings)
+        for limit, settings in itertools.product(
+            [(510.0, "checkpoint-5"), (490.0, "checkpoint-4")], [{}, {"use_peft": True, "lora_r": 4}]
+        )
+    ),
+    ids=str,
+)
 def test_a_checkpoint_takes_as_long_as_the_one_before(
     runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any],
     limit: float, last: str,
@@ -148,7 +158,7 @@ BEST: dict[str, tuple[float, dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", BEST)
+@pytest.mark.parametrize("case", thinned(BEST))
 def test_the_best_model_is_exported(base: dict[str, Any], tmp_path: Path, case: str) -> None:
     rate, settings, best_of = BEST[case]
     folder = tmp_path / "run"

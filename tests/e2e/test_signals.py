@@ -139,7 +139,7 @@ def all_end(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", thinned(["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"], every=4, keep=["SIGTERM"])
+    "name", thinned(["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"], every=5, keep=["SIGTERM"])
 )
 def test_a_signal_ends_a_run_after_the_step(tmp_path: Path, run_file: Path, name: str) -> None:
     with RunProcess(run_file) as run:
@@ -202,7 +202,7 @@ NonFinite.finite_loss = hang
         assert run.end() == 75
 
 
-@pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
+@pytest.mark.parametrize("group", thinned([True, False], every=2))
 def test_a_signal_ends_an_evaluation(tmp_path: Path, run_file: Path, group: bool) -> None:
     held_out = tiny.write_jsonl(tmp_path / "held_out.jsonl", tiny.alpaca_rows(3))
     with RunProcess(
@@ -225,7 +225,7 @@ def test_a_signal_lets_the_export_finish(tmp_path: Path, run_file: Path) -> None
 
 @pytest.mark.parametrize(
     ("number", "setup"),
-    thinned(itertools.product((signal.SIGTERM, signal.SIGINT), (SLOW_TOKENIZING, IDLE_WORKER))),
+    thinned(itertools.product((signal.SIGTERM, signal.SIGINT), (SLOW_TOKENIZING, IDLE_WORKER)), every=4),
     ids=lambda each: {SLOW_TOKENIZING: "busy", IDLE_WORKER: "idle"}.get(each),
 )
 def test_a_signal_to_the_group_while_tokenizing(run_file: Path, number: signal.Signals, setup: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import horizon_lm
 from horizon_lm.model import adapters
 from tests.e2e import tiny
 
@@ -33,7 +34,15 @@ def test_a_run_of_adapters(tmp_path: Path, model: Path) -> None:
         "use_peft: true\nlora_target_modules: all-linear\n"
     )
     assert stderr_of("train", run_file) == ""
-    assert stderr_of("merge", run / "model", tmp_path / "merged") == ""
+
+
+@pytest.mark.slow
+def test_a_merge(tmp_path: Path, model: Path) -> None:
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows())
+    settings = {"model_name_or_path": str(model), "datasets": str(rows), "device": "cpu", "max_steps": 1}
+    settings |= {"output_dir": str(tmp_path / "run"), "use_peft": True, "lora_target_modules": "all-linear"}
+    horizon_lm.train(settings, print_fn=lambda line: None)
+    assert stderr_of("merge", tmp_path / "run" / "model", tmp_path / "merged") == ""
 
 
 def test_a_run_from_python(tmp_path: Path, model: Path) -> None:

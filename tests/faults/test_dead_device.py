@@ -21,6 +21,7 @@ from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.units import OUTER
 from tests.support import tiny_models
 from tests.support.dying_devices import Death, DyingThreaded, dying
+from tests.support.thinned_cases import thinned
 from tests.support.threaded_device import ThreadedDevice
 
 DEVICES: dict[str, Callable[[Death], Any]] = {
@@ -135,7 +136,7 @@ def require_whole(kind: str, mode: str, states: list[dict[str, bytes]], **which:
     assert bool(outcomes["partial"]) == bool(PARTIAL_IN[mode])
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", thinned(DEVICES, every=4, keep=["threaded"]))
 def test_a_death_at_some_operations(kind: str, expected: Expected) -> None:
     require_whole(kind, *expected, first=list(DEVICES).index(kind), stride=13)
 

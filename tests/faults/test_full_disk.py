@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.thinned_cases import thinned
+
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -67,7 +69,7 @@ def test_a_save_that_fails_at_any_operation(tmp_path: Path, stays_full: bool) ->
     load_checkpoint(tmp_path / "next", *reader)
 
 
-@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("exchanges", thinned([True, False], every=2), ids=["exchange", "two renames"])
 def test_a_replacement_that_fails_at_any_operation(tmp_path: Path, exchanges: bool) -> None:
     """The folder has the old checkpoint, also if the new one was complete and could not get its name."""
     twins, reader = Twins(), opened(seed=1)

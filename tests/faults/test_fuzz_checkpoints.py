@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.thinned_cases import thinned
+
 pytest.importorskip("xxhash", reason="needs the whole installation")
 
 from horizon_lm.checkpoints import manifest
@@ -19,7 +21,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", thinned(FILES, every=2))
 def test_random_changes(target: Target, name: str) -> None:
     assert target.failure(name, (target.good / name).read_bytes(), True) == ""
     assert fuzz(target, name, seed=0, stop=lambda count: count >= INPUTS) == ""

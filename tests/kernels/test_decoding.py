@@ -30,7 +30,7 @@ def interpreted() -> Any:
     sys.modules.pop(KERNELS, None)
 
 
-@pytest.mark.parametrize(("name", "dtype"), thinned(RUNS, every=3), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), thinned(RUNS, every=5), ids=str)
 def test_kernels_equal_torch(interpreted: Any, name: str, dtype: torch.dtype) -> None:
     codec, shape, packed = packed_case(name)
     expected = codec.decode(packed, torch.empty(shape, dtype=dtype))
@@ -58,7 +58,7 @@ def test_without_triton_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(out, codec.decode(packed, torch.empty(shape)))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", thinned([90, 80], every=2))
 def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) -> None:
     """Compile without a GPU, and check that no product is fused with a sum, which would round once instead of twice."""
     pytest.importorskip("triton")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.thinned_cases import thinned
+from tests.support.thinned_cases import covering, thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
 
@@ -103,9 +103,10 @@ def test_steps_are_those_of_plain_peft(family: str, kind: str, tied: bool) -> No
 
 
 @pytest.mark.parametrize(
-    "settings", [{"device_micro_batch_size": 1}, {"head": "whole"}], ids=["micro-batches", "whole"]
+    ("kind", "settings"),
+    covering(("copy", "lora", "tokens"), [{"device_micro_batch_size": 1}, {"head": "whole"}]),
+    ids=str,
 )
-@pytest.mark.parametrize("kind", ["copy", "lora", "tokens"])
 def test_other_settings(kind: str, settings: Any) -> None:
     losses, expected = steps(*_with_optimizer(stream(adapted(build("llama", True), KINDS[kind]()))))
     found, got = steps(*_with_optimizer(stream(adapted(build("llama", True), KINDS[kind]()), **settings)))
@@ -147,8 +148,7 @@ def test_a_copy_tied_to_a_copy_of_the_head_is_rejected() -> None:
         stream(adapted(build("llama", True), config()))
 
 
-@pytest.mark.parametrize("kind", ["copy", "lora-of-both", "tokens"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "kind"), covering((False, True), ("copy", "lora-of-both", "tokens")))
 def test_delays_change_no_result(kind: str, tied: bool) -> None:
     expected = steps(*_with_optimizer(stream(adapted(build("llama", tied), KINDS[kind]()))))
     got = steps(*_with_optimizer(stream(adapted(build("llama", tied), KINDS[kind]()), ThreadedDevice(seed=1))))
@@ -156,7 +156,7 @@ def test_delays_change_no_result(kind: str, tied: bool) -> None:
     assert difference(expected[1], got[1], 0.0) is None
 
 
-@pytest.mark.parametrize("kind", ["copy", "lora-of-both", "tokens"])
+@pytest.mark.parametrize("kind", thinned(["lora-of-both", "copy", "tokens"]))
 def test_the_host_waits_for_no_lookup_on_an_emulated_gpu(kind: str) -> None:
     expected = steps(*_with_optimizer(stream(adapted(build("llama", True), KINDS[kind]()))))
     with emulated_gpu() as gpu:

@@ -22,6 +22,7 @@ from tests.support.emulated_gpu import emulated_gpu
 from tests.support.expert_models import EXPERTS, NAMES, assert_same, loss_and_gradients, plain
 from tests.support.schedule_proofs import without_wait
 from tests.support.tensor_memory import StorageMeter
+from tests.support.thinned_cases import covering, thinned
 from tests.support.training_steps import train, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -146,7 +147,9 @@ def test_adapters_of_other_experts_change_the_gradients(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "nf4"), ("mixtral", "4bit"), ("qwen3_moe", "int4")],
+    thinned(
+        [("gpt_oss", "mxfp4"), ("mixtral", "4bit"), ("qwen3_moe", "nf4"), ("qwen3_moe", "int4"), ("qwen3_moe", "fp8")]
+    ),
 )
 def test_quantized_experts(family: str, kind: str, tmp_path: Path) -> None:
     """Gradients of the model with the weights that transformers decodes, and the bits of whole blocks."""
@@ -318,8 +321,10 @@ def test_device_peak_does_not_depend_on_the_number_of_experts() -> None:
 # Order
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("options", [{}, {"activation_checkpoints": "host", "device_micro_batch_size": 2}])
+@pytest.mark.parametrize(
+    ("options", "seed"),
+    covering([{}, {"activation_checkpoints": "host", "device_micro_batch_size": 2}], range(3)),
+)
 def test_any_order_that_the_waits_allow(seed: int, options: dict[str, Any]) -> None:
     results = []
     for device in ("cpu", SimulatedDevice(seed, eagerness=[None, 0.3, 0.9][seed])):

@@ -174,7 +174,7 @@ ENDS = list(itertools.product(CONFIGS, (unloaded, merged_for_good)))
 
 @pytest.mark.parametrize(
     ("kind", "sequence"),
-    thinned(ENDS, every=5, keep=[("saved both", merged_for_good), ("saved projection", unloaded)]),
+    thinned(ENDS, every=7, keep=[("saved both", merged_for_good), ("saved projection", unloaded)]),
 )
 def test_unloaded_after_a_step(kind: str, sequence: Sequence) -> None:
     """The trained copies of modules take the place of the modules, under their names."""

@@ -1,11 +1,14 @@
 """Adapters that PEFT adds to a streamed model, removes from it, switches, and merges into it: equal to plain PEFT."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.support.thinned_cases import covering, thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
 
@@ -70,8 +73,16 @@ def assert_same(plain: Any, model: Any) -> None:
     assert difference(*[{n: p.detach().clone() for n, p in each.items()} for each in weights], 0.0) is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("config", [{}, {"use_dora": True}, {"rank_pattern": {r"layers\.0\..*": 2}}], ids=str)
+@pytest.mark.parametrize(
+    ("config", "family"),
+    thinned(
+        itertools.product(
+            [{}, {"use_dora": True}, {"rank_pattern": {r"layers\.0\..*": 2}}], ("llama", "gpt2", "mixtral")
+        ),
+        every=2,
+    ),
+    ids=str,
+)
 def test_added_to_a_streamed_model(family: str, config: dict[str, Any]) -> None:
     """Gradients are those of plain PEFT, and the base keeps its memory."""
     if family == "mixtral":
@@ -219,8 +230,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "late"), covering(KINDS, (False, True)))
 def test_merged_and_unmerged(kind: str, late: bool) -> None:
     """The weights are those of plain PEFT, bit for bit; blocks that are resident are loaded again."""
     config, options = KINDS[kind]
@@ -244,8 +254,7 @@ TOKENS = {"trainable_token_indices": {"embed_tokens": [1, 5]}}
 UNUSED = KINDS | {"tokens": (TOKENS, {}), "tokens, safely": (TOKENS, {"safe_merge": True})}
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
-@pytest.mark.parametrize("kind", UNUSED)
+@pytest.mark.parametrize(("kind", "precision"), covering(UNUSED, ("float32", "fp32_master")))
 def test_merged_before_any_use(kind: str, precision: str) -> None:
     """The base has all bits of the merge, although the model has not noticed its new adapters yet."""
     config, options = UNUSED[kind]

@@ -1,5 +1,6 @@
 """Batches of many lengths: growing buffers are allocated once, and no step waits until the device is idle."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.planning.residency import ExpectedBatch
 from tests.support import tiny_models
 from tests.support.emulated_gpu import EmulatedGpu, emulated_gpu
+from tests.support.thinned_cases import thinned
 from tests.support.threaded_device import ThreadedDevice
 
 ROWS, LONGEST = 2, 40
@@ -59,8 +61,7 @@ class Counting(CpuDevice):
         super().synchronize()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
+@pytest.mark.parametrize(("in_backward", "order"), thinned(itertools.product((False, True), ORDERS), every=2))
 def test_host_memory_is_bounded_by_the_longest_batch(order: str, in_backward: bool) -> None:
     """The buffers of shorter batches take no additional memory."""
 
@@ -81,7 +82,7 @@ def test_host_memory_is_bounded_by_the_longest_batch(order: str, in_backward: bo
     assert max(seen) == longest
 
 
-@pytest.mark.parametrize("expected", [False, True])
+@pytest.mark.parametrize("expected", thinned([False, True], every=2))
 def test_page_locked_memory_is_bounded_by_the_longest_batch(gpu: EmulatedGpu, expected: bool) -> None:
     """Replaced buffers are unlocked; if the largest batch is known in advance, no buffer is replaced."""
 
@@ -149,7 +150,7 @@ def test_a_batch_with_more_distinct_ids_than_expected() -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["", "update in backward"])
+@pytest.mark.parametrize("in_backward", thinned([False, True], every=2), ids=["", "update in backward"])
 def test_batch_lengths_do_not_change_results(in_backward: bool) -> None:
     """With late copies, a buffer that is replaced too early would lose a copy to or from it."""
 

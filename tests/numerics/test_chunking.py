@@ -1,6 +1,7 @@
 """Feed-forward layers and losses in chunks of tokens: the same numbers with less memory."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -15,17 +16,22 @@ from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.skeletons import meta_copy
 from tests.support import tiny_models
 from tests.support.gradients import assert_close_gradients, without_dropout
+from tests.support.thinned_cases import thinned
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "gpt_neox"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"device_micro_batch_size": 1},
-        {"resident_blocks": 3, "resident_graphs": 3},
-        {"activation_checkpoints": "host"},
-    ],
+    ("settings", "family"),
+    thinned(
+        itertools.product(
+            [
+                {},
+                {"device_micro_batch_size": 1},
+                {"resident_blocks": 3, "resident_graphs": 3},
+                {"activation_checkpoints": "host"},
+            ],
+            ("llama", "gemma2", "phi3", "gpt_neox"),
+        )
+    ),
 )
 def test_the_same_numbers(family: str, settings: dict[str, Any]) -> None:
     plain = tiny_models.build(family)

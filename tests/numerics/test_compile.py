@@ -17,6 +17,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model import compiling
 from horizon_lm.model.block_template import structure_key
 from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 from tests.support.threaded_device import ThreadedDevice
 
 pytestmark = [
@@ -120,11 +121,12 @@ def test_one_graph_for_batches_of_all_shapes(kind: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"device_micro_batch_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"resident_blocks": 2, "resident_graphs": 1}, marks=pytest.mark.slow),
+        {"device_micro_batch_size": 2},
+        {"resident_blocks": 2, "resident_graphs": 1},
         {"attn_implementation": "varlen", "device_micro_batch_size": 3},
     ],
 )
+@pytest.mark.slow
 def test_recompute_equals_the_compiled_forward(settings: dict[str, Any]) -> None:
     """With dropout, micro-batches of two sizes, and kept graphs, the engine compares every bit."""
     model = tiny_models.build("gpt2")
@@ -143,7 +145,7 @@ class Measured(ThreadedDevice):
         return nullcontext(SimpleNamespace(current=10_000, peak=20_000))
 
 
-@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("padding", thinned(["right", "none"], every=2))
 def test_planning_causes_no_extra_compilation(padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_BACKEND", COUNTING)
     device = Measured(1, spare=400_000)

@@ -1,11 +1,14 @@
 """Folders of quantized weights that are decoded while they are read, so that all of their weights can be trained."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.support.thinned_cases import thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
 
@@ -34,8 +37,16 @@ def both(folder: Path, kind: str, precision: str) -> tuple[Any, Any]:
     return plain, model
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp32_master"])
-@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("family", "kind", "precision"),
+    thinned(
+        (
+            (family, kind, precision)
+            for (family, kind), precision in itertools.product(CASES, ("float32", "bf16", "fp32_master"))
+        ),
+        every=4,
+    ),
+)
 def test_weights_are_those_that_transformers_decodes(tmp_path: Path, family: str, kind: str, precision: str) -> None:
     plain, model = both(save_published(family, kind, tmp_path / "model"), kind, precision)
     assert not model._horizon.engine.store.codecs

@@ -18,7 +18,7 @@ from tests.census.inputs import text_batch
 from tests.census.tiny_models import build
 from tests.support import tiny_models
 from tests.support.emulated_gpu import EmulatedGpu, OnGpu, emulated_gpu
-from tests.support.thinned_cases import thinned
+from tests.support.thinned_cases import covering, thinned
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "planned": {},
@@ -100,7 +100,7 @@ def _assert_same_as_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("family", "padding"), thinned(itertools.product(tiny_models.FAMILIES, ("none", "right")), every=5)
+    ("family", "padding"), thinned(itertools.product(tiny_models.FAMILIES, ("none", "right")), every=9)
 )
 def test_families(gpu: EmulatedGpu, family: str, padding: str) -> None:
     files = {wait.rpartition(":")[0].rpartition("/")[2] for wait in _assert_same_as_on_the_cpu(family, padding, gpu)}
@@ -109,13 +109,13 @@ def test_families(gpu: EmulatedGpu, family: str, padding: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [*itertools.product(["llama"], SETTINGS), *thinned(itertools.product(["gemma2"], SETTINGS))],
+    covering(["llama", "gemma2"], SETTINGS),
 )
 def test_settings(gpu: EmulatedGpu, family: str, settings: str) -> None:
     _assert_same_as_on_the_cpu(family, "right", gpu, **SETTINGS[settings])
 
 
-@pytest.mark.parametrize("settings", ["planned", "micro-batches", "16 bits"])
+@pytest.mark.parametrize("settings", thinned(["16 bits", "planned", "micro-batches"], every=2))
 def test_matrices_are_orthogonalized_there(gpu: EmulatedGpu, settings: str) -> None:
     assert _assert_same_as_on_the_cpu("llama", "none", gpu, optim="Muon", **SETTINGS[settings]) == []
 

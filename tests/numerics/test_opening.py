@@ -1,5 +1,6 @@
 """A folder is opened as transformers opens it, and written with the dtypes that are promised."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from horizon_lm.model.units import find_parts
 from horizon_lm.store.checkpoint_loader import check_folder
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import build
+from tests.support.thinned_cases import thinned
 from tests.support.tiny_models import attending_as_streamed
 
 SMALL = {"vocab_size": 90, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -207,9 +209,17 @@ def test_weights_of_a_model_in_memory_keep_all_bits(precision: str) -> None:
     assert [name for name, each in gates.items() if not same(model.get_parameter(name).data, each)] == []
 
 
-@pytest.mark.parametrize("way", ["stream", "from_pretrained", "adapters"])
-@pytest.mark.parametrize("head", ["whole", "chunked"])
-@pytest.mark.parametrize("model_type", ["deepseek_v4", "hy_v4", "hunyuan_v1_moe", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    ("model_type", "head", "way"),
+    thinned(
+        itertools.product(
+            ("deepseek_v4", "hy_v4", "hunyuan_v1_moe", "olmo_hybrid"),
+            ("whole", "chunked"),
+            ("stream", "from_pretrained", "adapters"),
+        ),
+        every=5,
+    ),
+)
 def test_weights_that_transformers_keeps_in_float32_are_computed_with_in_float32(
     model_type: str, head: str, way: str, tmp_path: Path
 ) -> None:

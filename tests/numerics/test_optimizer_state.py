@@ -12,6 +12,7 @@ import torch
 import horizon_lm
 from horizon_lm.errors import ConfigError, ForeignWriteWarning
 from tests.support import tiny_models
+from tests.support.thinned_cases import covering
 from tests.support.training_steps import masters
 
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.05}
@@ -158,8 +159,10 @@ def test_param_groups_may_be_added_but_only_from_the_same_model() -> None:
 # A run that is stopped and resumed
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-@pytest.mark.parametrize("precision", ["float32", "fp32_master", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "moments"),
+    covering(("float32", "fp32_master", "bf16"), ("float32", "bfloat16", "8bit")),
+)
 def test_resumed_training_is_bit_equal(precision: str, moments: str) -> None:
     model, optimizer = ours(precision, moments=moments)
     steps(model, optimizer, 1, 2, 3)

@@ -18,7 +18,7 @@ from tests.e2e import tiny
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "weight_decay": 0.1},
         {"head": "whole", "activation_checkpoints": "host", "lr_scheduler_type": "cosine"},
     ],

@@ -22,6 +22,7 @@ from horizon_lm.planning.step_time import Simulation, staged
 from horizon_lm.slabs import Shard
 from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
+from tests.support.thinned_cases import thinned
 
 
 def outline_of(family: str, mlp_chunk_tokens: int | None = None, **settings: Any) -> ModelOutline:
@@ -61,7 +62,7 @@ def test_whole_blocks_that_fit_stay_whole(outline: ModelOutline) -> None:
     assert made.step.settings.compiled
 
 
-@pytest.mark.parametrize("ranks", [{}, FOUR], ids=["one rank", "four ranks"])
+@pytest.mark.parametrize("ranks", thinned([{}, FOUR], every=2), ids=["one rank", "four ranks"])
 def test_blocks_that_do_not_fit_twice_are_cut(outline: ModelOutline, ranks: dict[str, Any]) -> None:
     """Into the largest tiles that fit, or smaller ones if a step is shorter with them; these are not compiled."""
     room = smallest(outline, 4, **ranks)

@@ -79,7 +79,7 @@ def test_plan_without_page_locking_is_slower_and_says_why() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"moments": "bfloat16"},
         {"precision": "float32", "grad_bytes": 4},
         {"precision": "float32", "grad_bytes": 4, "grad_dtype": torch.float32, "optimizer": Lion.planned()},

@@ -55,7 +55,11 @@ def test_every_legal_sequence_is_correct(num_blocks: int, offloaded: int, reside
     assert list(problems(layouts)) == []
 
 
-@pytest.mark.parametrize("trained", [(OUTER,), (OUTER, HEAD), (OUTER, EMBED)], ids="+".join)
+@pytest.mark.parametrize(
+    "trained",
+    [*(pytest.param(trained, marks=pytest.mark.slow) for trained in ((OUTER,), (OUTER, HEAD))), (OUTER, EMBED)],
+    ids="+".join,
+)
 def test_every_legal_sequence_with_adapters_is_correct(trained: tuple[str, ...]) -> None:
     """Adapters are outer parameters whose gradients each block's backward writes; weights of blocks never change."""
     count = 0

@@ -36,7 +36,7 @@ def layouts(tiles: tuple[int, ...], **ranks: Any) -> list[tuple[build.Layout, bo
 
 
 @pytest.mark.parametrize(
-    ("tiles", "ranks"), thinned(itertools.product(COUNTS, RANKS), every=5, keep=[((0, 2, 5), "several ranks")])
+    ("tiles", "ranks"), thinned(itertools.product(COUNTS, RANKS), every=7, keep=[((0, 2, 5), "several ranks")])
 )
 def test_every_legal_sequence_is_correct(tiles: tuple[int, ...], ranks: str) -> None:
     for layout, head_grads in layouts(tiles, **RANKS[ranks]):

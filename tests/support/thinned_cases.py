@@ -1,5 +1,6 @@
 """Leave most cases of a long parametrised test to ``-m slow``."""
 
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -29,6 +30,18 @@ def without(params: Iterable[Any], slow: Collection[Any]) -> list[Any]:
     if unknown := [each for each in slow if each not in cases]:
         raise ValueError(f"slow names cases that do not exist: {unknown}")
     return [_slow(case) if case in slow else case for case in cases]
+
+
+def covering(*lists: Iterable[Any]) -> list[Any]:
+    """Return the product of some lists, of which each value is in a case that runs by default; all other cases are marked ``slow``.
+
+    The longest list decides how many run by default: each of its values is in one of them, with those of the others in turn.
+    """
+    values = [list(each) for each in lists]
+    cases = itertools.product(*(range(len(each)) for each in values))
+    default = {tuple(number % len(each) for each in values) for number in range(max(map(len, values)))}
+    named = {numbers: tuple(each[number] for each, number in zip(values, numbers, strict=True)) for numbers in cases}
+    return [case if numbers in default else _slow(case) for numbers, case in named.items()]
 
 
 def _slow(case: Any) -> Any:

@@ -20,7 +20,7 @@ from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models
 from tests.support.gradients import losses_together
-from tests.support.thinned_cases import thinned
+from tests.support.thinned_cases import covering, thinned
 from tests.support.trainer_runs import Loads, StopAt, history, masters
 from tests.trainer import rows
 
@@ -221,7 +221,7 @@ def run(kind: str, source: str, precision: str, folder: Path, output: Path, resu
 @pytest.mark.parametrize(
     ("kind", "source", "precision"),
     thinned(
-        [("sft", "peft_config", "fp32_master"), ("reward", "peft_config", "bf16"), ("dpo", "model", "float32")], every=2
+        [("sft", "peft_config", "fp32_master"), ("reward", "peft_config", "bf16"), ("dpo", "model", "float32")], every=3
     ),
 )
 def test_resume_in_mid_epoch_is_bit_exact(tmp_path: Path, kind: str, source: str, precision: str) -> None:
@@ -255,7 +255,7 @@ def test_the_folder_is_that_of_peft(tmp_path: Path) -> None:
         assert torch.equal(plain(input_ids=ids).logits, opened(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("more", [{}, {"save_only_model": True}], ids=str)
+@pytest.mark.parametrize("more", thinned([{}, {"save_only_model": True}], every=2), ids=str)
 def test_best_model(tmp_path: Path, more: dict[str, Any]) -> None:
     """The best checkpoint's adapters are loaded in the end, in their places."""
     settings = more | {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "max_steps": 4}
@@ -273,8 +273,7 @@ def test_best_model(tmp_path: Path, more: dict[str, Any]) -> None:
     assert difference(masters(trainer.model), kept[2], 0.0) is None
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp32_master"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("late", "precision"), covering((False, True), ("float32", "fp32_master")))
 def test_the_plan_counts_the_bytes_of_a_step(tmp_path: Path, precision: str, late: bool) -> None:
     """16 bytes for each parameter of the adapters, and 2 or 4 for the base; other adapters, too."""
     model = base("sft", tiny.save_model(tmp_path / "model"))

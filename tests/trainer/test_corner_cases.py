@@ -19,6 +19,7 @@ from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 from tests.support.trainer_runs import assert_equal, history, models, rows, train
 from tests.trainer.rows import of_kind
 
@@ -187,7 +188,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", thinned(SCHEDULERS, every=2))
 def test_schedulers_of_torch_go_on(tmp_path: Path, name: str) -> None:
     cls, rates = horizon_lm.trainer(Trainer), []
     for resume in (None, str(tmp_path / "checkpoint-2")):
@@ -268,7 +269,7 @@ def pair(folder: Path, family: str = "llama", **config: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "own", "asked"), [("SFT", 0.01, 0.1), ("SFT", 0.0, 0.1), ("SFT", 0.01, 0.0), ("DPO", 0.0, 0.1)]
+    ("name", "own", "asked"), thinned([("SFT", 0.01, 0.1), ("SFT", 0.0, 0.1), ("SFT", 0.01, 0.0), ("DPO", 0.0, 0.1)])
 )
 def test_the_auxiliary_loss_has_the_arguments_weight(tmp_path: Path, name: str, own: float, asked: float) -> None:
     logs = []

@@ -15,6 +15,7 @@ from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError
 from tests.seams.compare import difference
 from tests.support import tiny_models
+from tests.support.thinned_cases import thinned
 from tests.support.trainer_runs import StopAt, history, masters, train
 
 CLS = horizon_lm.trainer(Trainer)
@@ -28,7 +29,7 @@ def build(precision: str = "float32", family: str = "llama", **config: Any) -> A
 @pytest.mark.parametrize(
     ("precision", "settings"),
     [
-        ("float32", {}),
+        pytest.param("float32", {}, marks=pytest.mark.slow),
         ("fp32_master", {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
         ("bf16", {"optim": "adamw_8bit"}),
         (
@@ -76,7 +77,9 @@ def test_the_folder_is_an_ordinary_one_and_nothing_of_ours_is_pickled(
     assert [Path(file).name for file in loaded] == ["rng_state.pth"]  # by transformers, with weights_only
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])  # whose folder has other names than the model
+@pytest.mark.parametrize(
+    "family", thinned(["mixtral", "llama"], every=2)
+)  # whose folder has other names than the model
 def test_best_model(tmp_path: Path, family: str) -> None:
     settings = BETWEEN | {
         "eval_strategy": "steps",
@@ -144,7 +147,7 @@ def test_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("name", thinned(["model.safetensors", "manifest.json"], every=2))
 def test_a_save_that_fails_leaves_the_model_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The script gets the error of the system; what was trained is in memory, and can be saved elsewhere."""
     model, create = build(), Disk.create

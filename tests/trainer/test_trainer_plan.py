@@ -21,6 +21,7 @@ from tests.seams.use import copied_weights
 from tests.support import tiny_models
 from tests.support.gradients import losses_together
 from tests.support.handmade_outlines import machine
+from tests.support.thinned_cases import thinned
 from tests.support.trainer_runs import rows
 
 LENGTH = 16
@@ -133,9 +134,7 @@ BEST = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "met
     "settings",
     [
         {"save_only_model": True},
-        {},
-        {"save_steps": 3},
-        {"save_steps": 0.3},
+        *thinned([{}, {"save_steps": 3}, {"save_steps": 0.3}]),
         BEST,
         BEST | {"eval_steps": 0.5},
     ],

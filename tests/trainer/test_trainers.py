@@ -14,6 +14,7 @@ from horizon_lm.errors import ConfigError, StreamingError
 from tests.e2e import tiny
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
+from tests.support.thinned_cases import thinned
 from tests.support.trainer_runs import Loads, history
 from tests.support.trl_trainers import TRAINERS, make
 
@@ -27,7 +28,7 @@ def streamed(folder: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", thinned(TRAINERS, every=2))
 def test_equal_to_the_plain_model(tmp_path: Path, name: str) -> None:
     folder, cls = tiny.save_model(tmp_path / "model"), TRAINERS[name][0]
     models, trained = {"plain": plain(folder), "streamed": streamed(folder)}, {}
