@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
@@ -275,6 +275,22 @@ def test_a_forward_that_writes_a_weight_is_rejected(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LlamaMLP, "forward", limited)
     with pytest.raises(ModelNotSupportedError, match=r"its forward writes the weight 'mlp\.down_proj\.weight'"):
         streamed()(**tiny_models.batch())
+
+
+def test_a_second_lookup_in_a_forward_pass_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that looks up tokens of images, too. It goes on without them."""
+    forward = LlamaModel.forward
+    model = streamed()
+    expected = model(**tiny_models.batch()).loss
+
+    def twice(self: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        return forward(self, inputs_embeds=self.embed_tokens(input_ids) + self.embed_tokens(input_ids), **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaModel, "forward", twice)
+        with pytest.raises(ModelNotSupportedError, match="looks tokens up twice in a forward pass"):
+            model(**tiny_models.batch())
+    assert torch.equal(model(**tiny_models.batch()).loss, expected)
 
 
 def test_row_dimensions_are_found_not_guessed() -> None:

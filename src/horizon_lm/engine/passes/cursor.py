@@ -77,6 +77,11 @@ class Cursor:
         self._position = index + 1
         self._issue_copies()
 
+    def is_past(self, kind: Kind, unit: Unit) -> bool:
+        """Return whether the running pass has a computation, and is beyond it."""
+        schedule = self.schedule
+        return schedule is not None and schedule.positions.get((kind, unit), self._position) < self._position
+
     def tasks_of(self, kind: Kind) -> list[Task]:
         """Return the tasks of the running pass of this kind, in order; none between passes."""
         return [t for t in self._tasks if t.op.kind == kind]

@@ -20,7 +20,7 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import advice_on_replaced_forward
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.lockstep import compute_jointly
-from horizon_lm.errors import StreamingError, TokenError
+from horizon_lm.errors import ModelNotSupportedError, StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import EMBED, HEAD
@@ -270,6 +270,10 @@ class _Lookup:
     def forward(self, received: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the hidden states (B, T, H) of each batch from the rows (R, H) on the device."""
         engine = self.embedding.engine
+        if engine.cursor.is_past(Kind.FORWARD, EMBED):
+            raise ModelNotSupportedError(
+                "the model looks tokens up twice in a forward pass, as some do for images; a streamed embedding answers one lookup"
+            )
         with engine.cursor.compute(Kind.FORWARD, EMBED), torch.no_grad():
             hidden = tuple(self.look_up(received, positions) for positions in self.positions)
             # The next batch overwrites the buffer, so rows that the backward pass needs are copied.
