@@ -1,7 +1,6 @@
 """Runs of several ranks: the losses of one process, for each objective, and one folder with one model."""
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -152,11 +151,19 @@ def test_losses_of_one_process(pool: Pool, base: dict[str, Any], tmp_path: Path,
 
 def test_own_loss_of_a_rank_without_rows(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:
     """The second step of an epoch has two of its eleven rows, and so one of three ranks has none."""
-    settings = base | {"max_steps": 2, "output_dir": str(tmp_path / "ranks")}
+    answers = [{"instruction": f"Night {n}?", "output": "The keeper counts. " * (1 + n % 4)} for n in range(11)]
+    settings = base | {"datasets": str(tiny.write_jsonl(tmp_path / "rows.jsonl", answers)), "max_steps": 2}
+    settings |= {"output_dir": str(tmp_path / "ranks")}
     pool.run(3, run_as_rank, 3, settings, (), mean_of_targets)
-    losses = [line["loss"] for line in resuming.untimed(tmp_path / "ranks" / "metrics.jsonl") if "loss" in line]
-    assert len(losses) == 2
-    assert all(map(math.isfinite, losses))
+    rows = 3 * settings["per_device_train_batch_size"]
+    alone = settings | {"per_device_train_batch_size": rows, "output_dir": str(tmp_path / "one")}
+    horizon_lm.train(alone, objective=mean_of_targets, print_fn=lambda line: None)
+    ranks, one = (
+        [line["loss"] for line in resuming.untimed(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        for name in ("ranks", "one")
+    )
+    assert len(ranks) == 2
+    assert ranks == pytest.approx(one, rel=1e-5)
 
 
 def failing_on_first(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[bool]]:

@@ -17,7 +17,8 @@ class Batch:
         attention_mask: 1 for tokens and 0 for padding; None for packed rows.
         position_ids: positions that restart with each packed row and with the padding; None for other rows.
         labels: token ids of the targets, `IGNORE_INDEX` elsewhere.
-        num_trained: number of targets; the loss of a step is the mean over them.
+        num_trained: number of targets; the loss of a step is the mean over them. A loss of the user's own gets the step's, of
+            which each of several ranks takes the share that it has of the rows.
         num_tokens: number of tokens without padding.
         rows: indices of the rows in their dataset.
         places: origins of the rows, for messages; empty for a stand-in.
@@ -29,7 +30,7 @@ class Batch:
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
     labels: torch.Tensor
-    num_trained: int
+    num_trained: float
     num_tokens: int
     rows: tuple[int, ...]
     places: tuple[str, ...]
@@ -42,7 +43,7 @@ class Batch:
         return not self.places
 
     @property
-    def normalizer(self) -> int:
+    def normalizer(self) -> float:
         """The number of targets by which the sum of a step's losses is divided."""
         return self.num_trained if self.num_trained_of_step is None else max(1, self.num_trained_of_step)
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,19 +120,27 @@ class CustomObjective:
 
     Args:
         function: function that takes the streamed model and a `Batch`, and returns the loss as a scalar tensor, or the
-            loss and a dict of metrics.
+            loss and a dict of metrics. Of several ranks, each gets its rows of a step.
     """
 
     def __init__(self, function: Callable[[Any, Batch], Any]) -> None:
         self._function = function
 
     def __call__(self, model: Any, batch: Batch) -> Loss:
-        result = self._function(model, batch)
+        result = self._function(model, batch if batch.share == 1 else _part_of_step(batch))
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError("an objective must return a scalar tensor, or a scalar tensor and a dict of numbers")
         loss = loss if batch.share == 1 else loss * batch.share
         return Loss(loss, 1.0, {name: _number(value) for name, value in metrics.items()})
+
+
+def _part_of_step(batch: Batch) -> Batch:
+    """Return a rank's batch with the number of targets that makes a sum over targets, divided by it, its part of the step's mean.
+
+    Losses are weighted by the rows of the ranks, which have other shares of the targets.
+    """
+    return batch if batch.is_stand_in else replace(batch, num_trained=batch.normalizer * batch.share)
 
 
 def _number(value: Any) -> float:

@@ -148,7 +148,7 @@ class _Total:
             self.token_means.setdefault(name, []).extend(means)
 
 
-def _total_of(loss: Loss, num_trained: int) -> _Total:
+def _total_of(loss: Loss, num_trained: float) -> _Total:
     """Return the sums of a batch."""
     token_means = {name: sums.means(len(sums.counts)) for name, sums in loss.token_metrics.items()}
     return _Total(

@@ -58,7 +58,7 @@ class StepResult:
                 name: [] if batch.is_stand_in else sums.of_micro_batches(micro_batch_rows)
                 for name, sums in loss.token_metrics.items()
             },
-            num_rows=len(batch.places), num_trained=0 if batch.is_stand_in else batch.num_trained,
+            num_rows=len(batch.places), num_trained=0 if batch.is_stand_in else int(batch.num_trained),
             num_tokens=0 if batch.is_stand_in else batch.num_tokens, energy=energy,
         )  # fmt: skip
 
