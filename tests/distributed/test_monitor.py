@@ -49,6 +49,7 @@ def test_no_limit_and_a_longer_one_are_kept(limit: float | None) -> None:
 def test_a_rank_that_dies_before_its_first_beat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(monitor, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(monitor, "_END_SECONDS", 0.1)
     mesh: Any = SimpleNamespace(rank=0, size=2, progress=3, place="a step", exchange=lambda place, value: [value, 0])
     watching = monitor.Monitor(mesh, hang_seconds=None, end=lambda code: None)
     assert "rank 1 has died" in watching.reason()
@@ -58,6 +59,7 @@ def test_a_rank_that_dies_before_its_first_beat_is_named(monkeypatch: pytest.Mon
 def test_a_rank_that_has_finished_before_its_first_beat_has_not_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(monitor, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(monitor, "_END_SECONDS", 0.1)
     mesh: Any = SimpleNamespace(rank=0, size=2, progress=3, place="a step", exchange=lambda place, value: [value, 0])
     watching = monitor.Monitor(mesh, hang_seconds=None, end=lambda code: None)
     watching._store.set("done/1", "1")
