@@ -19,7 +19,7 @@ import horizon_lm
 from horizon_lm.data import preprocess
 from horizon_lm.data.loader import deal
 from horizon_lm.distributed.mesh import Mesh
-from horizon_lm.errors import InterruptedRunError
+from horizon_lm.errors import InterruptedRunError, NonFiniteError
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.preflight.this_machine import agree_on_machine
 from tests.distributed.pool import Pool
@@ -164,6 +164,28 @@ def test_own_loss_of_a_rank_without_rows(pool: Pool, base: dict[str, Any], tmp_p
     )
     assert len(ranks) == 2
     assert ranks == pytest.approx(one, rel=1e-5)
+
+
+def not_finite_on_second(model: Any, batch: Any) -> Any:
+    return mean_of_targets(model, batch)[0] * (float("nan") if os.environ["RANK"] == "1" else 1.0)
+
+
+def rejected_step(rank: int, world: int, settings: dict[str, Any]) -> str:
+    with pytest.raises(NonFiniteError) as error:
+        run_as_rank(rank, world, settings, objective=not_finite_on_second)
+    return str(error.value)
+
+
+def test_the_rows_of_a_loss_that_is_not_finite_on_one_rank(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:
+    """All ranks know whose rows they are, and the file has those of all ranks, these first."""
+    settings = base | {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 2}
+    messages = pool.run(2, rejected_step, 2, settings)
+    assert all("step 1: the loss is nan. It comes from the rows of rank 1." in message for message in messages)
+    places = messages[0].rpartition("check the rows of this step: ")[2].split(", ")
+    assert messages[1].endswith(", ".join(places))
+    file = json.loads((tmp_path / "run" / "bad-batches" / "step-1.json").read_text())
+    assert len(places) == file["num_rows"] == 4
+    assert [row["place"] for row in file["rows"]] == [*places[2:], *places[:2]]
 
 
 def failing_on_first(rank: int, world: int, settings: dict[str, Any]) -> tuple[str, list[bool]]:

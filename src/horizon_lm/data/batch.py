@@ -23,7 +23,7 @@ class Batch:
         rows: indices of the rows in their dataset.
         places: origins of the rows, for messages; empty for a stand-in.
         share: share of the step's rows that this batch has, if the step is dealt to several ranks; 0 for a stand-in.
-        num_trained_of_step: number of targets of such a step.
+        num_trained_of_step, places_of_step: number of targets and origins of all rows of such a step.
     """
 
     input_ids: torch.Tensor
@@ -36,6 +36,7 @@ class Batch:
     places: tuple[str, ...]
     share: float = 1.0
     num_trained_of_step: int | None = None
+    places_of_step: tuple[str, ...] = ()
 
     @property
     def is_stand_in(self) -> bool:

@@ -30,11 +30,12 @@ class NonFinite:
         self._config, self._tokenizer, self._ranks = run.settings.config, run.tokenizer, run.session.ranks
         self._run_dir, self._reporter = run.session.run_dir, run.session.reporter
         self._model, self._objective = training.model, training.objectives.training
-        self._num_searches = 0
+        self._num_searches, self._own_loss = 0, 0.0
 
     def finite_loss(self, loss: Loss, step: int, batch: Batch) -> float:
         """Return the loss of all ranks as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
-        value = self._ranks.sum("the loss of a step", float(loss.value.item()))
+        self._own_loss = float(loss.value.item())
+        value = self._ranks.sum("the loss of a step", self._own_loss)
         if not math.isfinite(value) and self._config.non_finite == "raise":
             problem, cause = self._explain(None, value, step, batch)
             raise NonFiniteError(self._message(problem, cause, step, batch))
@@ -68,6 +69,8 @@ class NonFinite:
     def _explain(self, unit: Unit | None, loss: float, step: int, batch: Batch) -> tuple[str, str]:
         """Search for the rows that cause a problem, and save the batch. Return what is not finite, and sentences about rows and file.
 
+        All ranks call this, because all have the sums of the losses and of the squares of gradients.
+
         ``unit``: the one whose gradient is not finite. If the loss is not, the first unit that is not finite is searched instead.
         """
         bad = self._search(batch, with_gradient=math.isfinite(loss))
@@ -77,10 +80,20 @@ class NonFinite:
             unit = None if bad is None else bad.unit
             problem = f"the loss is {loss}" + (f", and {unit} is the first unit not to be finite" if unit else "")
         sentences = [] if bad is None else [bad.describe(batch.places)]
+        own = _describe_all(batch, [] if bad is None else bad.rows, self._tokenizer, _MOST_TOKENS // self._ranks.size)
+        everyone = self._ranks.exchange("the rows of a step that is not finite", [math.isfinite(self._own_loss), own])
+        guilty = [str(rank) for rank, (is_finite, _) in enumerate(everyone) if not is_finite]
+        if self._ranks.mesh is not None and guilty:
+            sentences.append(
+                f"It comes from the rows of {'rank' if len(guilty) == 1 else 'ranks'} {', '.join(guilty)}."
+            )
+        rows = [
+            row for _, of_rank in sorted(everyone, key=lambda each: bool(each[0])) for row in of_rank
+        ]  # theirs first
         try:
             if self._ranks.is_first:
                 folder = self._run_dir.path / "bad-batches"
-                file = _save_batch(folder, step, batch, self._tokenizer, problem, unit, bad)
+                file = _save_batch(folder, step, rows, len(_places_of_step(batch)), problem, unit, bad)
                 sentences.append("" if file is None else f"The batch is in {file}.")
         except OSError as error:
             sentences.append(f"The batch could not be saved ({error.strerror}).")
@@ -108,25 +121,31 @@ class NonFinite:
 
 
 def shown_places(batch: Batch) -> str:
-    """Return the origins of the first rows of a batch, for a message."""
-    return ", ".join(batch.places[:8]) + (", ..." if len(batch.places) > 8 else "")
+    """Return the origins of the first rows of a step, for a message."""
+    places = _places_of_step(batch)
+    return ", ".join(places[:8]) + (", ..." if len(places) > 8 else "")
+
+
+def _places_of_step(batch: Batch) -> Sequence[str]:
+    """Return the origins of the rows of a step, those of other ranks, too."""
+    return batch.places_of_step or batch.places
 
 
 # The file of a batch
 
 
 def _save_batch(
-    folder: Path, step: int, batch: Batch, tokenizer: Any, problem: str, unit: Unit | None, bad: BadRows | None
+    folder: Path, step: int, rows: list[Any], num_rows: int, problem: str, unit: Unit | None, bad: BadRows | None
 ) -> Path | None:
-    """Write the rows of a step, those that cause the problem first. Return the file; None if the folder is full.
+    """Write the rows of a step. Return the file; None if the folder is full.
 
     The file is plain ASCII: JSON escapes control characters and all others, so that it is safe to print on a terminal.
 
     Args:
         folder: the folder of such files.
         step: the step, counted from 1.
-        batch: its rows.
-        tokenizer: decodes their tokens.
+        rows: its rows as JSON, those that cause the problem first.
+        num_rows: their number, of which some may be left out.
         problem: a sentence about what is not finite.
         unit: the unit where it was found; None if that is unknown.
         bad: the rows that cause it; None if they are unknown.
@@ -137,21 +156,18 @@ def _save_batch(
     path = folder / f"step-{step}.json"
     if not path.exists() and len(list(folder.glob("step-*.json"))) >= _MOST_FILES:
         return None
-    culprits = [] if bad is None else list(bad.rows)
     content = {
-        "step": step, "problem": problem, "unit": unit, "causing_rows": None if bad is None else culprits,
-        "micro_batches": None if bad is None else list(bad.micro_batches), "num_rows": len(batch.places),
-        "rows": _describe_all(batch, culprits, tokenizer),
+        "step": step, "problem": problem, "unit": unit, "causing_rows": None if bad is None else list(bad.rows),
+        "micro_batches": None if bad is None else list(bad.micro_batches), "num_rows": num_rows, "rows": rows,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_file(Disk(), path, json.dumps(content, indent=1).encode("ascii"))
     return path
 
 
-def _describe_all(batch: Batch, culprits: Sequence[int], tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch as JSON, culprits first. Rows beyond `_MOST_TOKENS` are left out, and the row at the limit is cut."""
+def _describe_all(batch: Batch, culprits: Sequence[int], tokenizer: Any, room: int) -> list[dict[str, Any]]:
+    """Return the rows of a batch as JSON, culprits first. Rows beyond ``room`` tokens are left out, and the row at the limit is cut."""
     rows: list[dict[str, Any]] = []
-    room = _MOST_TOKENS
     for row in [*culprits, *(row for row in range(len(batch.places)) if row not in culprits)]:
         if room <= 0:
             break

@@ -192,11 +192,13 @@ class Ranks:
         return math.fsum(self.exchange(place, value))
 
     def with_totals(self, batch: Batch) -> Batch:
-        """Return this rank's batch of a step, with the number of targets of the whole step."""
+        """Return this rank's batch of a step, with the number of targets and the origins of the rows of the whole step."""
         if self.mesh is None:
             return batch
-        total = sum(self.mesh.exchange("the targets of a step", 0 if batch.is_stand_in else batch.num_trained))
-        return replace(batch, num_trained_of_step=total)
+        own = [0 if batch.is_stand_in else batch.num_trained, batch.places]
+        everyone = self.mesh.exchange("the rows of a step", own)
+        places = tuple(place for _, of_rank in everyone for place in of_rank)
+        return replace(batch, num_trained_of_step=sum(number for number, _ in everyone), places_of_step=places)
 
     def require_same_rows(self, hashes: Mapping[str, tuple[int, str]]) -> None:
         """Raise ConfigError on all ranks if they have read other rows.
