@@ -107,10 +107,11 @@ def _shares_of_peak(config: RunConfig, num_steps: int) -> Iterator[tuple[int, An
         yield step, share
 
 
-def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]] | None:
-    """Return the parameter groups by transformers' rule: no weight decay for biases and norms. None without decay."""
-    if not weight_decay:
-        return None
+def _decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameter groups by transformers' rule: no weight decay for biases and norms.
+
+    They are the same without weight decay, so that a run may be resumed with another one.
+    """
     from transformers.trainer_pt_utils import get_parameter_names
 
     from horizon_lm.optim.choosing import decay_groups
