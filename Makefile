@@ -9,7 +9,7 @@ export TORCH
 help:
 	@echo "make demo   fine-tune a real model under an enforced limit on device memory, about 5 minutes (FAST=1: 8 steps, about 90 seconds)"
 	@echo "make test   lint, types, imports and the test suite (DURATIONS=30: list the slowest tests)"
-	@echo "make test-slow  the cases that make test leaves out, because others that it runs have all that they have"
+	@echo "make test-slow  the cases that make test leaves out (TESTS=tests/numerics)"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"
 	@echo "make test-newest  a sample of the tests with the newest transformers (TESTS=..., TORCH=torch for the newest torch)"
 	@echo "make test-peers  a few of PEFT's own tests, from its sdist, on streamed models"
