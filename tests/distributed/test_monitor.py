@@ -46,22 +46,22 @@ def test_no_limit_and_a_longer_one_are_kept(limit: float | None) -> None:
     assert messages(Progress(limit), [(7, 6)] * 30) == [""] * 30
 
 
-def test_a_rank_that_dies_before_its_first_beat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> monitor.Monitor:
+    """The monitor of the first of two ranks, of which the other one sends no beat."""
     monkeypatch.setattr(monitor, "_BEAT_SECONDS", 0.05)
     monkeypatch.setattr(monitor, "_SILENT_SECONDS", 0.5)
     monkeypatch.setattr(monitor, "_END_SECONDS", 0.1)
     mesh: Any = SimpleNamespace(rank=0, size=2, progress=3, place="a step", exchange=lambda place, value: [value, 0])
-    watching = monitor.Monitor(mesh, hang_seconds=None, end=lambda code: None)
+    return monitor.Monitor(mesh, hang_seconds=None, end=lambda code: None)
+
+
+def test_a_rank_that_dies_before_its_first_beat_is_named(watching: monitor.Monitor) -> None:
     assert "rank 1 has died" in watching.reason()
     watching.stop("rank 1 is gone")
 
 
-def test_a_rank_that_has_finished_before_its_first_beat_has_not_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(monitor, "_SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(monitor, "_END_SECONDS", 0.1)
-    mesh: Any = SimpleNamespace(rank=0, size=2, progress=3, place="a step", exchange=lambda place, value: [value, 0])
-    watching = monitor.Monitor(mesh, hang_seconds=None, end=lambda code: None)
+def test_a_rank_that_has_finished_before_its_first_beat_has_not_died(watching: monitor.Monitor) -> None:
     watching._store.set("done/1", "1")
     assert watching.reason() == "another rank has ended"
     watching.stop()

@@ -39,7 +39,7 @@ def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) ->
 
 def is_of_system(error: Exception) -> bool:
     """Return whether an error is one of the system, such as a full disk. Writers of tokenizers and safetensors raise it in types of theirs."""
-    return isinstance(error, OSError | MemoryError) or "(os error " in str(error)
+    return isinstance(error, OSError | MemoryError) or _number_of(error) is not None
 
 
 def _number_of(error: Exception) -> int | None:

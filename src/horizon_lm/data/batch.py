@@ -48,6 +48,11 @@ class Batch:
         """The number of targets by which the sum of a step's losses is divided."""
         return self.num_trained if self.num_trained_of_step is None else max(1, self.num_trained_of_step)
 
+    @property
+    def all_places(self) -> tuple[str, ...]:
+        """The origins of all rows of the step, those of other ranks, too."""
+        return self.places_of_step or self.places
+
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of the model, without the labels."""
         arguments = {

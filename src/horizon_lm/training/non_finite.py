@@ -93,7 +93,7 @@ class NonFinite:
         try:
             if self._ranks.is_first:
                 folder = self._run_dir.path / "bad-batches"
-                file = _save_batch(folder, step, rows, len(_places_of_step(batch)), problem, unit, bad)
+                file = _save_batch(folder, step, rows, len(batch.all_places), problem, unit, bad)
                 sentences.append("" if file is None else f"The batch is in {file}.")
         except OSError as error:
             sentences.append(f"The batch could not be saved ({error.strerror}).")
@@ -122,13 +122,8 @@ class NonFinite:
 
 def shown_places(batch: Batch) -> str:
     """Return the origins of the first rows of a step, for a message."""
-    places = _places_of_step(batch)
+    places = batch.all_places
     return ", ".join(places[:8]) + (", ..." if len(places) > 8 else "")
-
-
-def _places_of_step(batch: Batch) -> Sequence[str]:
-    """Return the origins of the rows of a step, those of other ranks, too."""
-    return batch.places_of_step or batch.places
 
 
 # The file of a batch
