@@ -7,7 +7,7 @@ comparing shapes.
 Shapes: B batch rows, T tokens of a row, D size of an attention head.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +73,6 @@ class BlockCall(Tree):
         super().__init__((args, kwargs))
         # The hidden states are the first positional argument, or a keyword argument of that name.
         self.hidden = 0 if args else next(i for i, (path, _) in enumerate(self.paths) if "hidden_states" in path)
-
-    def containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the contents of mutable arguments as comparable values, to detect changes by the block."""
-        return [_contents(value) for value in (*args, *kwargs.values()) if not isinstance(value, _IMMUTABLE)]
 
 
 class BlockCalls:
@@ -165,18 +161,6 @@ def compare_rows(
             )
         dims[path] = changed[0] if changed else None
     return dims
-
-
-_IMMUTABLE = (torch.Tensor, bool, int, float, str, tuple, type(None))
-
-
-def _contents(value: Any) -> Any:
-    """Return the names and identities of what a container holds. Comparing tensors by value would wait for an accelerator."""
-    if isinstance(value, Mapping):
-        return [(key, id(item)) for key, item in value.items()]
-    if isinstance(value, list):
-        return list(map(id, value))
-    return [(name, id(item)) for name, item in getattr(value, "__dict__", {}).items()]
 
 
 class ProbeDoneError(Exception):

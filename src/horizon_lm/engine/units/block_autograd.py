@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.micro_batches import (
     BlockCalls,
     MicroBatch,
@@ -302,7 +303,10 @@ class BlockAutograd:
                 self.saved.repeated_choices(number),
             ):
                 args, kwargs = call.rebuild(leaves)
-                output = run_block(self.module, args, kwargs, self.keys, segments, micro_batch.rows, self.uncompiled)
+                with rejecting_state(self.module.name, args, kwargs):
+                    output = run_block(
+                        self.module, args, kwargs, self.keys, segments, micro_batch.rows, self.uncompiled
+                    )
             return Tree(output).tensors
 
         with replaying(self.blocks.engine.device, self.saved.rng_states[number]):

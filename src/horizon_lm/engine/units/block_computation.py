@@ -16,6 +16,7 @@ from torch import nn
 from horizon_lm.device.transfers import Copy
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
+from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.lockstep import run_together
 from horizon_lm.engine.passes.micro_batches import (
     BlockCall,
@@ -246,17 +247,16 @@ class _BlockRun:
         if saved is not None:
             inputs = saved.inputs(inputs, self.calls.spans[part.batch])
         args, kwargs = call.rebuild(inputs)
-        before = None if saved is None else call.containers(args, kwargs)
         choices = None if saved is None else saved.new_choices()
         with (
             self.engine.forward.randomness.drawing(number) as rng_state,
             nullcontext() if saved is None else saved.computing(),
             nullcontext() if choices is None else choices.recorded(),
+            nullcontext() if saved is None else rejecting_state(self.module.name, args, kwargs),
         ):
             segments = self.segments[part.batch]
             tree = Tree(run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled))
         if saved is not None:
-            _require_unchanged(self.module.name, before, call.containers(args, kwargs))
             tree.tensors = saved.save(rng_state, inputs, tree.tensors)
         self.outputs[part.batch].add(part.rows, tree)
 
@@ -274,15 +274,4 @@ def _require_chunked_mlps(module: nn.Module, tokens: int) -> None:
         raise ModelNotSupportedError(
             f"{type(module).__name__} has no feed-forward layer that can be cut into chunks of tokens; leave "
             "mlp_chunk_tokens unset"
-        )
-
-
-def _require_unchanged(name: str, before: list[Any] | None, after: list[Any]) -> None:
-    """Raise ModelNotSupportedError if the containers among a block's arguments have other contents after it has run than before:
-    autograd would miss gradients that pass through them.
-    """
-    if after != before:
-        raise ModelNotSupportedError(
-            f"{name} passes state to later blocks through a container among its arguments; "
-            "streaming blocks one by one would give wrong gradients"
         )

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.micro_batches import MicroBatch, rows_of_output, run_block, split_batches
 from horizon_lm.engine.passes.recompute import no_autocast_cache, replaying
 from horizon_lm.engine.passes.tree import Tree
@@ -126,7 +127,8 @@ class GradientCheck:
                 args, kwargs = node.calls.calls[part.batch].rebuild(node.calls.inputs(leaves, node.dims, part))
                 before = engine.device.rng_state()
                 segments = node.segments[part.batch]
-                output = run_block(node.module, args, kwargs, node.keys, segments, part.rows, uncompiled=True)
+                with rejecting_state(node.module.name, args, kwargs):
+                    output = run_block(node.module, args, kwargs, node.keys, segments, part.rows, uncompiled=True)
                 # A whole batch would draw other numbers than its micro-batches did.
                 if len(parts) < len(node.micro_batches) and not _same(before, engine.device.rng_state()):
                     raise _DrawsNumbersError
