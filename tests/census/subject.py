@@ -54,6 +54,8 @@ class Subject:
         batch = text_batch(self.model_type, seed=seed, **options)
         if self.mapping == "classification":
             batch["labels"] = batch["input_ids"][:, 0] % self.model.config.num_labels  # (B,)
+        if self.mapping == "tokens":
+            batch["labels"] = batch["labels"].where(batch["labels"] < 0, batch["labels"] % self.model.config.num_labels)
         return batch
 
     @cached_property
