@@ -41,7 +41,13 @@ def test_published_parameters_and_units_match_transformers(model: KnownModel) ->
     expected = unit_sizes(build(dict(model.config)))
     assert sum(expected.values()) == model.parameters
     sizes = find_parts(build_skeleton(known_config(model))).sizes()
-    assert {unit: sum(tensors) for unit, tensors in sizes.units.items() if tensors} == expected
+    found: Counter[str] = Counter()
+    for (
+        unit,
+        tensors,
+    ) in sizes.units.items():  # transformers keeps some weights of a block in float32, which are a part of it
+        found[unit.home] += sum(tensors)
+    assert +found == expected
     assert sizes.num_parameters == model.parameters
     assert (sizes.vocabulary, sizes.tied) == (model.config["vocab_size"], "head" not in expected)
 

@@ -12,7 +12,7 @@ import horizon_lm
 from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import DeviceMemoryError, StreamingError
-from horizon_lm.model.generation import Generation, layer_bytes
+from horizon_lm.model.generation import Generation, cache_of, layer_bytes
 from horizon_lm.model.source import ModelSource
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
@@ -96,7 +96,7 @@ def test_a_cache_that_does_not_fit_is_rejected_before_the_first_token() -> None:
 def test_the_error_names_the_same_buffers_with_a_given_cache() -> None:
     """The layers that a cache has already are no part of the call's peak, nor of the buffers."""
     model = horizon_lm.stream(plain("llama"), LimitedDevice(10**9), precision="float32").eval()
-    cache = generate(model, 20, 8, 120, return_dict_in_generate=True).past_key_values
+    cache = cache_of(generate(model, 20, 8, 120, return_dict_in_generate=True))
     model._horizon.engine.device.limit = 0
     buffers = set()
     for layers in ([], cache.layers):
@@ -111,7 +111,7 @@ def test_bytes_of_a_cache_are_known_without_weights(family: str) -> None:
     """A dynamic cache has these bytes when the last token is computed, if no window has dropped a part of the prompt."""
     model = plain(family)
     probe = CacheProbe(ModelSource(model.config, family), torch.float32, accelerated=False)
-    cache = generate(model, 2, 2, 40, return_dict_in_generate=True).past_key_values
+    cache = cache_of(generate(model, 2, 2, 40, return_dict_in_generate=True))
     assert probe.cache_bytes(Generation(rows=2, prompt=2, length=41)) == sum(map(layer_bytes, cache.layers))
 
 

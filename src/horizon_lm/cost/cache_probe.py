@@ -19,7 +19,7 @@ from horizon_lm.cost.block_probe import copy_on_meta
 from horizon_lm.cost.meta_recorder import recording
 from horizon_lm.model.attention_kernels import head_dimensions
 from horizon_lm.model.block_template import structure_key
-from horizon_lm.model.generation import Generation, layer_bytes
+from horizon_lm.model.generation import CACHES, Generation, layer_bytes
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
@@ -119,9 +119,10 @@ class _Trial:
     def __init__(self, parts: ModelParts, dtype: torch.dtype, accelerated: bool, rows: int, length: int) -> None:
         self._parts, self._dtype, self._accelerated, self._length = parts, dtype, accelerated, length
         self._cache = self._new_cache()
+        accepted = inspect.signature(type(parts.model).forward).parameters
         inputs = {
             "input_ids": torch.zeros((rows, 1), dtype=torch.long),
-            "past_key_values": self._cache,
+            next(name for name in CACHES if name in accepted): self._cache,
             "use_cache": True,
         }
         self._calls = call_of_each_block(parts, dtype, inputs)

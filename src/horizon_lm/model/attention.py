@@ -19,6 +19,7 @@ import torch
 from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
 from horizon_lm.model import attention_with_sinks
 from horizon_lm.model.compiling import mark_varying
+from horizon_lm.model.generation import cache_of
 from horizon_lm.model.segment_attention import Offsets, causal, segment_attention, visible
 from horizon_lm.model.sink_attention import sink_attention
 from horizon_lm.quantities import counted, format_bytes
@@ -93,7 +94,7 @@ def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments 
             "attn_implementation='varlen' takes an attention_mask of tokens and padding, (B, T); choose 'sdpa' or 'eager' for another"
         )
     segments = find_segments(mask, call.get("position_ids"), device)
-    if segments is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
+    if segments is not None and (cache_of(call) is not None or call.get("use_cache")):
         raise ModelNotSupportedError("attn_implementation='varlen' cannot generate from padded rows; choose 'sdpa'")
     return segments
 

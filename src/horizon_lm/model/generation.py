@@ -18,6 +18,8 @@ _NUMBERS = {
     "no_repeat_ngram_size": 1e6,
 }  # of the folder, with the largest value that is used
 _OF_SAMPLING = {"top_k": 1e9, "top_p": 1.0, "min_p": 1.0}
+# Arguments of models: the name since transformers 5.24, the one before, and those of Mamba and RWKV.
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 
 
 @contextmanager
@@ -111,7 +113,7 @@ def generation_of(
     """
     from transformers import DynamicCache, StaticCache
 
-    cache = arguments.get("past_key_values", arguments.get("cache_params"))
+    cache = cache_of(arguments)
     if type(cache) not in (DynamicCache, StaticCache):  # others hold two models' keys and values, or quantized ones
         return None
     # Without `max_new_tokens` only the total is limited, and any part of it may be the prompt.
@@ -120,6 +122,11 @@ def generation_of(
     rows = num_rows * max(settings.num_beams or 1, settings.num_return_sequences or 1)
     is_static = isinstance(cache, StaticCache)
     return Generation(rows, max(1, prompt), max(num_tokens, room), is_static, cache.offloading), cache
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache of keys and values, or of states, among the arguments of a model's call; None without one."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def layer_bytes(layer: Any) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
@@ -115,16 +117,19 @@ def use_cache(model: Any, how: str) -> Any:
     return gradients(model)
 
 
-@row("face.cache", OBJECT, "`past_key_values` in training", EITHER,
-     cases={"empty": Case(arguments={"num_before": 0}), "prefix": Case(arguments={"num_before": 4})})  # fmt: skip
-def cache(model: Any, num_before: int) -> Any:
+@row("face.cache", OBJECT, "`past_key_values`, or `cache` since transformers 5.24, in training", EITHER,
+     cases={"empty": Case(arguments={"num_before": 0}), "prefix": Case(arguments={"num_before": 4}),
+            "newer name": Case(arguments={"num_before": 4, "name": "cache"})})  # fmt: skip
+def cache(model: Any, num_before: int, name: str = "past_key_values") -> Any:
     past = DynamicCache(config=model.config)
     ids = tiny_models.batch(padding="none")["input_ids"]
+    if Version(transformers.__version__) < Version("5.24"):
+        name = "past_key_values"
     if num_before:
         with torch.no_grad():
-            model(input_ids=ids[:, :num_before], past_key_values=past, use_cache=True)
+            model(input_ids=ids[:, :num_before], use_cache=True, **{name: past})
     ids = ids[:, num_before:]
-    return gradients(model, input_ids=ids, labels=ids, attention_mask=None, past_key_values=past)
+    return gradients(model, input_ids=ids, labels=ids, attention_mask=None, **{name: past})
 
 
 @row("face.gradient-checkpointing", OBJECT, "`gradient_checkpointing_enable()`, which every trainer calls", EITHER)

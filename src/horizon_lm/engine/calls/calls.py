@@ -19,11 +19,11 @@ from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_kinds import is_differentiable_cache
+from horizon_lm.model.generation import cache_of
 from horizon_lm.streaming_options import WHOLE_BATCHES
 
 Call = dict[str, Any]  # the arguments of a call of the model, by name
 
-_CACHES = ("past_key_values", "cache_params", "state")  # arguments of models, those of Mamba and RWKV last
 _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature")
 
 
@@ -112,11 +112,6 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
         raise StreamingError(
             f"{modal[0]} cannot be cut into micro-batches yet; {WHOLE_BATCHES} for images, video and audio"
         )
-
-
-def cache_of(call: Call) -> Any:
-    """Return the cache of keys and values, or of states, that a call passes to the model; None without one."""
-    return next((call[name] for name in _CACHES if call.get(name) is not None), None)
 
 
 def choose_cache(call: Call, recording: bool) -> None:

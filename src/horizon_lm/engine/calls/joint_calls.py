@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.calls.calls import Call, cache_of
+from horizon_lm.engine.calls.calls import Call
 from horizon_lm.engine.passes.lockstep import compute_alone, compute_jointly, member_id, watch_locksteps
 from horizon_lm.errors import HorizonError, StreamingError
 from horizon_lm.model.active_adapters import ActiveAdapters
+from horizon_lm.model.generation import cache_of
 
 
 class JointCalls:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.calls.calls import Batch, Call, cache_of, choose_cache, prepare, rank, require_supported
+from horizon_lm.engine.calls.calls import Batch, Call, choose_cache, prepare, rank, require_supported
 from horizon_lm.engine.calls.row_probe import RowProbe
 from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
@@ -23,6 +23,7 @@ from horizon_lm.engine.units.embedding import StreamedEmbedding
 from horizon_lm.engine.units.lm_head import LmHead
 from horizon_lm.engine.units.outer import OuterParameters
 from horizon_lm.model.functional import in_place
+from horizon_lm.model.generation import cache_of
 from horizon_lm.planning.residency import BatchSize
 
 Compute = Callable[[list[Call], dict[str, torch.Tensor]], list[Any]]  # calls and outer parameters -> outputs
