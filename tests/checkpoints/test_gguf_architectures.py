@@ -34,9 +34,10 @@ def test_scaling_of_llama_3(tmp_path: Path) -> None:
     source = save(tmp_path / "model", "llama", head_dim=32, rope_parameters=LLAMA3, max_position_embeddings=512)
     result = run("export", source, tmp_path / "out", "--format", "gguf")
     assert result.exit_code == 0, result.output
-    assert "note: llama.cpp reads the rotary scaling (llama3) from the file, but transformers' reader ignores it" in (
-        result.stdout.splitlines()
+    note = (
+        "Horizon-LM and llama.cpp read the rotary scaling (llama3) from the file, but transformers' reader ignores it"
     )
+    assert f"note: {note}" in result.stdout.splitlines()
     factors = tensors(tmp_path / "out" / "model.gguf")["rope_freqs.weight"]
     assert torch.allclose(factors, torch.tensor(factors_of_llama_3(32, LLAMA3)), rtol=1e-5)
     assert {1.0, 8.0} < set(factors.tolist())  # and some between
@@ -89,8 +90,7 @@ def test_scaling_of_long_phi(tmp_path: Path) -> None:
     exported = gguf_export.export_gguf(save(tmp_path / "model", "phi3", **settings), tmp_path / "out")
     assert [note.split(":")[0] for note in exported.notes] == [
         "original_max_position_embeddings",
-        "rope_parameters",
-        "llama.cpp reads the rotary scaling (longrope) from the file, but transformers' reader ignores it",
+        "Horizon-LM and llama.cpp read the rotary scaling (longrope) from the file, but transformers' reader ignores it",
         "llama.cpp takes the factors for long texts if its context is larger than 64, however long the text is",
     ]
     found, read = metadata(tmp_path / "out" / "model.gguf"), tensors(tmp_path / "out" / "model.gguf")
@@ -135,9 +135,8 @@ def test_types_that_transformers_does_not_read(
     source = save(tmp_path / "model", model_type, **settings)
     exported = gguf_export.export_gguf(source, tmp_path / "out")
     assert exported.notes == [
-        f"llama.cpp reads the file, but transformers' reader does not know models of type {model_type}"
+        f"Horizon-LM and llama.cpp read the file, but transformers' reader does not know models of type {model_type}"
     ]
-    assert not exported.in_transformers
     found, read = metadata(tmp_path / "out" / "model.gguf"), tensors(tmp_path / "out" / "model.gguf")
     assert found["general.architecture"] == model_type
     assert found[f"{model_type}.attention.key_length"] == settings.get("head_dim", 8)
@@ -167,7 +166,7 @@ def test_scores_of_gemma_27b(tmp_path: Path, model_type: str, num_layers: int) -
     settings = GEMMA | {"head_dim": 16, "num_hidden_layers": num_layers, "query_pre_attn_scalar": 8}
     exported = gguf_export.export_gguf(save(tmp_path / "model", model_type, **settings), tmp_path / "out")
     assert exported.notes == [
-        "query_pre_attn_scalar: llama.cpp computes with 8, but transformers' reader takes 256",
+        "query_pre_attn_scalar: Horizon-LM and llama.cpp compute with 8, but transformers' reader takes 256",
     ]
 
 
@@ -177,8 +176,9 @@ def test_experts(tmp_path: Path) -> None:
     result = run("export", source, tmp_path / "out", "--format", "gguf")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
-        f"The model is in {tmp_path / 'out' / 'model.gguf'}",
-        "note: llama.cpp reads the file, but transformers' reader does not know models of type mixtral",
+        f"The model is in {tmp_path / 'out'}. Try it:",
+        f'  horizon-lm generate {tmp_path / "out"} "..." --gguf-file model.gguf',
+        "note: Horizon-LM and llama.cpp read the file, but transformers' reader does not know models of type mixtral",
     ]
     found, read = metadata(tmp_path / "out" / "model.gguf"), tensors(tmp_path / "out" / "model.gguf")
     assert found["general.architecture"] == "llama"
@@ -214,7 +214,9 @@ def test_experts_in_one_tensor(tmp_path: Path, model_type: str, monkeypatch: pyt
     source = save(tmp_path / "model", model_type, torch.bfloat16, **MIXTURE, **settings)
     notes = gguf_export.export_gguf(source, tmp_path / "modules").notes
     if model_type == "qwen3_moe":
-        assert notes == ["moe_intermediate_size: llama.cpp computes with 24, but transformers' reader takes 768"]
+        assert notes == [
+            "moe_intermediate_size: Horizon-LM and llama.cpp compute with 24, but transformers' reader takes 768"
+        ]
 
     model = AutoModelForCausalLM.from_pretrained(source)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, source / "model.safetensors")

@@ -22,8 +22,8 @@ from horizon_lm.config.load import read_run_config
 from horizon_lm.config.translate import translate_file
 from horizon_lm.data.sources import read_rows
 from horizon_lm.errors import HorizonError
+from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.model.config_limits import require_sane_config
-from horizon_lm.model.gguf_header import read_gguf_header
 from horizon_lm.objective.reference import PairFile
 from horizon_lm.planning.catalog import published, read_profile
 from horizon_lm.report.page import write_report

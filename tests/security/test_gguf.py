@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.model.gguf_header import read_gguf_header
+from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.model.gguf_weights import load_gguf
 from horizon_lm.model.hf_config import load_config
 
@@ -48,10 +48,14 @@ BAD = {
     "number of tensors": (gguf(num_tensors=2**60), "more than 100,000 entries"),
     "number of entries": (gguf(num_entries=2**60), "more than 100,000 entries"),
     "missing entries": (gguf(num_entries=5), "cannot be read"),
-    "long name": (gguf([struct.pack("<Q", 2**40)]), "a name has"),
-    "long text": (gguf([text("a") + struct.pack("<IQ", STRING, 2**40)]), "ends within its header"),
-    "long list": (gguf([text("a") + struct.pack("<IIQ", ARRAY, U32, 2**60)]), "ends within its header"),
-    "long list of texts": (gguf([text("a") + struct.pack("<IIQ", ARRAY, STRING, 2**60)]), "ends within its header"),
+    "long name": (gguf([struct.pack("<Q", 2**40)]), "a text has"),
+    "long text": (gguf([text("a") + struct.pack("<IQ", STRING, 2**40)]), "a text has 1,099,511,627,776 bytes"),
+    "text beyond the end": (gguf([text("a") + struct.pack("<IQ", STRING, 2**20)]), "ends within its header"),
+    "long list": (gguf([text("a") + struct.pack("<IIQ", ARRAY, U32, 2**60)]), "a list of 1,152,921,504,606,846,976"),
+    "list beyond the end": (gguf([text("a") + struct.pack("<IIQ", ARRAY, U32, 2**20)]), "cannot be read"),
+    "long list of texts": (gguf([text("a") + struct.pack("<IIQ", ARRAY, STRING, 2**60)]), "a list of 1,152,921"),
+    "texts beyond the end": (gguf([text("a") + struct.pack("<IIQ", ARRAY, STRING, 2**20)]), "ends within its header|cannot be read"),
+    "no text": (gguf([text("a") + struct.pack("<IQ", STRING, 2) + b"\xff\xff"]), "cannot be read"),
     "nested lists": (gguf([text("a") + struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 9]), "unknown type 9"),
     "unknown type": (gguf([text("a") + struct.pack("<I", 77)]), "unknown type 77"),
     "entry twice": (gguf([number("a", 1), number("a", 2)]), "a is there twice"),
@@ -83,7 +87,13 @@ def test_a_valid_header(tmp_path: Path) -> None:
         text("tags") + struct.pack("<IIQ", ARRAY, STRING, 2) + text("a") + text("b"),
     ]
     (tmp_path / "model.gguf").write_bytes(gguf(entries, [A, B], 160))
-    assert read_gguf_header(tmp_path / "model.gguf") == {"llama.block_count": 2}
+    header = read_gguf_header(tmp_path / "model.gguf")
+    assert header.metadata == {"llama.block_count": 2, "tags": ["a", "b"]}
+    assert {name: (tensor.shape, tensor.num_bytes) for name, tensor in header.tensors.items()} == {
+        "a": ((4, 8), 128),
+        "b": ((8,), 32),
+    }
+    assert header.floats("b") == [0.0] * 8
 
 
 def test_a_file_outside_of_the_folder(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tiny models to be written as GGUF files, and the content of such files."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,32 @@ def add_to_config(folder: Path, **keys: Any) -> None:
     """Add keys to the config of a folder, without transformers' checks."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def change(
+    file: Path, keys: Mapping[str, Any] | None = None, weights: Mapping[str, torch.Tensor | None] | None = None
+) -> None:
+    """Write a file anew with other metadata and tensors; None removes one."""
+    import gguf
+
+    reader, keys, weights = gguf.GGUFReader(file), keys or {}, weights or {}
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    values = {name: field.contents() for name, field in fields.items()} | keys
+    writer = gguf.GGUFWriter(file.with_suffix(".new"), values.pop("general.architecture"))
+    for name, value in values.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif value is not None:
+            kept = name in fields and name not in keys
+            writer.add_key_value(name, value, fields[name].types[0] if kept else gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors:
+        if tensor.name not in weights:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, weight in weights.items():
+        if weight is not None:
+            writer.add_tensor(name, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file.with_suffix(".new").replace(file)

@@ -1,7 +1,7 @@
 """Write a Hugging Face folder as a GGUF file, one tensor at a time, for llama.cpp and programs that are built on it.
 
-Names and the format are those of the package gguf, layouts and metadata those of llama.cpp's ``convert_hf_to_gguf.py``. What
-transformers would not read back from the file as it was is rejected, except for what only llama.cpp reads from it.
+Names and the format are those of the package gguf, layouts and metadata those of llama.cpp's ``convert_hf_to_gguf.py``. What would
+not be read back from the file as it was is rejected.
 """
 
 import tempfile
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horizon_lm.checkpoints.gguf_architectures import ARCHITECTURES
 from horizon_lm.checkpoints.gguf_reading import require_kept
 from horizon_lm.checkpoints.gguf_tensors import Tensors
 from horizon_lm.checkpoints.gguf_tokenizer import Tokenizer, read_tokenizer
@@ -20,6 +19,8 @@ from horizon_lm.checkpoints.new_folder import write_new_folder
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hf_config, hub, skeletons
 from horizon_lm.model.adapters import base_of_adapters
+from horizon_lm.model.gguf_architectures import ARCHITECTURES
+from horizon_lm.model.gguf_rotary import frequency_factors
 from horizon_lm.model.quantization import quantization_of
 from horizon_lm.store.checkpoint_loader import check_headers
 from horizon_lm.store.checkpoint_reader import Checkpoint
@@ -29,10 +30,9 @@ FILE = "model.gguf"
 
 
 class Exported(NamedTuple):
-    """A file that was written: lines on what it lacks and what llama.cpp does differently, and whether transformers reads it at all."""
+    """A file that was written: lines on what it lacks, and what other programs do differently."""
 
     notes: list[str]
-    in_transformers: bool
 
 
 def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None) -> Exported:
@@ -67,7 +67,11 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
     with tempfile.TemporaryDirectory() as name:
         header = Path(name) / FILE
         with closing(_describe(config, tokenizer, header)) as writer:
-            _write_header(writer)
+            for tensor, factors in frequency_factors(config).items():
+                if tensor in architecture.factors:
+                    writer.add_tensor(tensor, factors.numpy())
+            _write_metadata(writer)
+            writer.write_tensors_to_file()
         notes = require_kept(architecture, config, header, source)
     skeleton = skeletons.open_skeleton(source, config)
     conversion = find_conversion(skeleton, checkpoint.names)
@@ -79,11 +83,12 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
         """Write the file, whose header has the tensors' names and shapes."""
         with closing(_describe(config, tokenizer, part / FILE)) as writer:
             tensors.announce(writer)
-            _write_header(writer)
+            _write_metadata(writer)
+            writer.write_ti_data_to_file()
             tensors.write(writer)
 
     write_new_folder(folder, fill)
-    return Exported(notes + tokenizer.notes, architecture.in_transformers)
+    return Exported(notes + tokenizer.notes)
 
 
 def _describe(config: Any, tokenizer: Tokenizer, path: Path) -> Any:
@@ -99,8 +104,7 @@ def _describe(config: Any, tokenizer: Tokenizer, path: Path) -> Any:
     return writer
 
 
-def _write_header(writer: Any) -> None:
-    """Write metadata, and the names and shapes of the tensors that were added to the writer."""
+def _write_metadata(writer: Any) -> None:
+    """Write the metadata that were added to the writer."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()

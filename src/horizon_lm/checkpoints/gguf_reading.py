@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.checkpoints.gguf_architectures import NUMBERS, Architecture
-from horizon_lm.checkpoints.gguf_rotary import parameters_of, without_scaling
+import torch
+
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import hf_config
+from horizon_lm.model.gguf_architectures import Architecture
+from horizon_lm.model.gguf_rotary import frequencies, parameters_of
 
 _WITHOUT_EFFECT = {  # on what a trained model computes; tokens are in the tokenizer's part of the file
     "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "max_window_layers",
@@ -17,62 +19,81 @@ _WITHOUT_EFFECT = {  # on what a trained model computes; tokens are in the token
 }  # fmt: skip
 # Read by the models' code and by that of masks, also where the type of config does not have them.
 _READ_IF_PRESENT = {"attention_chunk_size", "head_dim", "is_causal", "layer_types", "sliding_window"}
+_ROTARY = "rope_parameters"
+_SCALINGS = {
+    "default",
+    "linear",
+    "llama3",
+    "longrope",
+    "yarn",
+}  # whose frequencies depend on nothing else than the length of a text
 
 
 def require_kept(architecture: Architecture, config: Any, header: Path, source: Path) -> list[str]:
-    """Compare a config with what is read from a file, and return notes on what only llama.cpp reads.
+    """Compare a config with what is read from a file, and return notes on what transformers' own reader does not read.
 
     Args:
         architecture: that of the model.
         config: that of the model.
-        header: a GGUF file with the model's metadata, which needs no tensors.
+        header: a GGUF file with the model's metadata and the factors of its rotary frequencies; it needs no other tensors.
         source: the folder of the model, for the message.
 
     Raises:
         ModelNotSupportedError: another config would be read.
     """
-    own = config.to_dict()
-    own["rope_parameters"] = without_scaling(own["rope_parameters"], architecture.scalings)
-    read: dict[str, Any] = {}
-    if architecture.in_transformers:
-        read = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name).to_dict()
-    assumed = architecture.assumed(config)
-    by_llama_cpp = {**read, **_unread(architecture, config, own, read), **assumed}
-    _align(config, own, by_llama_cpp)
-    keys = sorted(computed_from(config))
-    for key in sorted({*keys, *assumed}):
-        if not _equal(own.get(key), by_llama_cpp.get(key)):
+    opened = hf_config.read_config(header.parent, trust_remote_code=False, gguf_file=header.name)
+    assumed, own = architecture.assumed(config), _settings(config)
+    read = {**_settings(opened), **assumed}
+    _align(config, own, read)
+    for key in sorted({*computed_from(config), *assumed}):
+        same = _same_rotary(config, opened) if key == _ROTARY else _equal(own.get(key), read.get(key))
+        if not same:
             raise ModelNotSupportedError(
                 f"{source}: {key}: {getattr(config, key, None)} cannot be written as GGUF; "
-                f"it would be read as {by_llama_cpp.get(key)}{_remedy(config, key) if key in assumed else ''}"
+                f"it would be read as {read.get(key)}{_remedy(config, key) if key in assumed else ''}"
             )
-    differing = [key for key in keys if key in read and key != "model_type" and not _equal(own.get(key), read[key])]
-    return [
-        *(
-            f"{key}: llama.cpp computes with {own.get(key)}, but transformers' reader takes {read[key]}"
-            for key in differing
-        ),
-        *_notes_on_reader(architecture, config),
-    ]
+    return [*_notes_on_reader(architecture, config, own, header), *_notes_on_llama_cpp(config)]
 
 
-def _notes_on_reader(architecture: Architecture, config: Any) -> list[str]:
-    """Return notes on the type and the rotary scaling of a model, as far as only llama.cpp reads them."""
-    notes, scaling = list[str](), parameters_of(config)["rope_type"]
+def _settings(config: Any) -> dict[str, Any]:
+    """Return the settings that a model computes with. Some are made from others, and saved as they were given, as Gemma 3's windows."""
+    return {key: getattr(config, key, value) for key, value in config.to_dict().items()}
+
+
+def _notes_on_reader(architecture: Architecture, config: Any, own: Mapping[str, Any], header: Path) -> list[str]:
+    """Return notes on what transformers' own reader takes for the settings of a model."""
+    from transformers import AutoConfig
+
     if not architecture.in_transformers:
-        notes.append(
-            f"llama.cpp reads the file, but transformers' reader does not know models of type {config.model_type}"
-        )
-    elif scaling != "default":
-        notes.append(
-            f"llama.cpp reads the rotary scaling ({scaling}) from the file, but transformers' reader ignores it"
-        )
-    if scaling == "longrope":
-        original = parameters_of(config)["original_max_position_embeddings"]
-        notes.append(
-            f"llama.cpp takes the factors for long texts if its context is larger than {original}, however long the text is"
-        )
+        return [
+            f"Horizon-LM and llama.cpp read the file, but transformers' reader does not know models of type {config.model_type}"
+        ]
+    plain = AutoConfig.from_pretrained(header.parent, gguf_file=header.name)
+    read, notes = _settings(plain), list[str]()
+    own = dict(own)
+    _align(config, own, read)
+    for key in sorted(computed_from(config) & read.keys() - {"model_type"}):
+        same = _same_rotary(config, plain) if key == _ROTARY else _equal(own.get(key), read[key])
+        scaling = parameters_of(config)["rope_type"]
+        if not same and key == _ROTARY and scaling != parameters_of(plain)["rope_type"]:
+            notes.append(
+                f"Horizon-LM and llama.cpp read the rotary scaling ({scaling}) from the file, but transformers' reader ignores it"
+            )
+        elif not same:
+            notes.append(
+                f"{key}: Horizon-LM and llama.cpp compute with {own.get(key)}, but transformers' reader takes {read[key]}"
+            )
     return notes
+
+
+def _notes_on_llama_cpp(config: Any) -> list[str]:
+    """Return notes on what llama.cpp does differently."""
+    if parameters_of(config)["rope_type"] != "longrope":
+        return []
+    original = parameters_of(config)["original_max_position_embeddings"]
+    return [
+        f"llama.cpp takes the factors for long texts if its context is larger than {original}, however long the text is"
+    ]
 
 
 def _remedy(config: Any, key: str) -> str:
@@ -82,26 +103,31 @@ def _remedy(config: Any, key: str) -> str:
     return f"; set max_position_embeddings to {config.sliding_window} in its config.json, for contexts in which both compute the same"
 
 
-def _unread(architecture: Architecture, config: Any, own: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a file has, but transformers' reader does not read: all of them if it knows no such files."""
-    if not architecture.in_transformers:
-        keys = ("head_dim", "model_type", *NUMBERS, *architecture.numbers)
-        rotary = {"rope_type": "default", "rope_theta": parameters_of(config)["rope_theta"]}
-        return {**{key: own.get(key) for key in keys}, "rope_parameters": rotary}
-    unread = {key: own[key] for key in architecture.unread}
-    if architecture.partial_rotary:
-        part = own["rope_parameters"].get("partial_rotary_factor")
-        unread["rope_parameters"] = {**read["rope_parameters"], "partial_rotary_factor": part}
-    return unread
+def _align(config: Any, own: dict[str, Any], read: dict[str, Any]) -> None:
+    """Replace settings in both by those of the other, where both mean the same."""
+    if own.get("head_dim") is None and read.get("head_dim") == config.hidden_size // config.num_attention_heads:
+        own["head_dim"] = read["head_dim"]
+    for settings, other in ((own, read), (read, own)):
+        window = settings.get("sliding_window")
+        if window is not None and other.get("sliding_window") is None and window >= config.max_position_embeddings:
+            settings["sliding_window"] = None  # the window covers the whole context
 
 
-def _align(config: Any, own: dict[str, Any], found: Mapping[str, Any]) -> None:
-    """Replace settings in ``own`` by those that are found in a file, where both mean the same."""
-    if own.get("head_dim") is None and found.get("head_dim") == config.hidden_size // config.num_attention_heads:
-        own["head_dim"] = found["head_dim"]
-    window = own.get("sliding_window")
-    if window is not None and found.get("sliding_window") is None and window >= config.max_position_embeddings:
-        own["sliding_window"] = None  # the window covers the whole context
+def _same_rotary(config: Any, opened: Any) -> bool:
+    """Return whether two configs have the same rotary frequencies, for short and for long texts, in all types of layers."""
+    if parameters_of(config)["rope_type"] not in _SCALINGS:
+        return False
+    if not _equal(config.rope_parameters.get("sliding_attention"), opened.rope_parameters.get("sliding_attention")):
+        return False
+    for num_tokens in (1, config.max_position_embeddings):
+        (one, scale), (other, other_scale) = frequencies(config, num_tokens), frequencies(opened, num_tokens)
+        if (
+            one.shape != other.shape
+            or not torch.allclose(one, other, rtol=1e-6, atol=0.0)
+            or not _equal(scale, other_scale)
+        ):
+            return False
+    return True
 
 
 def computed_from(config: Any) -> set[str]:
@@ -112,7 +138,8 @@ def computed_from(config: Any) -> set[str]:
     from transformers import PreTrainedConfig
 
     own = type(config)().to_dict().keys() - PreTrainedConfig().to_dict().keys()
-    return (own | _READ_IF_PRESENT | {"model_type"}) - _WITHOUT_EFFECT
+    settings = {key for key in own if not key.startswith("_")}  # others only make settings
+    return (settings | _READ_IF_PRESENT | {"model_type"}) - _WITHOUT_EFFECT
 
 
 def _equal(one: Any, other: Any) -> bool:

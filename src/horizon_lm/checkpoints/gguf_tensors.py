@@ -10,17 +10,17 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from horizon_lm.checkpoints.gguf_architectures import Architecture, Layout
-from horizon_lm.checkpoints.gguf_rotary import frequency_factors
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.finite import require_finite
+from horizon_lm.model.gguf_architectures import Architecture, Layout, in_block
+from horizon_lm.model.gguf_rotary import frequency_factors
 from horizon_lm.store.checkpoint_reader import Checkpoint, Header
 from horizon_lm.store.checkpoint_writer import dtype_of
 
 _OWN_MODULE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_IN_FLOAT32 = {"ffn_gate_inp"}  # routers, as llama.cpp's converter writes them
+_IN_FLOAT32 = {"ffn_gate_inp.weight"}  # routers, as llama.cpp's converter writes them
 
 
 class _Piece(NamedTuple):
@@ -56,7 +56,7 @@ class _Tensor(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         shape = self.source.shape
-        return shape if self.layout is None else self.layout(torch.empty(shape, device="meta")).shape
+        return shape if self.layout is None else self.layout.write(torch.empty(shape, device="meta")).shape
 
 
 class _Bytes:
@@ -74,7 +74,7 @@ class _Bytes:
         for piece in self._tensor.source.pieces:
             values = piece.read(self._checkpoint).to(self._tensor.dtype)
             require_finite(piece.tensor, values, self._checkpoint.file_of(piece.tensor))
-            yield values if self._tensor.layout is None else self._tensor.layout(values)
+            yield values if self._tensor.layout is None else self._tensor.layout.write(values)
 
 
 class Tensors:
@@ -112,7 +112,7 @@ class Tensors:
                 raise ConfigError(f"{checkpoint.folder}: the tensor {name} has no name in GGUF; remove it")
             if len(source.pieces) > 1:
                 in_gguf += ".weight"  # `name` has no such suffix if experts were joined
-            part = in_gguf.rsplit(".", 2)[-2]  # attn_q of blk.0.attn_q.weight
+            part = in_block(in_gguf)
             is_exact = len(source.shape) == 1 or part in _IN_FLOAT32
             chosen = torch.float32 if is_exact else dtype or dtype_of(headers[source.pieces[0].tensor])
             if chosen not in _KINDS:

@@ -38,10 +38,7 @@ def export(
         from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
 
         exported = export_gguf(checkpoint, folder, dtype)
-        if exported.in_transformers:
-            common.print_written(folder, f" --gguf-file {FILE}")
-        else:
-            print(f"The model is in {folder / FILE}")
+        common.print_written(folder, f" --gguf-file {FILE}")
         for note in exported.notes:
             print(f"note: {note}")
         return

@@ -1,60 +1,120 @@
-"""The weights of a GGUF file, dequantized."""
+"""The weights of a GGUF file, dequantized tensor by tensor."""
 
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.errors import ConfigError
+from horizon_lm.gguf_header import GgufHeader, read_gguf_header
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.folder import gguf_path, require_model_files
-from horizon_lm.model.gguf_header import read_gguf_header
+from horizon_lm.model.gguf_architectures import Architecture, in_block
+from horizon_lm.model.gguf_config import architecture_of, config_of
+from horizon_lm.model.gguf_keys import rejected
+from horizon_lm.model.skeletons import skeleton_of
+
+_GATE_AND_UP = re.compile(r"(.*\.experts)\.gate_up_proj")
 
 
 def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
     """Return the model of a GGUF file, dequantized to a dtype and all in memory; raise ConfigError if it cannot be read."""
-    from transformers import AutoModelForCausalLM, GgufConfig
-
     require_model_files(folder)
-    read_gguf_header(gguf_path(folder, gguf_file))
-    opened: Any  # by its annotation, transformers' method returns a model alone
-    try:
-        with _without_progress_bars():
-            opened = AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file=gguf_file, dtype=dtype, quantization_config=GgufConfig(dequantize=True),
-                trust_remote_code=False, output_loading_info=True,
-            )  # fmt: skip
-    except Exception as error:  # transformers' parsers raise anything
-        raise ConfigError(
-            f"gguf_file: {folder / gguf_file} cannot be opened ({first_line(error)}). It needs pip install "
-            "gguf accelerate (or the extra gguf), and an architecture that transformers reads from GGUF"
-        ) from error
-    model, found = opened
-    if missing := sorted(found["missing_keys"]):  # transformers would initialise them
-        raise ConfigError(
-            f"gguf_file: {folder / gguf_file} has no weights for {len(missing)} tensors of a {type(model).__name__}, for example "
-            f"{missing[0]}; if it is a part of a model, join all parts first: llama-gguf-split --merge FIRST_PART OUT"
-        )
-    for name, parameter in model.named_parameters():
-        require_finite(name, parameter.data, folder / gguf_file)
+    header = read_gguf_header(gguf_path(folder, gguf_file))
+    if find_spec("gguf") is None:
+        raise ConfigError("gguf_file needs the package gguf: pip install 'horizon-lm[gguf]'")
+    config, architecture = config_of(header), architecture_of(header)[1]
+    model = skeleton_of(config, str(header.path), dtype=dtype)
+    sources = _sources(model, header, architecture)
+    _require_all_used(header, architecture, sources)
+    layouts = architecture.layouts(config)
+    for name, tensor in _tensors(model):
+        parts = []
+        for source in sources[name]:
+            layout, values = layouts.get(in_block(source)), _dequantized(header, source)
+            parts.append(values if layout is None else layout.read(values))
+        values = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        if values.shape != tensor.shape:
+            raise ConfigError(
+                f"gguf_file: {header.path}: tensor {sources[name][0]} is of shape {tuple(values.shape)}, but the metadata make "
+                f"it {tuple(tensor.shape)}; make the file again"
+            )
+        values = values.to(tensor.dtype)
+        require_finite(name, values, header.path)
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[attribute] = nn.Parameter(values)
+        else:
+            module._buffers[attribute] = values
+    model.tie_weights()
     return model
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Context manager: let transformers show no progress bars, which would go to standard error."""
-    from transformers import modeling_gguf_pytorch_utils as reader
-    from transformers.utils import logging
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a model, and the buffers that are saved with it, by their names; a tied one once."""
+    parameters = dict(model.named_parameters())
+    yield from parameters.items()
+    every = dict(model.named_parameters(remove_duplicate=False))
+    yield from ((name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if name not in every)
 
-    bar, was_enabled = reader.tqdm, logging.is_progress_bar_enabled()
-    reader.tqdm = partial(bar, disable=True)
-    logging.disable_progress_bar()
+
+def _sources(model: Any, header: GgufHeader, architecture: Architecture) -> dict[str, list[str]]:
+    """Return the tensors of a file that make each tensor of a model; raise ConfigError if one is missing.
+
+    Gates and up projections of experts, which transformers joins, are two tensors in most files.
+    """
+    import gguf
+
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+
+    def in_file(name: str) -> str:
+        """Return the name in the file of a tensor, or of a part of one."""
+        named = name.replace(".dt_bias", ".dt_proj.bias")  # as llama.cpp's converter does
+        known = (names.get_name(each, try_suffixes=(".weight", ".bias")) for each in (named, named.partition(".")[2]))
+        found = next(filter(None, known), name)
+        return f"{found}.weight" if ".experts." in name else found
+
+    sources: dict[str, list[str]] = {}
+    for name, _ in _tensors(model):
+        found = [in_file(name)]
+        if found[0] not in header.tensors and (joined := _GATE_AND_UP.fullmatch(name)):
+            found = [in_file(f"{joined[1]}.{part}_proj") for part in ("gate", "up")]
+        if missing := [each for each in found if each not in header.tensors]:
+            raise ConfigError(f"gguf_file: {header.path} has no tensor {missing[0]}; make the file again")
+        sources[name] = found
+    return sources
+
+
+def _require_all_used(header: GgufHeader, architecture: Architecture, sources: dict[str, list[str]]) -> None:
+    """Raise ConfigError, naming it, if a tensor of a file would not be used, and is not of the last blocks, which predict further tokens."""
+    used = {name for names in sources.values() for name in names} | architecture.factors
+    end, further = (
+        header.metadata.get(f"{architecture.name}.{key}", 0) for key in ("block_count", "nextn_predict_layers")
+    )
+    for name in sorted(header.tensors.keys() - used):
+        block = re.match(r"blk\.(\d+)\.", name)
+        if block is None or not end - further <= int(block[1]) < end:
+            raise ConfigError(
+                f"gguf_file: {header.path}: tensor {name} is not supported for files of {architecture.name}; open the model's "
+                "Hugging Face folder instead"
+            )
+
+
+def _dequantized(header: GgufHeader, name: str) -> torch.Tensor:
+    """Return the values of a tensor in float32; raise ConfigError if its type is not known."""
+    import gguf
+    import numpy as np
+
+    tensor = header.tensors[name]
+    content = np.frombuffer(header.bytes_of(name), dtype=np.uint8).reshape(*tensor.shape[:-1], -1)
     try:
-        yield
-    finally:
-        reader.tqdm = bar
-        if was_enabled:
-            logging.enable_progress_bar()
+        values = gguf.dequantize(content, gguf.GGMLQuantizationType(tensor.kind))
+    except (ValueError, NotImplementedError) as error:
+        raise rejected(header.path, f"tensor {name}: its type", tensor.kind) from error
+    return torch.from_numpy(np.array(values, dtype=np.float32)).view(tensor.shape)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError, first_line, warn
+from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.model.config_limits import require_sane_config
 from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files, weight_files
-from horizon_lm.model.gguf_header import read_gguf_header
+from horizon_lm.model.gguf_config import config_of
 from horizon_lm.model.own_head import has_own_head
 from horizon_lm.model.own_types import own_type_remedy
 from horizon_lm.model.quantization import matrix_codec, quantization_of
@@ -48,18 +49,14 @@ def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
     from transformers import AutoConfig
 
     require_model_files(folder)
-    options: dict[str, Any] = {}
     if gguf_file is not None:
-        read_gguf_header(gguf_path(folder, gguf_file))
-        options["gguf_file"] = gguf_file
-    else:
-        require_sane_config(folder / "config.json")
+        return config_of(read_gguf_header(gguf_path(folder, gguf_file)))
+    require_sane_config(folder / "config.json")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers' parsers raise anything
-        remedy = "" if gguf_file is not None else own_type_remedy(folder)
-        remedy += code_remedy(error) or gguf_remedy(folder)
-        raise ConfigError(f"{folder}: no usable {gguf_file or 'config.json'} ({first_line(error)}){remedy}") from error
+        remedy = own_type_remedy(folder) + (code_remedy(error) or gguf_remedy(folder))
+        raise ConfigError(f"{folder}: no usable config.json ({first_line(error)}){remedy}") from error
 
 
 def auto_class(model_class: Any) -> Any:

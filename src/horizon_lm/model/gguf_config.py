@@ -1,0 +1,148 @@
+"""The config of a model in a GGUF file, as llama.cpp computes with the file's metadata."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.gguf_header import GgufHeader
+from horizon_lm.model.config_limits import require_sane_sizes
+from horizon_lm.model.gguf_architectures import ARCHITECTURES, NUMBERS, Architecture
+from horizon_lm.model.gguf_keys import Keys, rejected
+from horizon_lm.model.gguf_other_architectures import OTHER_ARCHITECTURES
+from horizon_lm.model.gguf_rotary import read_rotary
+
+_HEAD = "output.weight"
+_TOKENS = "tokenizer.ggml.tokens"
+_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+def config_of(header: GgufHeader) -> Any:
+    """Return the Hugging Face config of a file.
+
+    Raises:
+        ConfigError: the file has no model of a known architecture, a key of its metadata is missing or not supported, or a size is absurd.
+    """
+    require_sane_sizes({name.rpartition(".")[2]: value for name, value in header.metadata.items()}, header.path)
+    _require_whole_model(header)
+    model_type, architecture = architecture_of(header)
+    keys = Keys(header, architecture.name)
+    values = _numbers(keys, architecture, header)
+    values |= _attention(keys, architecture, header, values)
+    values = {
+        **architecture.assumed(SimpleNamespace(**values)),
+        **{key: tensor in header.tensors for key, tensor in architecture.of_tensors.items()},
+        **values,
+    }
+    values.setdefault("tie_word_embeddings", _HEAD not in header.tensors)
+    values |= {key: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in _TOKEN_IDS.items()}
+    for name, value in architecture.switches.items():
+        if keys.take(name, value) != value:
+            raise keys.rejected(name)
+    keys.require_all_used()
+    return _built(model_type, values, header)
+
+
+def architecture_of(header: GgufHeader) -> tuple[str, Architecture]:
+    """Return the model type of a file and its architecture; raise ConfigError if it is not known."""
+    name = header.metadata.get("general.architecture")
+    every = ARCHITECTURES | OTHER_ARCHITECTURES
+    found = [item for item in every.items() if item[1].name == name]
+    if not found:
+        known = ", ".join(sorted({architecture.name for architecture in every.values()}))
+        raise ConfigError(
+            f"gguf_file: {header.path}: general.architecture: {name} is not supported; files of {known} are opened"
+        )
+    # Mixtures share the name of the dense models without experts, whose numbers are among theirs.
+    whole = [item for item in found if all(header.metadata.get(f"{name}.{key}") for key in item[1].numbers.values())]
+    return max(whole or found, key=lambda item: len(item[1].numbers))
+
+
+def _require_whole_model(header: GgufHeader) -> None:
+    """Raise ConfigError if a file is a part of a model, or something else than a model."""
+    metadata = header.metadata
+    if metadata.get("split.count", 1) > 1:
+        raise ConfigError(
+            f"gguf_file: {header.path} is part {metadata.get('split.no', 0) + 1} of {metadata['split.count']} of a model; join all parts "
+            "first: llama-gguf-split --merge FIRST_PART OUT"
+        )
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise rejected(header.path, "general.type", kind)
+    if adapter := next((name for name in metadata if name.startswith(("adapter.", "xielu."))), None):
+        raise rejected(header.path, adapter, metadata[adapter])
+
+
+def _numbers(keys: Keys, architecture: Architecture, header: GgufHeader) -> dict[str, Any]:
+    """Return the settings that a file has under names of their own."""
+    num_tokens = len(header.metadata.get(_TOKENS, ()))
+    absent = {"num_key_value_heads": keys.one("attention.head_count"), "vocab_size": num_tokens, **architecture.absent}
+    found = dict(architecture.read(keys))
+    for key, name in {**NUMBERS, **architecture.numbers}.items():
+        if key in found:
+            continue
+        found[key] = keys.one(name, absent[key]) if key in absent else keys.require(name)
+        if isinstance(found[key], str):
+            raise keys.rejected(name)
+    return found
+
+
+def _attention(keys: Keys, architecture: Architecture, header: GgufHeader, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of heads, windows and rotary embeddings."""
+    num_heads = numbers["num_attention_heads"]
+    head_dim = numbers["hidden_size"] // num_heads if num_heads else 0
+    found: dict[str, Any] = {"head_dim": keys.one("attention.key_length", head_dim)}
+    head_dim = found["head_dim"]
+    for name in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+        if keys.one(name, head_dim) != head_dim:
+            raise keys.rejected(name)
+    if architecture.has_rotary:
+        context = numbers["max_position_embeddings"]
+        read = read_rotary(keys, header, head_dim, context, architecture.partial_rotary, architecture.factors)
+        found["rope_parameters"] = read | numbers.get("rope_parameters", {})
+    if "sliding_window" in numbers:
+        found["sliding_window"] = numbers["sliding_window"] or None
+    if architecture.window_pattern is not None:
+        found["layer_types"] = _layer_types(keys, architecture.window_pattern, {**numbers, **found})
+        rotary = found["rope_parameters"]
+        own_theta = architecture.window_theta
+        theta = keys.take("rope.freq_base_swa", rotary["rope_theta"] if own_theta is None else own_theta)
+        if own_theta is not None:
+            of_windows = {"rope_type": "default", "rope_theta": theta}
+            found["rope_parameters"] = {"full_attention": rotary, "sliding_attention": of_windows}
+        elif theta != rotary["rope_theta"]:
+            raise keys.rejected("rope.freq_base_swa")
+    return found
+
+
+def _layer_types(keys: Keys, pattern: int, values: dict[str, Any]) -> list[str]:
+    """Return the types of the layers of a model with windows in some of them."""
+    name, num_layers = "attention.sliding_window_pattern", values["num_hidden_layers"]
+    given = keys.take(name, pattern)
+    if isinstance(given, list):
+        in_window = given
+    else:
+        in_window = [given == 0 or layer % given < given - 1 for layer in range(num_layers)]
+    if len(in_window) != num_layers:
+        raise keys.rejected(name)
+    window = values["sliding_window"]
+    return ["sliding_attention" if window and one else "full_attention" for one in in_window]
+
+
+def _built(model_type: str, values: dict[str, Any], header: GgufHeader) -> Any:
+    """Return the config of a type with these settings; raise ConfigError if transformers cannot build it."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    known = {*kind().to_dict(), *kind.attribute_map}
+    usual = values["hidden_size"] // max(values["num_attention_heads"], 1)
+    try:
+        return kind(
+            **{
+                key: value
+                for key, value in values.items()
+                if key in known or (key == "head_dim" and value != usual)  # which models read if a config has it
+            }
+        )
+    except Exception as error:  # the checks of transformers raise anything
+        raise ConfigError(
+            f"gguf_file: {header.path}: transformers has no {model_type} with these settings ({first_line(error)})"
+        ) from error

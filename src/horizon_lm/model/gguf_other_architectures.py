@@ -1,0 +1,193 @@
+"""Architectures of GGUF that are read, and not written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from horizon_lm.model.gguf_architectures import (
+    EXPERT_SIZE,
+    LAYER_NORM,
+    MIXTURE,
+    PLUS_ONE,
+    QUERY_BIAS,
+    RMS_NORM,
+    SHARED_EXPERT_SIZE,
+    Architecture,
+    Layout,
+    both,
+    flat_gate,
+)  # fmt: skip
+from horizon_lm.model.gguf_keys import Keys
+
+_NO_FULL_WIDTH = {"intermediate_size": None}  # of mixtures that have no other feed-forward layers
+_UNSQUEEZED = Layout(lambda tensor: tensor.squeeze(1), lambda tensor: tensor.unsqueeze(1))
+_NEGATIVE = Layout(lambda tensor: -tensor.exp(), lambda tensor: (-tensor).log())
+_TRANSPOSED = Layout(torch.t, torch.t)
+
+
+def _chain(first: Layout, second: Layout) -> Layout:
+    """Return the layout of a tensor that is written in a first way, and the result in a second."""
+    return Layout(
+        lambda tensor: second.write(first.write(tensor)), lambda tensor: first.read(second.read(tensor))
+    )  # fmt: skip
+
+
+def _swapped(outer: int, inner: int, start: int = 0, axis: int = 0) -> Layout:
+    """Return the layout in which parts of an axis, ``outer`` groups of ``inner`` from ``start`` on, are ``inner`` groups of ``outer``."""
+
+    def layout(tensor: torch.Tensor, groups: int, parts: int) -> torch.Tensor:
+        moved = tensor.movedim(axis, 0)
+        rest = moved[start:]
+        rest = rest.reshape(groups, parts, -1, *rest.shape[1:]).swapaxes(0, 1).reshape(rest.shape)
+        return torch.cat([moved[:start], rest]).movedim(0, axis)
+
+    return Layout(lambda tensor: layout(tensor, outer, inner), lambda tensor: layout(tensor, inner, outer))
+
+
+def _bloom_layouts(config: Any) -> Mapping[str, Layout]:
+    """Return the layouts of queries, keys and values: transformers has those of each head together."""
+    return both("attn_qkv", _swapped(config.num_attention_heads, 3))
+
+
+def _gpt2_layouts(config: Any) -> Mapping[str, Layout]:
+    """Return the layouts of matrices, which transformers has transposed."""
+    return {f"{name}.weight": _TRANSPOSED for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")}
+
+
+def _nemotron_layouts(config: Any) -> Mapping[str, Layout]:
+    """Return the layouts of norms that scale by one plus their weight."""
+    return {f"{name}_norm.weight": PLUS_ONE for name in ("attn", "ffn", "output")}
+
+
+def _mamba(keys: Keys) -> Mapping[str, Any]:
+    """Return the width of a Mamba as a multiple of its hidden size."""
+    return {"expand": keys.require("ssm.inner_size") // keys.require("embedding_length")}
+
+
+def _lfm2(keys: Keys) -> Mapping[str, Any]:
+    """Return the types of the layers of an LFM2: those without heads of keys are convolutions."""
+    each = keys.take("attention.head_count_kv")
+    if not isinstance(each, list) or len(each) != keys.require("block_count") or len({0, *each}) != 2:
+        raise keys.rejected("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(each),
+        "layer_types": ["full_attention" if number else "conv" for number in each],
+    }
+
+
+def _qwen35(keys: Keys) -> Mapping[str, Any]:
+    """Return the settings of the linear attention of a Qwen3.5, and of its rotary embeddings in several dimensions."""
+    num_layers = keys.require("block_count") - keys.take("nextn_predict_layers", 0)
+    value_heads, interval = keys.require("ssm.time_step_rank"), keys.take("full_attention_interval", 4)
+    is_linear = keys.take("attention.recurrent_layers", [(layer + 1) % interval != 0 for layer in range(num_layers)])
+    if not isinstance(is_linear, list) or len(is_linear) < num_layers:
+        raise keys.rejected("attention.recurrent_layers")
+    sections = keys.take("rope.dimension_sections")
+    if not isinstance(sections, list) or len(sections) < 3:
+        raise keys.rejected("rope.dimension_sections")
+    return {
+        "num_hidden_layers": num_layers,
+        "layer_types": ["linear_attention" if linear else "full_attention" for linear in is_linear[:num_layers]],
+        "linear_conv_kernel_dim": keys.require("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.require("ssm.state_size"),
+        "linear_num_key_heads": keys.require("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": keys.require("ssm.inner_size") // value_heads,
+        "rope_parameters": {
+            "mrope_section": sections[:3],  # of time, height and width
+            "mrope_interleaved": True,
+        },
+    }
+
+
+def _qwen35_layouts(config: Any) -> Mapping[str, Layout]:
+    """Return the layouts of a Qwen3.5: norms with an offset, and value heads that are not grouped by their key heads."""
+    heads = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    values = _swapped(*heads)
+    last = _swapped(
+        *heads, start=2 * config.linear_num_key_heads * config.linear_key_head_dim
+    )  # after queries and keys
+    names = ("attn", "attn_k", "attn_q", "output", "post_attention")
+    return {
+        **flat_gate(config),
+        **{f"{name}_norm.weight": PLUS_ONE for name in names},
+        "attn_gate.weight": values,
+        "attn_qkv.weight": last,
+        "ssm_a": _chain(_NEGATIVE, values),
+        "ssm_alpha.weight": values,
+        "ssm_beta.weight": values,
+        "ssm_conv1d.weight": _chain(_UNSQUEEZED, last),
+        "ssm_dt.bias": values,
+        "ssm_out.weight": _swapped(*heads, axis=1),
+    }
+
+
+OTHER_ARCHITECTURES = {
+    "bloom": Architecture(
+        "bloom", numbers={"layer_norm_epsilon": LAYER_NORM}, layouts=_bloom_layouts, has_rotary=False
+    ),
+    "falcon": Architecture(
+        "falcon",
+        numbers={
+            "ffn_hidden_size": "feed_forward_length",
+            "layer_norm_epsilon": LAYER_NORM,
+            "num_kv_heads": "attention.head_count_kv",
+        },
+        switches={
+            "attention.head_count_kv": 1,
+            "tensor_data_layout": "jploski",
+        },  # as in Falcon 7B; others have other layouts
+    ),
+    "gpt2": Architecture(
+        "gpt2",
+        numbers={"layer_norm_epsilon": LAYER_NORM, "n_inner": "feed_forward_length"},
+        layouts=_gpt2_layouts,
+        has_rotary=False,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        numbers={"conv_L_cache": "shortconv.l_cache", "norm_eps": "attention.layer_norm_rms_epsilon"},
+        assumed=lambda config: {"block_auto_adjust_ff_dim": False},
+        of_tensors={"conv_bias": "blk.0.shortconv.in_proj.bias"},
+        layouts=lambda config: {"shortconv.conv.weight": _UNSQUEEZED},
+        read=_lfm2,
+    ),
+    "mamba": Architecture(
+        "mamba",
+        numbers={
+            "conv_kernel": "ssm.conv_kernel",
+            "intermediate_size": "ssm.inner_size",
+            "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+            "state_size": "ssm.state_size",
+            "time_step_rank": "ssm.time_step_rank",
+        },
+        layouts=lambda config: {"ssm_a": _NEGATIVE, "ssm_conv1d.weight": _UNSQUEEZED},
+        read=_mamba,
+        has_rotary=False,
+    ),
+    "nemotron": Architecture(
+        "nemotron",
+        numbers={"norm_eps": LAYER_NORM},
+        of_tensors={"attention_bias": QUERY_BIAS, "mlp_bias": "blk.0.ffn_up.bias"},
+        layouts=_nemotron_layouts,
+        partial_rotary=True,
+    ),
+    "qwen3_5_moe_text": Architecture(
+        "qwen35moe",
+        numbers=RMS_NORM | MIXTURE | EXPERT_SIZE | SHARED_EXPERT_SIZE,
+        absent=_NO_FULL_WIDTH,
+        layouts=_qwen35_layouts,
+        read=_qwen35,
+        partial_rotary=True,
+    ),
+    "qwen3_5_text": Architecture("qwen35", layouts=_qwen35_layouts, read=_qwen35, partial_rotary=True),
+    "stablelm": Architecture(
+        "stablelm",
+        numbers={"layer_norm_eps": LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        absent={"use_parallel_residual": False},
+        of_tensors={"use_qkv_bias": QUERY_BIAS},
+        partial_rotary=True,
+    ),
+    "starcoder2": Architecture("starcoder2", numbers={"norm_epsilon": LAYER_NORM}, of_tensors={"use_bias": QUERY_BIAS}),
+}
