@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
-from horizon_lm.checkpoints import gguf_export, gguf_tokenizer
+from horizon_lm.checkpoints import gguf_export
+from horizon_lm.data import gguf_splits
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from tests.e2e import tiny
 from tests.support.gguf_files import GEMMA, PADDED, TEXT, metadata, save
@@ -36,11 +37,11 @@ TEXTS = [
 @pytest.mark.parametrize(
     ("split", "ignore_merges", "name"),
     [
-        (gguf_tokenizer._QWEN2, False, "qwen2"),
-        (gguf_tokenizer._LLAMA3, True, "llama-bpe"),
-        (gguf_tokenizer._LLAMA3, False, "dbrx"),
-        (gguf_tokenizer._TEKKEN, True, "tekken"),
-        (gguf_tokenizer._GPT4O, False, "gpt-4o"),
+        (gguf_splits.QWEN2, False, "qwen2"),
+        (gguf_splits.LLAMA3, True, "llama-bpe"),
+        (gguf_splits.LLAMA3, False, "dbrx"),
+        (gguf_splits.TEKKEN, True, "tekken"),
+        (gguf_splits.GPT4O, False, "gpt-4o"),
     ],
 )
 def test_splits(tmp_path: Path, split: str, ignore_merges: bool, name: str) -> None:

@@ -6,29 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.data.gguf_splits import DIGITS, SPLITS
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
 
 _FILE = "tokenizer.json"
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = _QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+SUFFIX|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*SUFFIX|DIGITS"
-_CASED += r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = _CASED.replace("SUFFIX", "").replace("DIGITS", r"\p{N}")
-_GPT4O = _CASED.replace("SUFFIX", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", r"\p{N}{1,3}")
-DIGITS = r"\p{N}"  # each alone, and other text as in GPT-2
-# llama.cpp's names of ways to split text, by the expression and whether tokens are found without merges.
-SPLITS = {
-    (None, False): "gpt-2",
-    (DIGITS, False): "smollm",
-    (_QWEN2, False): "qwen2",
-    (_LLAMA3, True): "llama-bpe",
-    (_LLAMA3, False): "dbrx",
-    (_TEKKEN, True): "tekken",
-    (_GPT4O, False): "gpt-4o",
-}
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.data.gguf_tokenizer import build_tokenizer
 from horizon_lm.data.template_limits import limit_templates
 from horizon_lm.errors import ConfigError, HorizonError, first_line
-from horizon_lm.model.folder import code_remedy, gguf_remedy, require_model_files
+from horizon_lm.gguf_header import read_gguf_header
+from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files
 
 _LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
 _MAX_GROWTH = 64  # characters made of one; published normalizers make up to three
@@ -24,10 +26,12 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     _report_panics()
     require_model_files(folder)
     _require_little_growth_of_file(folder / "tokenizer.json")
-    options = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
-        # trust_remote_code is passed even if it is False: without it, transformers asks on standard input.
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+        if gguf_file is not None:
+            tokenizer = build_tokenizer(read_gguf_header(gguf_path(folder, gguf_file)))
+        else:
+            # trust_remote_code is passed even if it is False: without it, transformers asks on standard input.
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         largest = max(tokenizer.get_vocab().values(), default=0)
         if largest > _LARGEST_TOKEN:
             raise ValueError(f"it has a token with the number {largest:,}")
