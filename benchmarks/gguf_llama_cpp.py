@@ -7,25 +7,24 @@ tiny and have random weights, large enough that positions matter; tokenizers are
 """
 
 import argparse
-import ctypes
 import random
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from llama_cpp_library import CONTEXT, LlamaCpp
 from peers_cpu import processor, versions
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
 from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.checkpoints.gguf_tokenizer import DIGITS, SPLITS
+from horizon_lm.data.gguf_splits import SPLITS, WAYS, Split
+from horizon_lm.data.gguf_tokenizer import splitter
 
-TOKENS, CONTEXT = 120, 256
+TOKENS = 120
 SIZES: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False, "bos_token_id": 0,
@@ -76,95 +75,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class _Batch(ctypes.Structure):
-    _fields_ = (
-        ("num_tokens", ctypes.c_int32),
-        ("token", ctypes.POINTER(ctypes.c_int32)),
-        ("embedding", ctypes.c_void_p),
-        ("position", ctypes.POINTER(ctypes.c_int32)),
-        ("num_sequences", ctypes.POINTER(ctypes.c_int32)),
-        ("sequence", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-        ("wanted", ctypes.POINTER(ctypes.c_int8)),
-    )
-
-
-class _Params(ctypes.Structure):
-    """Parameters of a model or a context: larger than any version's, because only the first fields are used."""
-
-    _fields_ = (("numbers", ctypes.c_uint32 * 256),)
-
-
-_Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-
-
-class LlamaCpp:
-    """Functions of llama.cpp (https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h)."""
-
-    def __init__(self, library: Path) -> None:
-        self._lib, self._log = ctypes.CDLL(str(library)), _Log(lambda level, text, data: None)
-        for name in ("llama_model_default_params", "llama_context_default_params"):
-            getattr(self._lib, name).restype = _Params
-        for name, argument in (
-            ("llama_model_load_from_file", ctypes.c_char_p),
-            ("llama_init_from_model", ctypes.c_void_p),
-        ):
-            function = getattr(self._lib, name)
-            function.argtypes, function.restype = [argument, _Params], ctypes.c_void_p
-        self._lib.llama_model_get_vocab.argtypes, self._lib.llama_model_get_vocab.restype = (
-            [ctypes.c_void_p],
-            ctypes.c_void_p,
-        )
-        self._lib.llama_batch_init.restype = _Batch
-        self._lib.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
-        self._lib.llama_get_logits_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
-        self._lib.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
-        self._lib.llama_model_free.argtypes = self._lib.llama_free.argtypes = [ctypes.c_void_p]
-        self._lib.llama_tokenize.argtypes = [
-            ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32,
-            ctypes.c_bool, ctypes.c_bool,
-        ]  # fmt: skip
-        self._lib.llama_log_set(self._log, None)
-        self._lib.llama_backend_init()
-
-    @contextmanager
-    def opened(self, file: Path) -> Iterator[int]:
-        """Context manager: open a model."""
-        model = self._lib.llama_model_load_from_file(str(file).encode(), self._lib.llama_model_default_params())
-        if not model:
-            raise RuntimeError(f"llama.cpp does not open {file}")
-        yield model
-        self._lib.llama_model_free(model)
-
-    def logits(self, model: int, ids: list[int], vocab_size: int) -> torch.Tensor:
-        """Return the logits of a text, shape (T, V)."""
-        params = self._lib.llama_context_default_params()
-        params.numbers[:3] = [CONTEXT, CONTEXT, CONTEXT]  # context, logical and physical batch
-        context, batch = self._lib.llama_init_from_model(model, params), self._lib.llama_batch_init(len(ids), 0, 1)
-        batch.num_tokens = len(ids)
-        for index, token in enumerate(ids):
-            batch.token[index], batch.position[index], batch.num_sequences[index] = token, index, 1
-            batch.sequence[index][0], batch.wanted[index] = 0, 1
-        if self._lib.llama_decode(context, batch) != 0:
-            raise RuntimeError("llama.cpp does not compute the model")
-        rows = [self._lib.llama_get_logits_ith(context, index)[:vocab_size] for index in range(len(ids))]
-        self._lib.llama_free(context)
-        return torch.tensor(rows)
-
-    def tokens(self, model: int, text: str) -> list[int]:
-        """Return the tokens of a text, with those that are added."""
-        buffer, encoded = (ctypes.c_int32 * 4096)(), text.encode()
-        vocab = self._lib.llama_model_get_vocab(model)
-        return buffer[: self._lib.llama_tokenize(vocab, encoded, len(encoded), buffer, 4096, True, True)]
-
-
-def byte_level(pattern: str | None, ignore_merges: bool, text: str) -> Any:
+def byte_level(split: Split, text: str) -> Any:
     """Return a tokenizer of byte-level BPE that splits text in one of the ways that llama.cpp knows."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern in (None, DIGITS))
-    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    if pattern == DIGITS:
-        split = [pre_tokenizers.Digits(individual_digits=True)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
+    tokenizer = Tokenizer(models.BPE(ignore_merges=split.ignores_merges))
+    tokenizer.pre_tokenizer = splitter(split)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=SIZES["vocab_size"], special_tokens=["<s>", "</s>"], show_progress=False,
@@ -265,7 +179,7 @@ def main() -> None:
     ]
     for name, (model_type, settings) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            error, control = compare(llama_cpp, Path(folder), model_type, settings, byte_level(None, False, text))
+            error, control = compare(llama_cpp, Path(folder), model_type, settings, byte_level(WAYS["gpt-2"], text))
         lines.append(f"| {name} | {error:.4f} | {control:.2f} |")
         print(lines[-1], flush=True)
     texts = sample_texts(text)
@@ -276,7 +190,7 @@ def main() -> None:
         "| tokenizer | other |",
         "|---|---|",
     ]
-    tokenizers = {name: byte_level(*way, text) for way, name in SPLITS.items()}
+    tokenizers = {name: byte_level(WAYS[name], text) for name in SPLITS.values()}
     tokenizers |= {
         "byte fallback, a space before text": byte_fallback(True, text),
         "byte fallback, none": byte_fallback(False, text),
