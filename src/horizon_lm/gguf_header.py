@@ -64,18 +64,20 @@ def read_gguf_header(path: Path) -> GgufHeader:
         ConfigError: the header is damaged, or tensors overlap or go beyond the end of the file.
     """
     try:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             reader = _Reader(content)
             metadata = reader.metadata()
             tensors = reader.tensors(metadata)
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"gguf_file: {path} cannot be read ({first_line(error)}); download it again") from error
     return GgufHeader(path, metadata, tensors)
 
 
 class _Reader:
     """A position in the header of a GGUF file, of version 2 or 3 in little-endian order: metadata, then tensors, to be read in this order.
-    Raise ValueError or struct.error if it is damaged.
+    Raise ValueError if it is damaged.
     """
 
     def __init__(self, content: mmap.mmap) -> None:
@@ -138,28 +140,28 @@ class _Reader:
         if length > _MAX_ELEMENTS:
             raise ValueError(f"it has a list of {length:,} elements")
         if kind in _SCALARS:
-            found = struct.unpack_from(f"<{length}{_SCALARS[kind]}", self._content, self._at)
-            self._at += struct.calcsize(f"<{length}{_SCALARS[kind]}")
-            return list(found)
+            layout = f"<{length}{_SCALARS[kind]}"
+            return list(struct.unpack(layout, self._bytes(struct.calcsize(layout))))
         if kind == _STRING:
             return [self._text(_MAX_TEXT_BYTES) for _ in range(length)]
         return [self._value(kind, depth + 1) for _ in range(length)]
 
     def _number(self, kind: str) -> Any:
-        found = struct.unpack_from(f"<{kind}", self._content, self._at)[0]
-        self._at += struct.calcsize(kind)
-        return found
+        return struct.unpack(f"<{kind}", self._bytes(struct.calcsize(kind)))[0]
 
     def _text(self, longest: int) -> str:
         """Read a text of at most ``longest`` bytes."""
-        start = self._at + 8
-        length = int.from_bytes(self._content[self._at : start], "little")
+        length = self._number("Q")
         if length > longest:
             raise ValueError(f"a text has {length:,} bytes")
-        self._at = end = start + length
-        if end > self._num_bytes:
+        return self._bytes(length).decode("utf-8")
+
+    def _bytes(self, length: int) -> bytes:
+        """Read the next bytes."""
+        start, self._at = self._at, self._at + length
+        if self._at > self._num_bytes:
             raise ValueError(f"it ends within its header, at byte {self._num_bytes:,}")
-        return self._content[start:end].decode("utf-8")
+        return self._content[start : self._at]
 
 
 def _shortest(value: float) -> float:

@@ -1,5 +1,6 @@
 """A setting whose path does not exist is named before anything is loaded, with the path that was meant."""
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(folder).mkdir(parents=True)
     for file in ("train.jsonl", "chat.jinja", "tiny.gguf", "models/tiny/tiny.gguf", "models/rows/part/a.jsonl"):
         Path(file).touch()
+    Path("models/tiny/tiny.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    Path("models/tiny/damaged.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0))
 
 
 def read(*changes: str) -> None:
@@ -36,6 +39,7 @@ def read(*changes: str) -> None:
         ("--model_name_or_path=tiny.gguf", "'tiny.gguf': is a file; name its folder, and set gguf_file: tiny.gguf"),
         ("--model_name_or_path=train.jsonl", "'train.jsonl': is a file; name the folder of a model"),
         ("--gguf_file=tinny.gguf", "'tinny.gguf': no such file; did you mean tiny.gguf?"),
+        ("--gguf_file=damaged.gguf", "'damaged.gguf': cannot be read (its header has more than 100,000 entries); download it again"),
         ("--gguf_file=other.gguf", "'other.gguf': no such file in models/tiny"),
         ("--chat_template_path=chatt.jinja", "'chatt.jinja': no such file or folder; did you mean chat.jinja?"),
         ("--adapter_name_or_path=out/adaptor", "'out/adaptor': no such folder; did you mean out/adapter?"),

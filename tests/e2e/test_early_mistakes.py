@@ -1,7 +1,9 @@
 """Mistakes in names, sizes and settings are reported before torch is imported, which takes seconds."""
 
+import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,35 @@ def run_alone(arguments: str) -> tuple[str, str]:
 def test_nothing_heavy_is_imported(arguments: str, message: str) -> None:
     packages, errors = run_alone(arguments)
     assert (packages, message in errors) == ("", True), errors
+
+
+DAMAGES = {
+    "version 99 of GGUF is not supported": struct.pack("<IQQ", 99, 0, 0),
+    "it ends within its header, at byte 24": struct.pack("<IQQ", 3, 0, 9),
+    "it has a value of unknown type 77": struct.pack("<IQQQcI", 3, 0, 1, 1, b"a", 77),
+    "its header has more than 100,000 entries": struct.pack("<IQQ", 3, 2**60, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "damage"),
+    [
+        ("generate FOLDER hi --gguf-file model.gguf", "version 99 of GGUF is not supported"),
+        ("eval FOLDER --tasks a --gguf-file model.gguf", "it ends within its header, at byte 24"),
+        ("plan --model FOLDER --gguf_file model.gguf --device h200", "it has a value of unknown type 77"),
+        (
+            "train --model_name_or_path FOLDER --gguf_file model.gguf --datasets FOLDER/rows.jsonl",
+            "its header has more than 100,000 entries",
+        ),
+    ],
+)
+def test_a_damaged_gguf_file(tmp_path: Path, command: str, damage: str) -> None:
+    """The damage is named, and not that the file should be named."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + DAMAGES[damage])
+    packages, errors = run_alone(command.replace("FOLDER", str(tmp_path)))
+    assert (packages, "gguf_file" in errors) == ("", True)
+    assert f"cannot be read ({damage}); download it again" in errors
 
 
 def test_a_mistake_that_is_found_later() -> None:

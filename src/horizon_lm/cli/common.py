@@ -15,6 +15,7 @@ import typer
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, HorizonError, InterruptedRunError
+from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import exists
 from horizon_lm.quantities import parse_size
@@ -160,6 +161,14 @@ def require_written(dtype: str | None, max_shard_size: str) -> None:
 def print_written(folder: Path, options: str = "") -> None:
     """Print where a model was written, and how to try it, with these options."""
     print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."{options}')
+
+
+def require_gguf(name: str, base: str | None, gguf_file: str | None) -> None:
+    """Raise ConfigError if a GGUF file in a local folder is missing or damaged, before anything is imported that takes seconds."""
+    from horizon_lm.model.folder import gguf_path
+
+    if gguf_file is not None and exists(base or name):
+        read_gguf_header(gguf_path(Path(base or name).expanduser(), gguf_file))
 
 
 def find_model(

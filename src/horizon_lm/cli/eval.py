@@ -142,6 +142,7 @@ def eval(
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent}: no such folder; create it")
     memory = None if device_memory is None else common.read_size("--device-memory", device_memory)
+    common.require_gguf(model, base, gguf_file)
     from horizon_lm.engine.opening.model_opening import open_model  # imports torch, which takes seconds
 
     loaded = load_tasks(tasks)

@@ -33,6 +33,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise ConfigError("PROMPT is empty")
+    common.require_gguf(model, base, gguf_file)
     from horizon_lm.engine.opening.model_opening import open_model  # imports torch, which takes seconds
     from horizon_lm.training.samples import prompt_inputs
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from horizon_lm.config.datasets import DatasetConfig
 from horizon_lm.config.run import RunConfig
 from horizon_lm.constants import LANGUAGE_MODEL
+from horizon_lm.errors import ConfigError
+from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.paths import exists, may_be_on_hub, near_path
 
 Problem = tuple[tuple[int | str, ...], str, str]
@@ -48,6 +50,11 @@ def _model(run: RunConfig) -> Iterator[Problem]:
         yield ("model_name_or_path",), name, f"is a file; {remedy}"
     elif file is not None and not exists(str(folder / file)):
         yield ("gguf_file",), file, f"no such file{near_path(file, folder)}"
+    elif file is not None:
+        try:
+            read_gguf_header(folder / file)
+        except ConfigError as error:
+            yield ("gguf_file",), file, str(error).removeprefix(f"gguf_file: {folder / file} ")
 
 
 def _parts_of_folder(place: tuple[int | str, ...], entry: DatasetConfig) -> Iterator[Problem]:
