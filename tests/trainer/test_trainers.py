@@ -1,5 +1,6 @@
 """TRL's trainers train a streamed model as they train a plain one, in the settings that people choose."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, StreamingError
@@ -150,6 +151,7 @@ def test_a_trainer_without_the_second_line_says_what_is_missing(tmp_path: Path) 
         ({"use_liger_kernel": True}, "use_liger_kernel=True is not supported"),
         ({"torch_compile": True}, "compile=True"),
         ({"auto_find_batch_size": True}, "the plan knows"),
+        ({"debug": "underflow_overflow"}, "its hooks read weights"),
         ({"deepspeed": {}}, "needs no ZeRO"),
         ({"fsdp": "full_shard"}, "several processes share a streamed model without it"),
         ({"fp16": True}, "use bf16"),
@@ -170,6 +172,21 @@ def test_settings_that_a_streamed_model_does_not_support(
     with pytest.raises(ConfigError, match=message) as error:
         horizon_lm.trainer(trl.SFTTrainer)(model=model, args=config)
     assert f"SFTConfig: {next(iter(settings))}=" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("watched", ["all", "gradients", "parameters", "false"])
+def test_gradients_are_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: str) -> None:
+    class WandbCallback(TrainerCallback):
+        """Stands in for the callback of transformers, which registers hooks in the first step."""
+
+    monkeypatch.setenv("WANDB_WATCH", watched)
+    model = streamed(tiny.save_model(tmp_path / "model"))
+    expected = pytest.raises(
+        ConfigError, match=f"WANDB_WATCH={watched} is not supported .* set WANDB_WATCH=parameters, or false"
+    )
+    with expected if watched in ("all", "gradients") else nullcontext():
+        make("sft packed", horizon_lm.trainer(trl.SFTTrainer), model, tmp_path, callbacks=[WandbCallback()])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import os
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, cast
 
@@ -34,6 +36,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((None, False), "use bf16, which needs no scaling of the loss"),
     "fp16_full_eval": ((None, False), "choose the precision in horizon_lm.stream()"),
     "bf16_full_eval": ((None, False), "choose the precision in horizon_lm.stream()"),
+    "debug": (
+        (None, "", []),
+        "its hooks read weights, which are not on the device; leave it out: a loss or gradient that is not finite is rejected",
+    ),
     "auto_find_batch_size": ((None, False), "the plan knows the memory of a step; leave it out"),
     "sync_ref_model": ((None, False), "it would write to the weights of the reference; leave it out"),
     "use_vllm": ((None, False), "the weights are in host memory; leave it out, and the streamed model generates"),
@@ -68,6 +74,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
         trainer: Any = self
         if trainer.model_init is None:  # otherwise, it makes the model that is trained
             _require_streamed(trainer.model)
+        _reject_watched_gradients(trainer.callback_handler.callbacks)
 
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Check the model that is trained, and prepare it for several ranks, before the Trainer would wrap it."""
@@ -318,3 +325,13 @@ def _reject_unsupported(args: Any) -> None:
         value = getattr(args, name, None)
         if not any(value is each or value == each for each in allowed):
             raise ConfigError(f"{type(args).__name__}: {name}={value!r} is not supported by a streamed model: {remedy}")
+
+
+def _reject_watched_gradients(callbacks: Iterable[Any]) -> None:
+    """Raise ConfigError if transformers' callback of Weights & Biases would add hooks to parameters, which get no gradient on the device."""
+    watched = os.environ.get("WANDB_WATCH")
+    if watched in ("all", "gradients") and any(type(each).__name__ == "WandbCallback" for each in callbacks):
+        raise ConfigError(
+            f"WANDB_WATCH={watched} is not supported by a streamed model: gradients land in host memory without passing hooks; set "
+            "WANDB_WATCH=parameters, or false"
+        )
