@@ -11,7 +11,6 @@ REJECTIONS = {  # a pattern of the message
     r"torch_compile=True is not supported": "`compile=True` of `stream()` compiles the blocks",
     r"the input embedding of a streamed model has no gradient when": "the embedding called by itself, in training mode",
     r"the reference of this set was not computed before training": "DPO's precomputed reference of another set; a streamed `ref_model` is computed with any set",
-    r"sync_ref_model=True is not supported": "a reference that follows the model; its weights would be written",
     r"since this optimizer was created or this loss computed": "an adapter that is added after the optimizer was made",
     r"register_hook on a parameter of a streamed model": "hooks of parameters, in which LOMO updates; `update_in_backward` of ours does",
     r"a streamed model cannot be moved or cast": "`half()` and `float()` of a model, whose precision `stream()` chooses",

@@ -157,7 +157,6 @@ def test_a_trainer_without_the_second_line_says_what_is_missing(tmp_path: Path) 
         ({"fp16": True}, "use bf16"),
         ({"fp16_full_eval": True}, r"choose the precision in horizon_lm\.stream"),
         ({"bf16_full_eval": True}, r"choose the precision in horizon_lm\.stream"),
-        ({"sync_ref_model": True}, "would write to the weights of the reference"),
         ({"use_vllm": True}, "leave it out, and the streamed model generates"),
     ],
     ids=str,

@@ -15,6 +15,7 @@ import torch
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.engine.calls.chunked_losses import token_logprobs
 from horizon_lm.engine.streamed import is_streamed
+from horizon_lm.integrations.evaluated_models import stream_beside
 
 ADD_HEAD = "add_fused_lm_head"  # by which TRL's trainers patch a model
 _STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -31,9 +32,10 @@ def unless_streamed(model: Any) -> Callable[[Callable[..., None]], Callable[...,
 
     def replace_patch(original: Callable[..., None]) -> Callable[..., None]:
         def add_fused_lm_head(patched: Any, *args: Any, **kwargs: Any) -> None:
-            """Patch a model, which may be the one that prompts are around, or a reference that is not streamed."""
+            """Patch a model, which may be the one that prompts are around, or a reference, which is streamed first if it can be."""
             if patched is inside and not is_streamed(patched):
                 patched = model
+            stream_beside(patched, model)
             patch = add_head if is_streamed(patched) else original
             patch(patched, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Keep the reference of preference trainers off the device: precomputed, or a streamed model of its own.
+"""Compute the reference of preference trainers before training.
 
 TRL compares the policy with the model that it started from. By default it loads that model a second time, onto the device.
 """
@@ -6,14 +6,11 @@ TRL compares the policy with the model that it started from. By default it loads
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from horizon_lm.engine.opening.loading import from_pretrained
-from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError
 from horizon_lm.integrations.trainer_ranks import mesh_of
 from horizon_lm.objective.reference import model_key
 
 HASH_MODEL = "hash_module"  # by which TRL's trainers name the reference that they keep on disk
-CREATE_MODEL = "create_model_from_path"  # by which TRL's trainers load a reference
 PRECOMPUTE = "precompute_ref_log_probs"
 
 
@@ -39,8 +36,9 @@ def prepare_reference(arguments: Mapping[str, Any]) -> None:
     can_precompute = all(isinstance(each, Dataset) for each in datasets) and not hasattr(model.config, "vision_config")
     if mesh_of(model) is not None:  # the first rank writes a file, which the others do not find if rows are in memory
         can_precompute = can_precompute and all(each.cache_files for each in datasets)
+    is_fixed = not getattr(args, "sync_ref_model", False)
     is_open = getattr(args, PRECOMPUTE, None) is False and arguments.get("ref_model") is None
-    if is_open and can_precompute:
+    if is_open and is_fixed and can_precompute:
         setattr(args, PRECOMPUTE, True)
         print(
             f"{PRECOMPUTE}=True: the reference is the model with its present weights, computed once before training, and takes no "
@@ -53,28 +51,6 @@ def _eval_sets(dataset: Any) -> list[Any]:
     if dataset is None:
         return []
     return list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]
-
-
-def streamed_like(model: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a replacement for functions that load a model by name: the model is streamed, to the device of ``model``."""
-    engine = engine_of(model)
-    precision = "float32" if engine.store.precision.name == "float32" else "bf16"  # it is not trained
-
-    def replace_loader(_original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(name: str, *_classes: Any, **kwargs: Any) -> Any:
-            if not name:
-                raise ConfigError(
-                    "TRL loads the reference from the folder or hub id of the model, and this model has none; write it with "
-                    "model.save_pretrained(folder) and open it with horizon_lm.from_pretrained(folder), or leave the reference "
-                    "out (beta=0)"
-                )
-            options = {key: kwargs[key] for key in ("trust_remote_code", "revision") if kwargs.get(key)}
-            reference = from_pretrained(name, str(engine.device.torch_device), precision, **options)
-            return reference.requires_grad_(False)
-
-        return load
-
-    return replace_loader
 
 
 def hash_of_parts(original: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -12,7 +12,8 @@ import torch
 from horizon_lm.engine.host.parameters import StreamedParameter
 from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
-from horizon_lm.integrations import fused_head, references
+from horizon_lm.integrations import evaluated_models, fused_head, references
+from horizon_lm.integrations.evaluated_models import EvaluatedModels
 from horizon_lm.integrations.held_batches import HeldBatches
 from horizon_lm.integrations.patching import replaced
 from horizon_lm.integrations.trainer_checkpoints import TrainerCheckpoints
@@ -41,12 +42,11 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
         "its hooks read weights, which are not on the device; leave it out: a loss or gradient that is not finite is rejected",
     ),
     "auto_find_batch_size": ((None, False), "the plan knows the memory of a step; leave it out"),
-    "sync_ref_model": ((None, False), "it would write to the weights of the reference; leave it out"),
     "use_vllm": ((None, False), "the weights are in host memory; leave it out, and the streamed model generates"),
 }
 
 
-class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
+class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerRanks):
     """The mixin of `trainer`.
 
     Attributes:
@@ -67,7 +67,8 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
             references.prepare_reference(given)
             _leave_head_in_float32(given.get("args"), model)
             replacements[fused_head.ADD_HEAD] = fused_head.unless_streamed(model)
-            replacements[references.CREATE_MODEL] = references.streamed_like(model)
+            replacements[evaluated_models.CREATE_MODEL] = evaluated_models.streamed_like(model)
+            replacements[evaluated_models.COPY_MODEL] = evaluated_models.copied_from(model)
             replacements[references.HASH_MODEL] = references.hash_of_parts
         with replaced(type(self), replacements):
             super().__init__(*args, **kwargs)
@@ -136,6 +137,7 @@ class StreamedTrainer(HeldBatches, TrainerCheckpoints, TrainerRanks):
                 "horizon_lm.plan(model, args, length=...)"
             )
             return
+        self.reserve_device_memory()
         eval_length = (longest_row(trainer.eval_dataset, args, tokenizer) or length) if evaluates else 0
         try:
             planned = TrainerPlan(trainer.model, args, length, eval_length, trainer.state.max_steps or None)

@@ -67,6 +67,8 @@ def _reject_unsupported(trainer: Any) -> None:
         raise ConfigError(
             f"{type(trainer).__name__} generates, and its groups of answers are not proven with several processes; use one process"
         )
+    if getattr(args, "sync_ref_model", False):
+        raise ConfigError("sync_ref_model reads whole weights, of which each process has a part; use one process")
     if args.load_best_model_at_end and args.save_only_model:
         raise ConfigError(
             "load_best_model_at_end needs whole checkpoints with several processes; set save_only_model=False, or load the best "

@@ -1,0 +1,116 @@
+"""Stream the models that a trainer only evaluates beside the one that it trains: references, teachers and reward models.
+
+TRL loads such a model by its name, or takes one from the user, and moves it to the device as a whole.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.opening.loading import from_pretrained, stream
+from horizon_lm.engine.streamed import engine_of, is_streamed
+from horizon_lm.errors import ConfigError, DoesNotFitError, ModelNotSupportedError
+from horizon_lm.quantities import format_bytes
+
+CREATE_MODEL = "create_model_from_path"  # by which TRL's trainers load a model
+COPY_MODEL = "create_reference_model"  # by which they copy the one that is trained
+
+
+class EvaluatedModels:
+    """A mixin for subclasses of ``transformers.Trainer``: streams each model that accelerate prepares for evaluation alone."""
+
+    _evaluated: tuple[Any, ...] = ()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, and let it stream a model before it would move it to the device."""
+        trainer: Any = self
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        prepare = trainer.accelerator.prepare_model
+
+        def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+            if evaluation_mode and model is not trainer.model:
+                stream_beside(model, trainer.model)
+                self._evaluated = (*self._evaluated, model)
+            return prepare(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+        trainer.accelerator.prepare_model = prepare_model
+
+    def reserve_device_memory(self) -> None:
+        """Let each streamed model take its buffers, before the memory that is left is planned for the one that is trained."""
+        for model in filter(is_streamed, self._evaluated):
+            device = engine_of(model).device
+            if device.spare_bytes() is not None:
+                with torch.no_grad():
+                    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device.torch_device))
+
+
+def stream_beside(model: Any, trained: Any) -> None:
+    """Stream a model that is evaluated beside the trained one, unless it is streamed. Report one that cannot be, such as an encoder.
+
+    Raises:
+        DoesNotFitError: the device has no room for a model that cannot be streamed.
+    """
+    from transformers import PreTrainedModel
+
+    inside = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if is_streamed(model) or not isinstance(inside, PreTrainedModel):
+        return
+    num_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    name = f"{type(inside).__name__} {inside.config.name_or_path}".strip()
+    device = engine_of(trained).device
+    try:
+        stream(model.requires_grad_(False), str(device.torch_device), _precision(trained, inside.dtype))
+    except ModelNotSupportedError as error:
+        spare = device.spare_bytes()
+        if spare is not None and num_bytes > spare:
+            raise DoesNotFitError(
+                f"{name} is evaluated in the training and takes {format_bytes(num_bytes)} on the device, which has "
+                f"{format_bytes(spare)} left; it is not streamed: {error}"
+            ) from error
+        print(
+            f"{name} is evaluated in the training as a whole on the device, {format_bytes(num_bytes)}; it is not streamed: {error}"
+        )
+        return
+    print(f"{name} is evaluated in the training, and streamed, too: its {format_bytes(num_bytes)} stay in host memory")
+
+
+def _precision(trained: Any, dtype: torch.dtype = torch.float32) -> str:
+    """Return the precision of a model with this dtype, or with that of its folder, that is evaluated beside the trained one."""
+    return "float32" if engine_of(trained).store.precision.name == "float32" and dtype == torch.float32 else "bf16"
+
+
+def streamed_like(trained: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a replacement for functions that load a model by name: the model is streamed, to the device of the trained one."""
+
+    def replace_loader(_original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(name: str, *_classes: Any, **kwargs: Any) -> Any:
+            if not name:
+                raise ConfigError(
+                    "TRL loads the reference from the folder or hub id of the model, and this model has none; write it with "
+                    "model.save_pretrained(folder) and open it with horizon_lm.from_pretrained(folder), or leave the reference "
+                    "out (beta=0)"
+                )
+            options = {key: kwargs[key] for key in ("trust_remote_code", "revision") if kwargs.get(key)}
+            loaded = from_pretrained(name, str(engine_of(trained).device.torch_device), _precision(trained), **options)
+            return loaded.requires_grad_(False)
+
+        return load
+
+    return replace_loader
+
+
+def copied_from(trained: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a replacement for a function that copies the trained model: its folder is streamed, with its present weights."""
+
+    def replace_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+        def copy_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model is not trained or hasattr(model, "peft_config"):
+                return original(model, *args, **kwargs)
+            copied = streamed_like(model)(original)(model.config.name_or_path)
+            copied.load_state_dict(model.state_dict())
+            return copied.eval()
+
+        return copy_model
+
+    return replace_copy
