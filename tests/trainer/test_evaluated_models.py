@@ -46,6 +46,10 @@ TRAINERS: dict[str, tuple[str, str, dict[str, Any], dict[str, str], str]] = {
     "grpo, a reward model": ("trl", "GRPO", GROUPS, {"reward_funcs": "reward"}, "grpo"),
     "grpo, its name": ("trl", "GRPO", GROUPS, {"reward_funcs": "name of reward"}, "grpo"),
     "rloo": ("trl", "RLOO", GROUPS | {"beta": 0.1}, {"reward_funcs": "reward"}, "rloo"),
+    "distillation": ("trl", "Distillation", ONLINE, {"teacher_model": "teacher"}, DISTILLED),
+    "distillation, its name": ("trl", "Distillation", ONLINE | {"beta": 0.0}, {"teacher_model": "name of teacher"}, DISTILLED),
+    "distillation, mixed": ("trl", "Distillation", ONLINE | {"beta": 0.3, "temperature": 0.7}, {"teacher_model": "teacher"}, DISTILLED),
+    "distillation, adapters": ("trl", "Distillation", ONLINE, {"teacher_model": "teacher", "peft_config": "adapters"}, DISTILLED),
     "gkd": ("trl.experimental.gkd", "GKD", {"max_new_tokens": 4}, {"teacher_model": "teacher"}, "sft"),
     "gkd, its name": ("trl.experimental.gkd", "GKD", {"max_new_tokens": 4}, {"teacher_model": "name of teacher"}, "sft"),
     "online dpo": ("trl.experimental.online_dpo", "OnlineDPO", {"max_new_tokens": 4}, {"reward_funcs": "reward"}, "grpo"),
@@ -120,7 +124,7 @@ def trained(name: str, folder: Path, output: Path, streamed: bool) -> Any:
     return trainer
 
 
-SLOW = set(TRAINERS) - {"kto, a reference that follows", "dpo", "gkd, its name", "online dpo"}
+SLOW = set(TRAINERS) - {"kto, a reference that follows", "dpo", "gkd, its name", "online dpo", "distillation, mixed"}
 
 
 @pytest.mark.parametrize("name", without(TRAINERS, SLOW))

@@ -13,6 +13,7 @@ from horizon_lm.engine.host.parameters import StreamedParameter
 from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, HorizonError, NonFiniteError, StreamingError, first_line
 from horizon_lm.integrations import evaluated_models, fused_head, references
+from horizon_lm.integrations.distillation import DistilledFromLogits
 from horizon_lm.integrations.evaluated_models import EvaluatedModels
 from horizon_lm.integrations.held_batches import HeldBatches
 from horizon_lm.integrations.patching import replaced
@@ -278,7 +279,14 @@ def trainer(cls: type) -> Any:
     if issubclass(cls, StreamedTrainer):
         return cls
     copied = {name: getattr(cls, name) for name in ("__module__", "__doc__", "__qualname__")}
-    return type(cls.__name__, (StreamedTrainer, cls), copied)
+    mixins = (StreamedTrainer, DistilledFromLogits) if _distills(cls) else (StreamedTrainer,)
+    return type(cls.__name__, (*mixins, cls), copied)
+
+
+def _distills(cls: type) -> bool:
+    """Return whether a trainer computes TRL's loss of distillation, from hidden states and the weights of two heads."""
+    owner = next((each for each in cls.__mro__ if "_compute_loss" in vars(each)), None)
+    return owner is not None and "_get_last_hidden_state" in vars(owner)
 
 
 def _named(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
