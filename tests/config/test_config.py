@@ -1,6 +1,7 @@
 """Run files and overrides: accepted values, and the place and remedy in each error."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,34 @@ def test_unknown_setting_error_has_place_and_remedy(write) -> None:
     assert error_of(write(""), ["--lerning-rate", "1"]).startswith("--lerning-rate is not a setting")
 
 
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("lora", "use use_peft: true; without it, all weights are trained"),
+        ("finetuning_type", "use use_peft: true; without it, all weights are trained"),  # LLaMA-Factory
+        ("qlora", "use use_peft: true and load_in_4bit: true"),
+        ("quantization_bit", "use load_in_4bit: true"),
+        ("max_samples", "write it into an entry of datasets: {path: ..., max_samples: ...}"),
+        ("data", "write it into datasets"),
+        ("max_steps_per_epoch", "did you mean max_steps?"),
+        (
+            "dpo_beta",
+            "of this objective, only of objective: dpo; remove it, or change the objective",
+        ),  # Axolotl calls it so
+        ("lora_rank", "it is called lora_r here"),
+        ("sdp_attention", "use attn_implementation: sdpa"),
+        ("train_on_inputs", "use train_on: all to train on prompts, too"),
+        ("dion_momentum", "this optimizer is not supported; see optim; remove it"),
+        ("num_generations", "it is for GRPO; use horizon_lm.trainer(GRPOTrainer) in a script (docs/trainer.md)"),
+        ("zebra", "run horizon-lm train --settings for a list of all settings"),
+    ],
+)
+def test_names_of_other_trainers_lead_to_ours(write, typed: str, remedy: str) -> None:
+    """A name that users of TRL, LLaMA-Factory or Axolotl type is answered with the setting that does the same, or with why there is none."""
+    message = error_of(write(""), [f"--{typed}", "true"])
+    assert re.fullmatch(rf"--{typed} is not a setting(;|) {re.escape(remedy)}", message)
+
+
 def test_all_errors_of_a_file_are_reported_together(write) -> None:
     message = error_of(write("learning_rate: -1\nprecision: fp16\n"), ["--max_steps", "many"])
     heading, *lines = message.splitlines()
@@ -102,7 +131,6 @@ def test_all_errors_of_a_file_are_reported_together(write) -> None:
     ("text", "message"),
     [
         ("head: whole\nhead_chunk_tokens: 8\n", "is not used with head: whole"),
-        ("num_train_epochs: 2\nmax_steps: 10\n", "cannot be combined with num_train_epochs"),
         ("per_device_eval_batch_size: 2\n", "is not used without eval_datasets"),
         ("lr_scheduler_type: constant\nwarmup_steps: 3\n", "is not used by lr_scheduler_type"),
         ("warmup_steps: 1.5\n", "a whole number of steps, or a fraction"),
@@ -156,9 +184,18 @@ def test_missing_file(tmp_path: Path) -> None:
     assert "No such file" in error_of(str(tmp_path / "none.yaml"))
 
 
-def test_length_on_command_line_replaces_length_in_file(write) -> None:
-    config = read_run_config(write("num_train_epochs: 2\n"), ["--max_steps", "5"])
-    assert (config.max_steps, config.num_train_epochs) == (5, 3.0)
+@pytest.mark.parametrize(
+    ("text", "overrides", "max_steps"),
+    [
+        ("num_train_epochs: 2\n", ["--max_steps", "5"], 5),
+        ("max_steps: 5\n", ["--num_train_epochs", "2"], -1),
+        ("max_steps: 5\nnum_train_epochs: 2\n", [], 5),  # as in transformers, whatever the order
+        ("num_train_epochs: 2\nmax_steps: 5\n", [], 5),
+    ],
+)
+def test_length_of_a_run(write, text: str, overrides: list[str], max_steps: int) -> None:
+    """Steps take precedence over epochs, and the command line over the file."""
+    assert read_run_config(write(text), overrides).max_steps == max_steps
 
 
 WITH_EVALUATION = (

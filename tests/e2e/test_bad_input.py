@@ -31,7 +31,6 @@ CONFIGS = {
     "zero rows": "per_device_train_batch_size: 0",
     "true for a number": "max_steps: true",
     "no steps": "max_steps: 0",
-    "two lengths": "max_steps: 3\nnum_train_epochs: 2",
     "fractional warm-up steps": "warmup_steps: 2.5",
     "unknown choice": "precision: fp16",
     "unknown schedule": "lr_scheduler_type: cosinus",

@@ -164,7 +164,7 @@ def test_values_of_the_wrong_type(tmp_path: Path, text: str, message: str | None
         assert message in result.stderr
 
 
-ACCEPT = ("train_on", "cutoff_len", "excess_length_strategy", "warmup_ratio", "datasets.type")
+ACCEPT = ("train_on", "cutoff_len", "excess_length_strategy", "warmup_ratio", "datasets.type", "optimizer")
 TRL, LLAMA_FACTORY, AXOLOTL = (
     "model_name_or_path: m\ndataset_name: d\n",
     "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: keepers\n",
@@ -197,6 +197,13 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
         (AXOLOTL + "learning_rate: '0.0003'\nadam_beta2: '0.95'\n", {"learning_rate": 3e-4, "adam_beta2": 0.95}),
         (LLAMA_FACTORY + "neat_packing: yes\nmask_history: on\n", {"packing": True, "train_on": "completion"}),
         (AXOLOTL + "max_steps: 10\nnum_epochs: 3\n", {"max_steps": 10}),
+        # optimizers of ours that transformers does not have
+        (LLAMA_FACTORY + "use_muon: true\n", {"optim": "muon"}),
+        (AXOLOTL + "optimizer: muon\nadam_beta2: 0.99\n", {"optim": "muon", "adam_beta1": 0.95, "adam_beta2": 0.99}),
+        (AXOLOTL + "optimizer: lion_8bit\n", {"optim": "lion", "moments": "8bit"}),
+        # of adapters, Axolotl joins the two
+        (AXOLOTL + "adapter: lora\nlora_target_linear: true\nlora_target_modules: [q_proj]\n", {"lora_target_modules": "all-linear"}),
+        (AXOLOTL + "adapter: lora\nlora_target_linear: false\nlora_target_modules: [q_proj]\n", {"lora_target_modules": ["q_proj"]}),
         # settings of another objective
         (LLAMA_FACTORY + "pref_loss: sigmoid\npref_beta: 0.1\n", {"max_length": 2048}),
         (AXOLOTL + "pretraining_dataset: []\n", {"max_length": 512, "objective": None, "packing": None}),
@@ -226,6 +233,24 @@ TRL, LLAMA_FACTORY, AXOLOTL = (
         (
             "base_model: m\nrl: dpo\nmicro_batch_size: 1\ndatasets: [{path: a, type: chat_template.default}]\n",
             {"objective": "dpo", "datasets": [{"path": "a", "columns": {"prompt": "messages"}}]},
+        ),
+        (
+            AXOLOTL.replace("type: chat_template", "type: {field_instruction: q, field_output: a, format: 'Q: {instruction}'}"),
+            {"datasets": [{"path": "d", "format": "alpaca", "columns": {"instruction": "q", "output": "a"}}]},
+        ),
+        (AXOLOTL.replace("chat_template", "alpaca:chat"), {"datasets": [{"path": "d", "format": "alpaca"}]}),
+        (AXOLOTL.replace("chat_template", "alpaca_chat.load_qa"), {"datasets": [{"path": "d", "format": "question_answer"}]}),
+        (
+            AXOLOTL.replace("type: chat_template", "type: chat_template, field_tools: functions, chat_template: tokenizer_default"),
+            {"datasets": [{"path": "d", "format": "messages", "columns": {"tools": "functions"}}]},
+        ),
+        (
+            AXOLOTL.replace("chat_template", "chatml.intel") + "rl: dpo\n",
+            {"objective": "dpo", "datasets": [{"path": "d", "columns": {"instruction": "question"}}]},
+        ),
+        (
+            AXOLOTL.replace("type: chat_template", "type: {field_prompt: ask, prompt_format: '{prompt}'}") + "rl: dpo\n",
+            {"datasets": [{"path": "d", "columns": {"instruction": "ask"}}]},
         ),
         (  # what Axolotl does anyway
             "base_model: m\nmicro_batch_size: 1\n"
@@ -266,13 +291,21 @@ def test_translation_keeps_the_meaning(work: Path, text: str, expected: dict[str
         ),
         (AXOLOTL + "lr_scheduler: rex\n", "\n  lr_scheduler: 'rex'"),
         (AXOLOTL + "max_grad_norm: 'nan'\n", "\n  max_grad_norm: nan"),
-        (AXOLOTL + "optimizer: muon\n", "\n  optimizer: this optimizer is not supported"),
+        (AXOLOTL + "optimizer: dion\n", "\n  optimizer: this optimizer is not supported; remove it to train with AdamW, or use one of adamw, lion, muon"),
+        (AXOLOTL + "optimizer: muon\n", "optimizer: Axolotl's Muon leaves biases and norms as they are"),
+        (AXOLOTL + "cosine_min_lr_ratio: 0.1\n", "\n  cosine_min_lr_ratio: use lr_scheduler: cosine_with_min_lr with"),
+        (LLAMA_FACTORY + "use_muon: true\nweight_decay: 0.1\n", "weight_decay: LLaMA-Factory's Muon also decays"),
         (AXOLOTL + "something_new: true\n", "\n  something_new: unknown setting, which may matter; remove it"),
         (AXOLOTL + "something_new: false\n", "\n  something_new: unknown setting"),
         (AXOLOTL.replace("type:", "shards: 4, type:"), "\n  datasets.shards: these rows would be drawn at random"),
-        (AXOLOTL.replace("type: chat_template", "type: pygmalion"), "\n  datasets.type: 'pygmalion' is not supported"),
-        (AXOLOTL.replace("type: chat_template", "type: {system_prompt: s}"), "\n  datasets.type: {'system_prompt': 's'} is not supported"),
-        (AXOLOTL.replace(", type: chat_template", ""), "\n  datasets.type: None is not supported"),
+        (AXOLOTL.replace("type: chat_template", "type: pygmalion"), "\n  datasets.type: 'pygmalion' is not supported; write the rows as messages"),
+        (AXOLOTL.replace("type: chat_template", "type: input_output"), "\n  datasets.type: segments with labels of their own are not supported"),
+        (AXOLOTL.replace("type: chat_template", "type: {system_prompt: s}"), "accept them with --accept datasets.type.system_prompt --accept datasets.type"),
+        (AXOLOTL.replace("type: chat_template", "type: {field_question: q}"), "\n  datasets.type.field_question: unknown setting"),
+        (AXOLOTL.replace(", type: chat_template", ""), "\n  datasets.type: rows of tokens are not read; give their texts"),
+        (AXOLOTL.replace("type: chat_template", "type: chat_template, chat_template: llama3"), "\n  datasets.chat_template: the model's own chat template"),
+        (AXOLOTL.replace("type: chat_template", "type: chat_template, drop_system_message: true"), "\n  datasets.drop_system_message: remove the system"),
+        (AXOLOTL.replace("type: chat_template", "type: chatml") + "rl: dpo\n", "\n  datasets.type: its columns are found in the rows"),
         (AXOLOTL.replace("path: d", "path: rows.jsonl, split: test"), "\n  datasets.split: test: a file has no splits"),
         (AXOLOTL.replace("datasets", "#"), "\n  datasets: is missing"),
         (LLAMA_FACTORY.replace("keepers", "nowhere"), "\n  dataset: nowhere: not in dataset_info.json"),

@@ -15,7 +15,6 @@ from horizon_lm.config.yaml_file import SettingPlaces, parse_yaml, read_yaml
 from horizon_lm.errors import ConfigError
 from horizon_lm.near_misses import closest_setting
 
-_LENGTHS = {"num_train_epochs", "max_steps"}  # a run has one of them
 _OPTIONS = {"model": "model_name_or_path"}  # options of commands whose setting has another name
 _RENAMED = {  # earlier names of settings
     "boundaries": "activation_checkpoints",
@@ -157,9 +156,8 @@ def _apply(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     if not changes:
         return dict(settings)
     kept = dict(settings)
-    new_lengths = [key for key in _LENGTHS if changes.get(key) not in (None, -1)]  # -1: not set
-    if len(new_lengths) == 1:  # it replaces the length of the settings; two are an error, which validation reports
-        kept = {key: value for key, value in kept.items() if key not in _LENGTHS}
+    if "num_train_epochs" in changes:
+        kept.pop("max_steps", None)  # it would take precedence over the length that is asked for
     unused_before = _unused(kept)  # errors of the file itself, which must be reported
     # Repeated, because a setting may be used only together with one that was left out.
     while unused := _unused({**kept, **changes}).intersection(kept) - changes.keys() - unused_before:
@@ -238,15 +236,17 @@ def _suggest(key: str, known: list[str], of_run: bool) -> str:
     It may belong to another objective, be an earlier name of ours, be one that other trainers have and this one does not, be
     their name for a setting of ours, or be misspelt.
     """
-    others = [objective for objective, schema in SCHEMAS.items() if of_run and key in schema.model_fields]
-    if others:
-        return f" of this objective, only of objective: {' or '.join(others)}; remove it, or change the objective"
     if key in _RENAMED:
         return f"; it is now called {_RENAMED[key]}"
     if key in remedies():
         return f"; {remedies()[key]}"
     if of_run and (ours := our_name(key)) in known:
         return f"; it is called {ours} here"
+    others = [objective for objective, schema in SCHEMAS.items() if {key, our_name(key)} & schema.model_fields.keys()]
+    if of_run and others:
+        return f" of this objective, only of objective: {' or '.join(others)}; remove it, or change the objective"
+    if of_run and key in DatasetConfig.model_fields:
+        return f"; write it into an entry of datasets: {{path: ..., {key}: ...}}"
     close = closest_setting(key, known)
     return f"; did you mean {close}?" if close else "; run horizon-lm train --settings for a list of all settings"
 

@@ -20,7 +20,7 @@ class TrainingSettings(Settings):
         3.0, ge=1e-6, le=1e6, description="Number of passes over the training rows; may be a fraction."
     )
     max_steps: int = Field(
-        -1, le=2**31, description="Number of optimizer steps, instead of num_train_epochs; -1 for not set."
+        -1, le=2**31, description="Number of optimizer steps. Takes precedence over num_train_epochs; -1 for not set."
     )
     per_device_train_batch_size: Annotated[PositiveInt, OnResume.ROUNDING] = Field(
         8,
@@ -95,11 +95,9 @@ class TrainingSettings(Settings):
 
     @field_validator("max_steps")
     @classmethod
-    def _reject_two_lengths(cls, value: int, info: ValidationInfo) -> int:
+    def _reject_no_steps(cls, value: int) -> int:
         if value != -1 and value < 1:
             raise ValueError("must be at least 1, or -1 for not set")
-        if value != -1 and info.data.get("num_train_epochs", 3.0) != 3.0:
-            raise ValueError("cannot be combined with num_train_epochs; remove one of the two")
         return value
 
     @field_validator("update_in_backward")

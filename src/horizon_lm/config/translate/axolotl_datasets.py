@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.config.translate.tables import LeftOut
+from horizon_lm.config.translate.tables import LeftOut, tables
 
-_AXOLOTL_FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text"}
 _AXOLOTL_LOCATION = ("path", "name", "data_files", "split")
 _AXOLOTL_KNOWN = (
-    *_AXOLOTL_LOCATION, "train_on_split", "type", "ds_type", "field_messages", "field", "field_chosen", "field_rejected", "roles",
+    *_AXOLOTL_LOCATION, "train_on_split", "type", "ds_type", "field_messages", "field", "field_chosen", "field_rejected", "field_tools", "roles",
     "message_property_mappings", "message_field_role", "message_field_content", "field_thinking", "template_thinking_key",
 )  # fmt: skip
 _AXOLOTL_DATASETS = {"datasets": "datasets", "test_datasets": "eval_datasets", "pretraining_dataset": "datasets"}
@@ -50,15 +49,10 @@ def _axolotl_entry(theirs: Mapping[str, Any], objective: str, left_out: LeftOut)
     entry = {key: theirs[key] for key in _AXOLOTL_LOCATION if theirs.get(key)}
     if theirs.get("train_on_split"):
         entry.setdefault("split", theirs["train_on_split"])
-    fields = {"field": "text", "field_chosen": "chosen", "field_rejected": "rejected"}
+    fields = {"field": "text", "field_chosen": "chosen", "field_rejected": "rejected", "field_tools": "tools"}
     columns = {ours: theirs[key] for key, ours in fields.items() if theirs.get(key, ours) != ours}
     if row_format := _find_format(theirs, objective, columns, left_out):
         entry["format"] = row_format
-    if theirs.get("type") == "alpaca":
-        reason = (
-            "rows are rendered with the model's chat template instead of ### Instruction; horizon-lm inspect shows them"
-        )
-        left_out.add("datasets.type", "numbers", reason)
     _reject_odd_messages(theirs, left_out)
     left_out.reject_unknown("datasets", theirs, _AXOLOTL_KNOWN)
     return entry | ({"columns": columns} if columns else {})
@@ -78,20 +72,49 @@ def _reject_odd_messages(theirs: Mapping[str, Any], left_out: LeftOut) -> None:
 
 
 def _find_format(theirs: Mapping[str, Any], objective: str, columns: dict[str, str], left_out: LeftOut) -> str | None:
-    """Return the format of an entry, and add the column of its messages to ``columns``; None if the rows decide."""
+    """Return the format of an entry, and add the columns of its type to ``columns``; None if the rows decide."""
     row_type = theirs.get("type")
-    if objective == "dpo":
+    if objective == "dpo" and row_type in ("chat_template", "chat_template.default"):
         columns["prompt"] = theirs.get("field_messages", "messages")
-        if row_type not in ("chat_template", "chat_template.default"):
-            reason = f"{row_type!r}: only chat_template.default is supported for preferences"
-            left_out.add("datasets.type", "rejected", reason)
         return None
-    if row_type in ("chat_template", "sharegpt"):
+    if objective != "dpo" and row_type in ("chat_template", "sharegpt"):
         return _find_conversations(theirs, columns, left_out)
-    if str(row_type) not in _AXOLOTL_FORMATS:
-        reason = f"{row_type!r} is not supported; supported are {', '.join(_AXOLOTL_FORMATS)}"
-        left_out.add("datasets.type", "rejected", reason)
-    return _AXOLOTL_FORMATS.get(str(row_type))
+    *_, axolotl = tables()
+    of_objective = axolotl["row_types"]["dpo" if objective == "dpo" else "sft"]
+    if isinstance(row_type, Mapping):
+        found = _find_user_defined(row_type, of_objective["fields"], left_out)
+    else:
+        found = of_objective["types"].get(str(row_type).partition(":")[0])  # alpaca:chat is a style of alpaca
+    if found is None:
+        reason = f"{row_type!r} is not supported; write the rows as messages, and set type: {of_objective['usual']}"
+        left_out.add("datasets.type", "rejected", axolotl["row_types"]["rejected"].get(str(row_type), reason))
+        return None
+    columns |= found.get("columns", {})
+    if found.get("format") != "text":
+        reason = f"rows are rendered with the model's chat template instead of the format of {_name(row_type)}; horizon-lm inspect shows them"
+        left_out.add("datasets.type", "numbers", reason)
+    return found.get("format")  # type: ignore[no-any-return]
+
+
+def _find_user_defined(theirs: Mapping[str, Any], fields: Mapping[str, str], left_out: LeftOut) -> dict[str, Any]:
+    """Return format and columns of a type that a file defines itself, by the fields of its rows and the text around them."""
+    columns = {ours: theirs.get(key) or key.removeprefix("field_") for key, ours in fields.items()}
+    if theirs.get("system_prompt"):
+        reason = (
+            "it is left out; write it into the field system of the rows, or into the template of chat_template_path"
+        )
+        left_out.add("datasets.type.system_prompt", "numbers", reason)
+    rendered = [key for key in theirs if key.rpartition("_")[2] in ("format", "prompt")]
+    left_out.reject_unknown("datasets.type", theirs, (*fields, *rendered))
+    is_sft = "output" in columns
+    return {
+        "format": "alpaca" if is_sft else None,
+        "columns": {ours: column for ours, column in columns.items() if ours != column},
+    }
+
+
+def _name(row_type: Any) -> str:
+    return row_type if isinstance(row_type, str) else "its own type"
 
 
 def _find_conversations(theirs: Mapping[str, Any], columns: dict[str, str], left_out: LeftOut) -> str | None:

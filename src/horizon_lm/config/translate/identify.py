@@ -4,13 +4,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from horizon_lm.config.run import SCHEMAS, RunConfig
-from horizon_lm.config.translate.tables import is_set, table_key, tables
+from horizon_lm.config.translate.tables import in_a_script, is_set, table_key, tables
 from horizon_lm.errors import ConfigError
-
-_TRAINERS = {  # of TRL, by method
-    "KTO": "KTOTrainer", "ORPO": "ORPOTrainer", "GRPO": "GRPOTrainer", "RLOO": "RLOOTrainer", "reward": "RewardTrainer",
-    "CPO": "CPOTrainer", "PRM": "PRMTrainer", "GKD": "GKDTrainer", "online DPO": "OnlineDPOTrainer",
-}  # fmt: skip
 
 
 def reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
@@ -52,10 +47,8 @@ def find_objective(theirs: Mapping[str, Any], table: Mapping[str, Any], asked: s
     """Return the objective of a file; ``asked`` is the user's, for files that do not name it."""
     method, place = _find_method(theirs, table, path)
     if method is not None and method not in SCHEMAS:
-        trainer = _TRAINERS.get(method)
-        remedy = f"; use horizon_lm.trainer({trainer}) in a script (docs/trainer.md)" if trainer else ""
         raise ConfigError(
-            f"{path}: {place}: this is a file of {method}, which is not a supported objective of run files{remedy}"
+            f"{path}: {place}: this is a file of {method}, which is not a supported objective of run files{in_a_script(method)}"
         )
     if method is not None and asked not in (None, method):
         raise ConfigError(f"{path}: {place}: this is a file for objective: {method}, not {asked}")

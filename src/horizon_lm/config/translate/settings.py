@@ -135,7 +135,8 @@ class Translation:
                 self.left_out.add(key, "nothing", f"it is for objective: {objective}")
         for winner, loser in table.get("precedence", {}).items():
             if winner in effective and loser in effective:
-                if parse_text(effective[winner]) or table.get("zero_takes_precedence"):
+                value = parse_text(effective[winner])
+                if value or (table.get("zero_takes_precedence") and value is not False):
                     del effective[loser]
                     self.left_out.add(loser, "nothing", f"{winner} is also set and takes precedence")
                 else:
@@ -228,7 +229,14 @@ class Translation:
                 left_out.nothing.pop(key, None)
                 left_out.add(key, "rejected", why)
         for name, difference in table.get("differences", {}).items():
-            if explicit.isdisjoint(difference["unless"]) and self.objective in difference.get("objectives", SCHEMAS):
+            exists_when = difference.get(
+                "when", {}
+            ).items()  # settings with their values; any that is on, if none is named
+            applies = all(
+                is_set(theirs, key) and (not values or table_key(theirs[key]) in values) for key, values in exists_when
+            )
+            of_objective = self.objective in difference.get("objectives", SCHEMAS)
+            if applies and of_objective and explicit.isdisjoint(difference["unless"]):
                 left_out.add(name, "numbers", difference["why"])
         renamed = {ours: name for name, ours in table["rename"].items() if name in theirs}
         self._sort_invalid({name: name for name in explicit} | renamed)

@@ -50,16 +50,35 @@ _AS_OURS = {
     "roles_to_train": (["assistant"], ["gpt", "assistant"]),
     "train_on_eos": ("turn",),
     "train_on_eot": ("turn",),
+    "chat_template": ("tokenizer_default",),
 }
 _DRAWN = "these rows would be drawn at random; remove it, or set max_samples or fraction in our file"
 _ALL_ANSWERS = "all answers of the assistant are trained on, each with its end; remove it, or set train_on in our file"
+_OF_TURNS = ("message_field_training", "message_field_training_detail")
 _OF_ENTRIES = {
+    "chat_template": "the model's own chat template is used; chat_template_path sets another for all rows",
+    "chat_template_jinja": "write the template into a Jinja file, and set chat_template_path to it in our file",
+    "conversation": "the model's own chat template is used; chat_template_path sets another",
+    "drop_system_message": "remove the system messages from the rows",
+    "revision": "download this revision, and set path to its folder",
     **dict.fromkeys(("images", "videos", "audios"), "models with pictures, videos or sound are not supported"),
     **dict.fromkeys(("num_samples", "shards"), _DRAWN),
-    **dict.fromkeys(("roles_to_train", "train_on_eos", "train_on_eot"), _ALL_ANSWERS),
+    **dict.fromkeys(("roles_to_train", "train_on_eos", "train_on_eot", *_OF_TURNS), _ALL_ANSWERS),
     "size": "rows would be drawn with replacement; remove it, or set max_samples in our file",
     "kto_tag": "use horizon_lm.trainer(KTOTrainer) in a script",
 }
+
+
+_TRAINERS = {  # of TRL, by method
+    "KTO": "KTOTrainer", "ORPO": "ORPOTrainer", "GRPO": "GRPOTrainer", "RLOO": "RLOOTrainer", "reward": "RewardTrainer",
+    "CPO": "CPOTrainer", "PRM": "PRMTrainer", "GKD": "GKDTrainer", "online DPO": "OnlineDPOTrainer",
+}  # fmt: skip
+
+
+def in_a_script(method: str) -> str:
+    """Return the remedy for a method that run files do not have: its trainer in a script; empty if there is none."""
+    trainer = _TRAINERS.get(method)
+    return f"; use horizon_lm.trainer({trainer}) in a script (docs/trainer.md)" if trainer else ""
 
 
 @cache
@@ -78,7 +97,10 @@ def tables() -> list[Mapping[str, Any]]:
 def common() -> Mapping[str, Any]:
     """Return the table that all trainers share."""
     table = _read("common")
-    optimizers = {**_optimizers(), "any": "rejected: this optimizer is not supported; remove it to train with AdamW"}
+    optimizers = {
+        **_optimizers(),
+        "any": f"rejected: this optimizer is not supported; remove it to train with AdamW, or use one of {', '.join(OPTIMIZERS)} in our file",
+    }
     return {**table, "values": {**table["values"], "optim": optimizers}}
 
 
@@ -88,7 +110,7 @@ def _optimizers() -> dict[str, Any]:
     named = {
         theirs: {"optim": ours, "moments": kind}
         for ours, listed in OPTIMIZERS.items()
-        if listed.others  # other trainers scale the learning rate of an optimizer that transformers lacks in other ways
+        if listed.others  # one that transformers lacks stands in the tables of the trainers that have it
         for theirs, kind in {ours: "float32", **listed.others}.items()
     }
     return {
@@ -114,21 +136,37 @@ def our_name(theirs: str) -> str | None:
 
 @cache
 def remedies() -> dict[str, str]:
-    """Return the remedy for each setting of transformers and TRL that is not supported, by name."""
-    found = dict(_remedies())
-    for key, outcomes in common()["values"].items():
-        texts = {value: each.partition(": ")[2] for value, each in outcomes.items() if isinstance(each, str)}
-        if texts and not any(key in schema.model_fields for schema in SCHEMAS.values()):
-            found.setdefault(key, f"{texts.get(True, list(texts.values())[-1])}; remove it")
-    return found
+    """Return the remedy for each setting of other trainers that is none here and has no other name here.
+
+    The common table comes before those of single trainers, and its hints before all else.
+    """
+    ours = {name for schema in SCHEMAS.values() for name in schema.model_fields}
+    found = dict(_OF_ENTRIES)
+    for table in (*tables()[::-1], common()):
+        found |= {name: remedy for name, remedy in _remedies(table) if our_name(name) is None and name not in ours}
+    return found | {name: hint for hint, names in common()["hints"].items() for name in names}
 
 
-def _remedies() -> Iterator[tuple[str, str]]:
-    """Yield the settings that the common table names, each with its remedy: a hint, or to remove it for a reason."""
-    for effect in (*EFFECTS, "hints"):
-        for reason, names in common()[effect].items():
-            remedy = reason if effect == "hints" else f"{reason}; remove it"
-            yield from ((name, remedy) for name in names)
+def _remedies(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings that a table names, each with its remedy: to remove it for a reason, or settings to use instead."""
+    for key, outcomes in table.get("values", {}).items():
+        settings = [each for each in outcomes.values() if isinstance(each, Mapping)]
+        texts = [each for each in outcomes.values() if isinstance(each, str)]
+        outcome: Any = next(filter(None, [outcomes.get(True), *settings, *reversed(texts)]), {})
+        if isinstance(outcome, str):
+            yield key, f"{outcome.partition(': ')[2]}; remove it"
+        elif outcome:
+            yield key, "use " + " and ".join(f"{name}: {_as_yaml(value)}" for name, value in outcome.items())
+    for effect in EFFECTS:
+        for reason, names in table.get(effect, {}).items():
+            yield from ((name, f"{reason}; remove it") for name in names)
+    for method, names in table.get("methods", {}).items():
+        if method not in SCHEMAS:
+            yield from ((name, f"it is for {method}{in_a_script(method)}") for name in names)
+
+
+def _as_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def foreign_trainer(settings: Mapping[str, Any]) -> str | None:
