@@ -142,7 +142,9 @@ def free_path(path: Path) -> Path:
 
 
 def sync_tree(disk: Disk, folder: Path) -> None:
-    """Make everything in a folder durable, for files that a library has written."""
+    """Make a file, or everything in a folder, durable, for what a library has written."""
+    if folder.is_file():
+        disk.sync(folder)
     for path, _, files in os.walk(folder):
         for name in files:
             disk.sync(Path(path) / name)
@@ -174,15 +176,15 @@ def part_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.horizon-part")
 
 
-def replace_folder(
+def replace(
     disk: Disk, target: Path, fill: Callable[[Path], None], is_ours: Callable[[Path], bool] = lambda old: True
 ) -> Path | None:
-    """Write a folder that gets its name once it is complete and durable; only then is an old one removed.
+    """Write a file or folder that gets its name once it is complete and durable; only then is an old one removed.
 
     Args:
         disk: the operations to use.
-        target: the path of the folder.
-        fill: a function that writes the files into an empty folder.
+        target: the path of the file or folder.
+        fill: a function that writes it under the path that it is given.
         is_ours: as in `publish_folder`.
 
     Returns:
@@ -190,7 +192,6 @@ def replace_folder(
     """
     part = part_of(target)
     disk.remove(part)
-    disk.make_folder(part)
     fill(part)
     return publish_folder(disk, target, is_ours)
 
@@ -201,13 +202,13 @@ def is_new(old: Path) -> bool:
 
 
 def publish_folder(disk: Disk, target: Path, is_ours: Callable[[Path], bool] = lambda old: True) -> Path | None:
-    """Make a folder that was written as `part_of` its name durable, and give it that name.
+    """Make a file or folder that was written as `part_of` its name durable, and give it that name.
 
     After an error it has its temporary name, and an old folder its own.
 
     Args:
         disk: the operations to use.
-        target: the path of the folder.
+        target: the path of the file or folder.
         is_ours: returns whether an old file or folder, which has another name now, may be removed. Otherwise it is kept under
             a name with the present time.
 
@@ -247,7 +248,7 @@ def _old(target: Path) -> Path:
 
 
 def restore_folder(disk: Disk, target: Path) -> None:
-    """Give an old folder its name back, if `replace_folder` was interrupted where folders cannot be exchanged."""
+    """Give an old folder its name back, if `publish_folder` was interrupted where folders cannot be exchanged."""
     old = _old(target)
     if old.exists() and not target.exists():
         disk.rename(old, target)

@@ -8,7 +8,7 @@ from pathlib import Path
 from horizon_lm.errors import ConfigError
 from horizon_lm.near_misses import closest_path
 
-_FILE_SUFFIXES = (
+FILE_SUFFIXES = (
     ".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".jinja", ".j2",
     ".yaml", ".yml", ".safetensors", ".gguf", ".bin", ".pt", ".pkl",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def may_be_on_hub(name: str) -> bool:
     the name of a folder that exists here: ``runs/modle`` beside a folder ``runs`` is a mistyped path.
     """
     is_name = len(name) <= _LONGEST_NAME and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name, re.ASCII)
-    if not is_name or name.endswith(_FILE_SUFFIXES):
+    if not is_name or name.endswith(FILE_SUFFIXES):
         return False
     owner, slash, _ = name.partition("/")
     return not exists(name) and not (slash and exists(owner))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from horizon_lm.checkpoints.new_folder import write_new_folder
-from horizon_lm.disk import Disk, replace_folder, restore_folder, write_file
+from horizon_lm.disk import Disk, replace, restore_folder, write_file
 from horizon_lm.errors import ConfigError, DoesNotFitError
 
 
@@ -20,14 +20,18 @@ class NoExchange(Disk):
 
 
 def _fill(text: str):
-    return lambda folder: (folder / "file").write_text(text)
+    def fill(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "file").write_text(text)
+
+    return fill
 
 
 @pytest.mark.parametrize("disk", [Disk(), NoExchange()], ids=["exchange", "two renames"])
 def test_a_folder_is_replaced_whole(tmp_path, disk):
     target = tmp_path / "model"
     for text in ("first", "second"):
-        replace_folder(disk, target, _fill(text))
+        replace(disk, target, _fill(text))
         assert (target / "file").read_text() == text
         assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
@@ -35,20 +39,21 @@ def test_a_folder_is_replaced_whole(tmp_path, disk):
 @pytest.mark.parametrize("disk", [Disk(), NoExchange()], ids=["exchange", "two renames"])
 def test_a_failed_fill_keeps_the_old_folder(tmp_path, disk):
     target = tmp_path / "model"
-    replace_folder(disk, target, _fill("first"))
+    replace(disk, target, _fill("first"))
 
     def fail(folder: Path) -> None:
+        folder.mkdir()
         (folder / "file").write_text("half")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        replace_folder(disk, target, fail)
+        replace(disk, target, fail)
     assert (target / "file").read_text() == "first"
 
 
 def test_an_interrupted_replacement_is_undone(tmp_path):
     target = tmp_path / "model"
-    replace_folder(Disk(), target, _fill("first"))
+    replace(Disk(), target, _fill("first"))
     target.rename(tmp_path / ".model.horizon-old")
     restore_folder(Disk(), target)
     assert (target / "file").read_text() == "first"

@@ -321,3 +321,14 @@ def test_other_folders(tmp_path: Path) -> None:
     assert rejected.exit_code == 2
     assert f"merge them first: horizon-lm merge {tmp_path / 'adapters'} OUT" in rejected.stderr
     assert "choose safetensors or gguf" in run("export", tmp_path, tmp_path / "out", "--format", "onnx").stderr
+
+
+def test_a_file_gets_the_name_that_was_asked_for(tmp_path: Path) -> None:
+    source = save(tmp_path / "model", "llama")
+    result = run("export", source, tmp_path / "new" / "my.gguf", "--format", "gguf")
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["my.gguf"]  # and no temporary file
+    assert f"The model is in {tmp_path / 'new' / 'my.gguf'}. Try it:" in result.stdout
+    assert f'horizon-lm generate {tmp_path / "new"} "..." --gguf-file my.gguf' in result.stdout
+    gguf_export.export_gguf(source, tmp_path / "folder")
+    assert (tmp_path / "folder" / "model.gguf").read_bytes() == (tmp_path / "new" / "my.gguf").read_bytes()

@@ -83,8 +83,8 @@ def test_unwritable_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("XDG_CONFIG_HOME")
     (tmp_path / "file").write_text("")
     rejected(f"{tmp_path}/file is not a folder", "--output", tmp_path / "file/profile.json")
-    rejected("Not a directory", "--output", tmp_path / "file/sub/profile.json")
-    rejected(f"{tmp_path}: it is a folder", "--output", tmp_path)
+    rejected("file/sub does not exist; create it", "--output", tmp_path / "file/sub/profile.json")
+    rejected(f"--output: {tmp_path} is a folder; name a file in it", "--output", tmp_path)
     rejected("nowhere is not a folder", "--folder", "nowhere", "--no-save")
     assert files(tmp_path) == ["file"]
 

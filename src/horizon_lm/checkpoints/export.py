@@ -11,11 +11,10 @@ from safetensors import safe_open
 
 from horizon_lm.checkpoints.checkpoint import ARRAYS, BUFFERS, read_state, read_tensors
 from horizon_lm.checkpoints.manifest import Manifest, TensorEntry, read_manifest, verify
-from horizon_lm.checkpoints.new_folder import write_new_folder
+from horizon_lm.checkpoints.new_folder import require_new, write_new_folder
 from horizon_lm.checkpoints.part_reader import unit_of
 from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.checkpoints.unit_file import LOW
-from horizon_lm.errors import ConfigError
 from horizon_lm.model import hf_config, skeletons
 from horizon_lm.model.adapter_config import share_weights
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
@@ -106,8 +105,7 @@ def export_checkpoint(
         ModelNotSupportedError: the model needs code that the checkpoint does not have.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; choose another folder")
+    require_new(folder)
     manifest = read_manifest(checkpoint)
     verify(checkpoint, manifest)
     store: Any = _CheckpointStore(checkpoint, manifest)

@@ -15,7 +15,7 @@ import torch
 from horizon_lm.checkpoints.gguf_reading import require_kept
 from horizon_lm.checkpoints.gguf_tensors import Tensors
 from horizon_lm.checkpoints.gguf_tokenizer import Tokenizer, read_tokenizer
-from horizon_lm.checkpoints.new_folder import write_new_folder
+from horizon_lm.checkpoints.new_folder import require_new, write_new, write_new_folder
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hf_config, hub, skeletons
 from horizon_lm.model.adapters import base_of_adapters
@@ -35,12 +35,17 @@ class Exported(NamedTuple):
     notes: list[str]
 
 
-def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None) -> Exported:
-    """Write the model of a Hugging Face folder as ``model.gguf`` in a new folder. Memory is needed for one tensor at a time.
+def file_of(target: Path) -> Path:
+    """Return the file that an export writes: the target if it is named like one, else ``model.gguf`` in that folder."""
+    return target if target.suffix == ".gguf" else target / FILE
+
+
+def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None) -> Exported:
+    """Write the model of a Hugging Face folder as a new file NAME.gguf, or as ``model.gguf`` in a new folder. Memory is needed for one tensor at a time.
 
     Args:
         model: folder or hub id of a model, such as ``OUTPUT_DIR/model``, or of merged adapters.
-        folder: the folder to write; it must not exist.
+        target: the file or folder to write; it must not exist.
         dtype: ``bfloat16``, ``float16`` or ``float32`` of matrices; None for that of each. Vectors are always in float32.
 
     Raises:
@@ -48,9 +53,8 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
             tensor has no place in the format.
         ModelNotSupportedError: the file would not be read as this model or this tokenizer.
     """
-    folder, source = Path(folder), hub.local_folder(model)
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; choose another folder")
+    target, source = Path(target), hub.local_folder(model)
+    require_new(target)
     if base_of_adapters(source) is not None:
         raise ConfigError(f"{source} has adapters; merge them first: horizon-lm merge {source} OUT")
     checkpoint, config = Checkpoint(source), hf_config.load_config(source, trust_remote_code=False)
@@ -79,15 +83,17 @@ def export_gguf(model: str | Path, folder: str | Path, dtype: str | None = None)
     tensors = Tensors(architecture, config, checkpoint, used, getattr(torch, dtype) if dtype else None)
     notes = [*check_headers(skeleton, checkpoint, conversion), *notes]
 
+    is_file = file_of(target) == target
+
     def fill(part: Path) -> None:
         """Write the file, whose header has the tensors' names and shapes."""
-        with closing(_describe(config, tokenizer, part / FILE)) as writer:
+        with closing(_describe(config, tokenizer, part if is_file else part / FILE)) as writer:
             tensors.announce(writer)
             _write_metadata(writer)
             writer.write_ti_data_to_file()
             tensors.write(writer)
 
-    write_new_folder(folder, fill)
+    (write_new if is_file else write_new_folder)(target, fill)
     return Exported(notes + tokenizer.notes)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.checkpoints.new_folder import write_new_folder
+from horizon_lm.checkpoints.new_folder import require_new, write_new_folder
 from horizon_lm.disk import Disk
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model import hf_config, hub, skeletons
@@ -63,8 +63,7 @@ def merge_adapter(
         ModelNotSupportedError: adapters of this kind cannot be merged, or the base is not supported.
     """
     folder, adapter = Path(folder), hub.local_folder(adapter)
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; choose another folder")
+    require_new(folder)
     name = base_of_adapters(adapter)
     if name is None:
         raise ConfigError(f"{adapter} has no adapter_config.json; it is not the folder of adapters")

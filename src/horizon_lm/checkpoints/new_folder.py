@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from horizon_lm.disk import Disk, is_new, part_of, replace_folder
+from horizon_lm.disk import Disk, is_new, part_of, replace
 from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line, warn
 from horizon_lm.quantities import format_bytes
 from horizon_lm.resources import disk_free
@@ -60,27 +60,44 @@ def _is_full(folder: Path, error: Exception, num_bytes: int) -> bool:
     return False
 
 
+def require_new(path: Path) -> None:
+    """Raise ConfigError if a file or folder exists."""
+    if path.exists():
+        raise ConfigError(f"{path} exists; choose another name")
+
+
 def write_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Write a folder that did not exist when the command began. It gets its name once it is complete and durable.
+    """Write a folder as `write_new` does; ``fill`` is given an empty one."""
+
+    def make(part: Path) -> None:
+        """Create the folder, and write its files."""
+        Disk().make_folder(part)
+        fill(part)
+
+    write_new(folder, make)
+
+
+def write_new(target: Path, fill: Callable[[Path], None]) -> None:
+    """Write a file or folder that did not exist when the command began. It gets its name once it is complete and durable.
 
     What another program has written there meanwhile is kept under another name, with a warning.
 
     Args:
-        folder: the folder.
-        fill: a function that writes the files into an empty folder.
+        target: the file or folder.
+        fill: a function that writes it under the path that it is given.
 
     Raises:
-        ConfigError, DoesNotFitError: the folder cannot be written to; nothing of it is left.
+        ConfigError, DoesNotFitError: it cannot be written; nothing of it is left.
     """
     disk = Disk()
     try:
-        disk.make_folder(folder.parent)
-        kept = replace_folder(disk, folder, fill, is_new)
+        disk.make_folder(target.parent)
+        kept = replace(disk, target, fill, is_new)
     except BaseException as error:
         with suppress(OSError):
-            disk.remove(part_of(folder))
+            disk.remove(part_of(target))
         if isinstance(error, Exception) and is_of_system(error):
-            raise unwritable("OUT", folder, error) from error
+            raise unwritable("OUT", target, error) from error
         raise
     if kept is not None:
-        warn(f"{folder} appeared meanwhile, and is now {kept}", RuntimeWarning)
+        warn(f"{target} appeared meanwhile, and is now {kept}", RuntimeWarning)

@@ -158,9 +158,10 @@ def require_written(dtype: str | None, max_shard_size: str) -> None:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
 
 
-def print_written(folder: Path, options: str = "") -> None:
-    """Print where a model was written, and how to try it, with these options."""
-    print(f'The model is in {folder}. Try it:\n  horizon-lm generate {folder} "..."{options}')
+def print_written(model: Path, options: str = "") -> None:
+    """Print where a model was written, and how to try it, with these options. It is a folder, or a file in one."""
+    folder = model.parent if model.is_file() else model
+    print(f'The model is in {model}. Try it:\n  horizon-lm generate {folder} "..."{options}')
 
 
 def require_gguf(name: str, base: str | None, gguf_file: str | None) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from horizon_lm.cli import common
+from horizon_lm.cli.outputs import file_to_write
 from horizon_lm.errors import ConfigError
 
 _SPARE_CORES = 0.2  # that other programs may use without affecting the measurement
@@ -32,7 +33,8 @@ def doctor(
     from horizon_lm.doctor.profile import check_folder, check_writable, keep
     from horizon_lm.planning.catalog import own_profile_path
 
-    path = None if no_save else (output or own_profile_path()).expanduser()
+    chosen = None if output is None else file_to_write(output, "the profile is JSON", ".json")
+    path = None if no_save else chosen or own_profile_path()
     check_folder(folder)
     if path is not None:
         check_writable(path)

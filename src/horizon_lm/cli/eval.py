@@ -11,6 +11,7 @@ from unittest.mock import patch
 import typer
 
 from horizon_lm.cli import common
+from horizon_lm.cli.outputs import file_to_write
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.paths import near_path
 from horizon_lm.visible import visible
@@ -137,10 +138,7 @@ def eval(
     trust_remote_code: common.RemoteCode = False,
     allow_unproven_model: common.Unproven = False,
 ) -> None:  # fmt: skip
-    if output is not None and output.is_dir():
-        raise ConfigError(f"--output: {output} is a folder; name a file in it")
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output: {output.parent}: no such folder; create it")
+    output = None if output is None else file_to_write(output, "the results are JSON", ".json")
     memory = None if device_memory is None else common.read_size("--device-memory", device_memory)
     common.require_gguf(model, base, gguf_file)
     from horizon_lm.engine.opening.model_opening import open_model  # imports torch, which takes seconds

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli import common
+from horizon_lm.checkpoints.new_folder import require_new
+from horizon_lm.cli import common, outputs
 from horizon_lm.errors import ConfigError
 
 
@@ -15,7 +16,10 @@ def export(
         Path,
         typer.Argument(help="A checkpoint of a run, OUTPUT_DIR/checkpoint-STEP; for GGUF a model, OUTPUT_DIR/model."),
     ],
-    folder: common.Out,
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="The folder to write, or the file NAME.gguf; it must not exist."),
+    ],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -35,13 +39,16 @@ def export(
     if format not in ("safetensors", "gguf"):
         raise ConfigError(f"--format {format}: choose safetensors or gguf")
     if format == "gguf":
-        from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
+        target = folder.expanduser() if folder.suffix == ".gguf" else outputs.new_folder(folder)
+        require_new(target)
+        from horizon_lm.checkpoints.gguf_export import export_gguf, file_of
 
-        exported = export_gguf(checkpoint, folder, dtype)
-        common.print_written(folder, f" --gguf-file {FILE}")
+        exported, file = export_gguf(checkpoint, target, dtype), file_of(target)
+        common.print_written(file, f" --gguf-file {file.name}")
         for note in exported.notes:
             print(f"note: {note}")
         return
+    folder = outputs.new_folder(folder, ", or add --format gguf" if folder.suffix == ".gguf" else "")
     from horizon_lm.checkpoints.export import export_checkpoint
 
     export_checkpoint(checkpoint, folder, dtype, max_shard_size, trust_remote_code)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from horizon_lm.cli import common
+from horizon_lm.cli import common, outputs
 
 
 @common.exits
@@ -20,6 +20,9 @@ def merge(
     max_shard_size: common.ShardSize = "50GB",
     trust_remote_code: common.RemoteCode = False,
 ) -> None:
+    folder = outputs.new_folder(
+        folder, f"; then horizon-lm export FOLDER {folder} --format gguf" if folder.suffix == ".gguf" else ""
+    )
     common.require_written(dtype, max_shard_size)
     from horizon_lm.checkpoints.merge import merge_adapter
 

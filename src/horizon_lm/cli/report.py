@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from horizon_lm.cli.common import exits
+from horizon_lm.cli.outputs import file_to_write
 from horizon_lm.visible import visible
 
 
@@ -17,9 +18,9 @@ def report(
         typer.Option(metavar="FILE.html", help="File to write the page to.", show_default="RUN_FOLDER/report.html"),
     ] = None,
 ) -> None:
+    folder = run_folder.expanduser()
+    page = folder / "report.html" if output is None else file_to_write(output, "the page is HTML", ".html")
     from horizon_lm.report.page import write_report
 
-    folder = run_folder.expanduser()
-    page = folder / "report.html" if output is None else output.expanduser()
     write_report(folder, page)
     print(visible(f"report: {page}"))

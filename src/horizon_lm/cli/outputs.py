@@ -1,0 +1,29 @@
+"""Check the name of what a command writes, before anything is read."""
+
+from pathlib import Path
+
+from horizon_lm.checkpoints.new_folder import require_new
+from horizon_lm.errors import ConfigError
+from horizon_lm.paths import FILE_SUFFIXES
+
+
+def new_folder(path: Path, remedy: str = "") -> Path:
+    """Return the path of a folder to write; raise ConfigError if it exists, or is named like a file. ``remedy``: what else to do then."""
+    path = path.expanduser()
+    require_new(path)
+    if path.name.endswith(FILE_SUFFIXES):
+        raise ConfigError(f"{path}: a folder is written; choose a name without {path.suffix}{remedy}")
+    return path
+
+
+def file_to_write(path: Path, content: str, suffix: str) -> Path:
+    """Return the path of a file that ``--output`` names; raise ConfigError if it is a folder, in none, or named like one of other content."""
+    path = path.expanduser()
+    if path.is_dir():
+        raise ConfigError(f"--output: {path} is a folder; name a file in it")
+    if path.suffix != suffix:
+        raise ConfigError(f"--output: {path}: {content}; choose a name with {suffix}")
+    if not path.parent.is_dir():
+        reason = "is not a folder" if path.parent.exists() else "does not exist; create it"
+        raise ConfigError(f"--output: {path.parent} {reason}")
+    return path
