@@ -48,7 +48,7 @@ hostile:
 	@python=$$(scripts/bootstrap.sh dev) && $$python -m tests.security.hostile 20
 
 docs:  # PATH: signatures are formatted by ruff
-	@python=$$(scripts/bootstrap.sh dev) && PATH="$$(dirname "$$python"):$$PATH" NO_MKDOCS_2_WARNING=1 \
+	@python=$$(scripts/bootstrap.sh docs --alone) && PATH="$$(dirname "$$python"):$$PATH" NO_MKDOCS_2_WARNING=1 \
 	  $$python -m mkdocs build --strict && echo "build/site/index.html; with search: $$python -m http.server -d build/site"
 
 gpu-check:

@@ -7,10 +7,13 @@
 # installed.
 #
 #   scripts/bootstrap.sh EXTRA [--demo]     EXTRA: optional dependencies to install ("dev", "gguf")
+#   scripts/bootstrap.sh EXTRA --alone      these packages only, without torch and Horizon-LM, in .venv-EXTRA ("docs")
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extra=$1
 torch=${TORCH:-$(grep '^torch==' constraints.txt)}
+alone=$([ "${2:-}" != --alone ] || echo 1)
+venv=.venv${alone:+-$extra}
 log() { echo "$@" >&2; }
 
 has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
@@ -29,18 +32,19 @@ if [ -z "$python" ]; then
     exit 2
 fi
 
-if [ -z "$environment" ] || ! "$environment" -c "$has_torch"; then
-    if [ ! -x .venv/bin/python ]; then
-        log "No active environment has torch; creating .venv with $("$python" --version)."
+if [ -n "$alone" ] || [ -z "$environment" ] || ! "$environment" -c "$has_torch"; then
+    if [ ! -x "$venv/bin/python" ]; then
+        [ -n "$alone" ] || log "No active environment has torch."
+        log "Creating $venv with $("$python" --version)."
         options=()
-        if "$python" -c "$has_torch"; then options=(--system-site-packages); fi
-        if ! "$python" -m venv "${options[@]}" .venv >&2; then
-            rm -rf .venv
+        if [ -z "$alone" ] && "$python" -c "$has_torch"; then options=(--system-site-packages); fi
+        if ! "$python" -m venv "${options[@]}" "$venv" >&2; then
+            rm -rf "$venv"
             log "Python's venv module is missing. On Debian or Ubuntu:  sudo apt install python3-venv"
             exit 2
         fi
     fi
-    python=$PWD/.venv/bin/python
+    python=$PWD/$venv/bin/python
 fi
 unset PIP_REQUIRE_VIRTUALENV
 constraints=$(mktemp)
@@ -48,7 +52,7 @@ trap 'rm -f "$constraints"' EXIT
 grep -v '^torch==' constraints.txt > "$constraints"
 install() { "$python" -m pip --disable-pip-version-check --quiet install --constraint "$constraints" "$@" >&2; }
 
-if ! "$python" -c "$has_torch"; then
+if [ -z "$alone" ] && ! "$python" -c "$has_torch"; then
     log "Downloading $torch (200 MB for a CPU, several GB with CUDA). Set TORCH=... for another version."
     install "$torch"
 fi
@@ -57,8 +61,15 @@ prefix=$("$python" -c 'import sys; print(sys.prefix)')
 stamp=$prefix/.horizon-lm-$extra
 wanted="$PWD $(cat pyproject.toml constraints.txt | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    log "Installing Horizon-LM with [$extra] into $prefix, in the versions of constraints.txt (about 150 MB, unless installed)."
-    install --editable ".[$extra]"
+    if [ -n "$alone" ]; then
+        log "Installing the packages of [$extra] into $prefix, in the versions of constraints.txt (about 40 MB)."
+        read_extra='import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")'
+        IFS=$'\n' read -r -d '' -a packages < <("$python" -c "$read_extra" "$extra") || true
+        install "${packages[@]}"
+    else
+        log "Installing Horizon-LM with [$extra] into $prefix, in the versions of constraints.txt (about 150 MB, unless installed)."
+        install --editable ".[$extra]"
+    fi
     echo "$wanted" > "$stamp"
 fi
 
