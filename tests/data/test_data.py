@@ -28,7 +28,8 @@ from horizon_lm.data.checks import Finding, check_overlap, check_rows, describe,
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
 from horizon_lm.data.formats import FORMATS, find_format, rename_fields
 from horizon_lm.data.loader import Sampler, batch_from, collate
-from horizon_lm.data.preprocess import ExampleCounts, PreprocessConfig, cut_rows, prepare
+from horizon_lm.data.places import ExampleCounts
+from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, prepare
 from horizon_lm.data.sources import _JsonListReader, open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
@@ -375,23 +376,58 @@ def test_invalid_preferences_are_rejected(tmp_path: Path, row: Any, message: str
 
 
 def test_invalid_rows_are_counted(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"prompt": "a", "completion": "b"}, *({"prompt": n} for n in range(9))]
+    rows = [messages("Who?", "I."), *({"messages": [{**USER, "role": name}]} for name in "abcdefg")]
     with pytest.raises(DataError) as caught:
         prepared(write(tmp_path, rows))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "9 invalid rows:"
-    assert lines[-1] == "... and 4 more"
+    assert (len(lines), lines[0], lines[-1]) == (7, "7 invalid rows:", "... and 2 more")
 
 
-def test_a_message_about_several_rows_is_given_once(tmp_path: Path) -> None:
-    path = write(tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"completion": "b"}, {"prompt": "c"}])
+def test_a_fault_of_several_rows_is_one_line(tmp_path: Path) -> None:
+    """With its number of rows and the first ranges of them, however many there are between others."""
+    good, no_completion, no_prompt = {"prompt": "a", "completion": "b"}, {"prompt": "a"}, {"completion": "b"}
+    path = write(tmp_path, [good, *[no_completion] * 3, good, no_completion, *[good, no_prompt] * 5])
     with pytest.raises(DataError) as caught:
         prepared(path)
-    heading, no_completion, no_prompt, *more = str(caught.value).splitlines()
-    assert heading == "3 invalid rows:"
-    assert no_completion.startswith(f"{path}:2, {path}:4: ")
-    assert no_prompt.startswith(f"{path}:3: ")
-    assert not more
+    heading, first, second, *more = str(caught.value).splitlines()
+    assert (heading, more) == ("9 invalid rows:", [])
+    assert first.startswith(f"{path}:2-4, {path}:6 (4 rows): field 'completion' must be text")
+    assert second.startswith(f"{path}:8, {path}:10, {path}:12, ... (5 rows): field 'prompt' must be text")
+
+
+def test_one_fault_at_several_places_of_rows_is_one_line(tmp_path: Path) -> None:
+    """Rows that differ in the number of the message, or in the answer that is quoted, have the same fault; other fields are another one."""
+    null = {**ANSWER, "content": None}
+    path = write(tmp_path, [{"messages": [USER, ANSWER] * turns + [USER, null]} for turns in range(4)])
+    with pytest.raises(DataError) as caught:
+        prepared(path)
+    assert str(caught.value) == (
+        f"{path}:1-4 (4 rows): messages[1].content must be text, but is missing or null (in the first of them)"
+    )
+    upper = CHATML.replace("message['content']", "message['content'] | upper")
+    path = write(tmp_path, [messages("Who?", f"star {number} is red") for number in "abc"])
+    with pytest.raises(DataError) as caught:
+        prepared(path, chat_template=upper)
+    assert str(caught.value).startswith(f"{path}:1-3 (3 rows): the assistant's answer 'star a is red' is not in the")
+    path = write(tmp_path, [{"instruction": "a", "output": 1}, {"instruction": 1, "output": "a"}])
+    with pytest.raises(
+        DataError, match=r"2 invalid rows:\n.*:1: field 'output' must.*\n.*:2: field 'instruction' must"
+    ):
+        prepared(path)
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        ({"a.jsonl": '{"text": "a"}\n\n{"text": " "}\n\n{"text": " "}\n'}, "{folder}/a.jsonl:3-5"),  # over a blank line
+        ({"a.csv": "instruction,output\na,b\n,b\n,c\n"}, "{folder}, rows 2-3"),
+        (dict.fromkeys(("a.jsonl", "b.jsonl"), '{"text": " "}\n' * 2), "{folder}/a.jsonl:1 to {folder}/b.jsonl:2"),
+    ],
+)
+def test_ranges_of_rows(tmp_path: Path, files: dict[str, str], shown: str) -> None:
+    for name, content in files.items():
+        write(tmp_path, content, name)
+    assert str(prepared(tmp_path)[1].flagged[RowFlag.BLANK]) == shown.format(folder=tmp_path)
 
 
 def test_a_remedy_of_several_findings_is_given_once() -> None:
@@ -663,15 +699,15 @@ def test_turns_that_are_out_of_place(tmp_path: Path) -> None:
     assert {
         problem: (rows.count, [place.rpartition(":")[2] for place in rows.places]) for problem, rows in found.items()
     } == {
-        "begin with a turn of the assistant": (3, ["3", "4", "6"]),
-        "end with a turn that the assistant does not answer": (3, ["5", "6", "8"]),
+        "begin with a turn of the assistant": (3, ["3-4", "6"]),
+        "end with a turn that the assistant does not answer": (3, ["5-6", "8"]),
     }
 
 
 @pytest.mark.parametrize(
     ("objective", "row", "blank"),
     [
-        ("pretrain", {"text": "night"}, {"text": ""}),
+        ("pretrain", {"text": "night"}, {"text": " "}),
         ("pretrain", {"text": "night"}, {"text": " \n\t"}),
         ("sft", {"instruction": "Who?", "output": "I."}, {"instruction": "Who?", "output": " "}),
         ("sft", {"instruction": "Who?", "output": "I."}, {"instruction": "", "output": "I."}),

@@ -47,7 +47,7 @@ def test_dropped_reasoning_and_tools_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path, [plain, thought, {**plain, "tools": [tool]}])
     _, report = prepared(path)
     dropped = report.flagged[RowFlag.DROPPED_BY_TEMPLATE]
-    assert (dropped.count, [place.rpartition(":")[2] for place in dropped.places]) == (2, ["2", "3"])
+    assert (dropped.count, [place.rpartition(":")[2] for place in dropped.places]) == (2, ["2-3"])
     findings = "\n".join(map(str, check_rows(report, build_tokenizer())))
     assert "messages, reasoning or tools that the chat template drops: 2 (" in findings
     knowing = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(

@@ -109,7 +109,8 @@ def _changed_answer(content: str) -> RowError:
     """Return the error for an answer that the template does not render as it is."""
     return RowError(
         f"the assistant's answer {shorten(content)} is not in the rendered conversation, because the chat "
-        f"template changes it; {USE_MARKS}"
+        f"template changes it; {USE_MARKS}",
+        shorten(content),
     )
 
 
@@ -147,7 +148,8 @@ def _place_by_search(text: str, messages: Sequence[Message], style: TemplateStyl
         if messages[index]["role"] == "assistant" and early[index] != late[index]:
             raise RowError(
                 f"the assistant's answer {shorten(contents[index])} (message {index + 1}) occurs in several places "
-                f"of the rendered conversation, so its tokens are ambiguous; reword or drop the row, or {USE_MARKS}"
+                f"of the rendered conversation, so its tokens are ambiguous; reword or drop the row, or {USE_MARKS}",
+                shorten(contents[index]),
             )
     return {index: (early[index], early[index] + len(contents[index])) for index in anchors}
 
@@ -175,7 +177,8 @@ def _earliest_starts(text: str, contents: list[str], anchors: list[int]) -> dict
         if starts[index] < 0:
             raise RowError(
                 f"message {index + 1} {shorten(contents[index])} is out of order in the rendered conversation; drop "
-                f"the row, or {USE_MARKS}"
+                f"the row, or {USE_MARKS}",
+                shorten(contents[index]),
             )
         position = starts[index] + len(contents[index])
     return starts

@@ -146,7 +146,7 @@ class ChatRenderer:
         try:
             spans = self._locate(found)
         except RowError as error:
-            raise RowError(f"{error}{self._marked_template()}") from error
+            raise RowError(f"{error}{self._marked_template()}", error.content) from error
         return self._tokenize_with_spans(found.text, spans)
 
     def _locate(self, found: RenderedConversation) -> list[Span]:

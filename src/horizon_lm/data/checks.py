@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.preprocess import ExampleCounts, Report
+from horizon_lm.data.places import ExampleCounts
+from horizon_lm.data.preprocess import Report
 from horizon_lm.data.token_dataset import Part, TokenTable
 from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.errors import DataError

@@ -1,6 +1,7 @@
 """Define the four kinds of examples, and read and validate the messages of conversations."""
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -66,7 +67,20 @@ _OPTIONAL_KEYS = {  # in addition to role and content
 
 
 class RowError(Exception):
-    """A row that cannot be used. The caller adds the place of the row."""
+    """A row that cannot be used. The caller adds the place of the row.
+
+    Args:
+        message: the error.
+        content: the part of the message that quotes the row.
+
+    Attributes:
+        content: the same.
+        fault: the message without its content and numbers, which is the same for all rows that have this fault.
+    """
+
+    def __init__(self, message: str, content: str = "") -> None:
+        super().__init__(message)
+        self.content, self.fault = content, re.sub(r"\d+", "0", message.replace(content, "", 1))
 
 
 def describe_type(value: Any) -> str:

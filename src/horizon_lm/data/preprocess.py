@@ -1,6 +1,6 @@
 """Tokenize the entries of ``datasets`` to disk, with a cache keyed by everything that the tokens depend on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
@@ -13,6 +13,7 @@ from horizon_lm.data import trl_compat
 from horizon_lm.data.conversations import RowError
 from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields, require_fields
 from horizon_lm.data.packing import pack, truncate
+from horizon_lm.data.places import ExampleCounts
 from horizon_lm.data.row_fields import reject_other_rows, reject_placeholders, unused_fields
 from horizon_lm.data.sources import Source, cannot_be_cached, digest, open_source, progress_bars
 from horizon_lm.data.table_cache import discard_altered_beside, record
@@ -23,12 +24,15 @@ from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 11  # version of the cached tables; increase it when their content changes
-_MAX_PROBLEMS_SHOWN = 5  # maximum number of problems listed in one error
+_CACHE_VERSION = 12  # version of the cached tables; increase it when their content changes
+_MAX_FAULTS_SHOWN = 5  # maximum number of faults listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
+_PROBLEM = (
+    "fault",
+    "problem",
+)  # columns of a token table for what is wrong with an invalid row: its kind, and a message
 _ROWS_INSPECTED = 1000  # rows searched for optional fields
-_PLACES_SHOWN = 3  # maximum number of rows listed in a finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +52,6 @@ class PreprocessConfig:
     packing: str | None = None
     num_proc: int | None = None
     seed: int = 0
-
-
-@dataclass
-class ExampleCounts:
-    """A number of rows, with the places of the first ones."""
-
-    count: int = 0
-    places: list[str] = field(default_factory=list)
-
-    def add(self, indices: np.ndarray, place: Callable[[int], str]) -> None:
-        """Count rows, given their indices (n,) and a function that returns the place of an index, and keep the first places."""
-        self.count += len(indices)
-        self.places += [place(int(index)) for index in indices[: _PLACES_SHOWN - len(self.places)]]
-
-    def __str__(self) -> str:
-        return ", ".join(self.places) + (", ..." if self.count > len(self.places) else "")
 
 
 @dataclass
@@ -87,51 +75,48 @@ class Report:
     unused_fields: set[str] = field(default_factory=set)
 
 
-@dataclass
 class _Problems:
-    """The number of invalid rows, with messages about the first ones.
+    """Invalid rows, counted by their fault."""
 
-    Attributes:
-        count: number of invalid rows.
-        places: places of the first ones, by message.
-    """
+    def __init__(self) -> None:
+        self._messages: dict[str, list[str]] = {}  # by fault: the first message, and another one if there is any
+        self._rows: dict[str, ExampleCounts] = {}
 
-    count: int = 0
-    places: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, place: str, message: str) -> None:
-        """Count an invalid row with its message."""
-        self.count += 1
-        self._show(place, message)
+    def add(self, source: Source, rows: Iterable[tuple[int, str, str]]) -> None:
+        """Count invalid rows of a dataset, given the index, the fault and the message of each."""
+        indices: dict[str, list[int]] = {}
+        for index, fault, message in rows:
+            indices.setdefault(fault, []).append(index)
+            messages = self._messages.setdefault(fault, [message])
+            if len(messages) == 1 and message != messages[0]:
+                messages.append(message)
+        for fault, of_fault in indices.items():
+            self._rows.setdefault(fault, ExampleCounts()).add(np.array(of_fault), source.place)
 
     def add_all(self, source: Source, table: Any) -> None:
         """Count the rows of a tokenized table that have a text in the column ``problem``."""
         import pyarrow.compute as pc
 
-        problems = table.data.column("problem")
-        invalid = np.flatnonzero(pc.is_valid(problems).to_numpy())
-        self.count += len(invalid)
-        for index in map(int, invalid[: _MAX_PROBLEMS_SHOWN - self._num_shown]):
-            self._show(source.place(index), problems[index].as_py())
+        columns = [table.data.column(name) for name in _PROBLEM]
+        invalid = np.flatnonzero(pc.is_valid(columns[0]).to_numpy())
+        texts = (column.take(invalid).to_pylist() for column in columns)
+        self.add(source, zip(invalid.tolist(), *texts, strict=True))
 
     def reject(self) -> None:
-        """Raise DataError with the messages, each with the places of its rows, if any row is invalid."""
-        if not self.count:
+        """Raise DataError if any row is invalid: a line for each fault, with its rows."""
+        if not self._rows:
             return
-        lines = [] if self.count == 1 else [f"{self.count:,} invalid rows:"]
-        lines += [f"{', '.join(places)}: {message}" for message, places in self.places.items()]
-        if self.count > _MAX_PROBLEMS_SHOWN:
-            lines.append(f"... and {self.count - _MAX_PROBLEMS_SHOWN:,} more")
+        lines, total = [], sum(rows.count for rows in self._rows.values())
+        for fault, rows in [*self._rows.items()][:_MAX_FAULTS_SHOWN]:
+            count = f" ({rows.count:,} rows)" if rows.count > 1 else ""
+            differs = " (in the first of them)" if len(self._messages[fault]) > 1 else ""
+            lines.append(f"{rows}{count}: {self._messages[fault][0]}{differs}")
+            total -= rows.count
+        if total:
+            lines.append(f"... and {total:,} more")
+        if len(lines) > 1:
+            lines.insert(0, f"{sum(rows.count for rows in self._rows.values()):,} invalid rows:")
         raise DataError("\n".join(lines))
-
-    @property
-    def _num_shown(self) -> int:
-        return sum(map(len, self.places.values()))
-
-    def _show(self, place: str, message: str) -> None:
-        """Keep a message with its place, unless enough are kept."""
-        if self._num_shown < _MAX_PROBLEMS_SHOWN:
-            self.places.setdefault(message, []).append(place)
 
 
 def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: PreprocessConfig) -> Report:
@@ -148,7 +133,7 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
             try:
                 row_format = _find_row_format(source, options.objective)
             except RowError as error:  # every further row would give the same error
-                problems.add(source.place(0), str(error))
+                problems.add(source, [(0, error.fault, str(error))])
                 continue
             table = _tokenize_source(source, row_format, tokenizer, options)
             _count_unused(source, row_format, report)
@@ -213,10 +198,9 @@ def _require_optional_columns(source: Source) -> None:
 def _count_unused(source: Source, row_format: RowFormat, report: Report) -> None:
     """Count the rows with fields that are not used, among the first ones, in the report."""
     used = {*row_format.fields(), *(source.config.columns or {}).values()}
-    for index in range(min(_ROWS_INSPECTED, len(source))):
-        if unused := unused_fields(source.row(index), used):
-            report.unused_fields.update(unused)
-            report.unused.add(np.array([index]), source.place)
+    first = [unused_fields(source.row(index), used) for index in range(min(_ROWS_INSPECTED, len(source)))]
+    report.unused_fields.update(*first)
+    report.unused.add(np.flatnonzero([bool(unused) for unused in first]), source.place)
 
 
 def _renamed(row: Any, source: Source) -> Any:
@@ -259,7 +243,9 @@ def _token_features(objective: str) -> Any:
 
     columns = _token_columns(objective)
     types = {ids: List(Value("int32")) for ids, _ in columns} | {trained: List(Value("bool")) for _, trained in columns}
-    return Features(types | {"num_targets": Value("int32"), "flags": Value("int16"), "problem": Value("string")})
+    return Features(
+        types | {"num_targets": Value("int32"), "flags": Value("int16")} | dict.fromkeys(_PROBLEM, Value("string"))
+    )
 
 
 def _rows_per_batch(table: Any) -> int:
@@ -289,11 +275,11 @@ def _tokenize_rows(
 ) -> dict[str, list[Any]]:
     """Tokenize a batch of rows, and return the columns of the token table.
 
-    Errors go into the column ``problem``, so that they are all reported together; a row with one has no tokens.
+    Errors go into the columns ``fault`` and ``problem``, so that they are all reported together; a row with one has no tokens.
     """
     columns_of_sequences = _token_columns(objective)
     no_tokens = [Tokens(np.zeros(0, np.int32), np.zeros(0, bool))] * len(columns_of_sequences)
-    tokenized: list[tuple[list[Tokens], str | None]] = []
+    tokenized: list[tuple[list[Tokens], tuple[str, str] | tuple[None, None]]] = []
     for row in source.rows(columns):
         try:
             require_fields(row)
@@ -302,15 +288,14 @@ def _tokenize_rows(
             reject_other_rows(renamed, objective)
             example = row_format.convert(renamed)
             reject_placeholders(example)
-            tokenized.append((tokenizer.tokenize(example), None))
+            tokenized.append((tokenizer.tokenize(example), (None, None)))
         except RowError as error:
-            tokenized.append((no_tokens, str(error)))
+            tokenized.append((no_tokens, (error.fault, str(error))))
     sequences = [tokens for tokens, _ in tokenized]
     result: dict[str, list[Any]] = {
         "num_targets": [_num_targets(each) for each in sequences],
         "flags": [int(reduce(or_, (tokens.flags for tokens in each))) for each in sequences],
-        "problem": [problem for _, problem in tokenized],
-    }
+    } | {name: [problem[index] for _, problem in tokenized] for index, name in enumerate(_PROBLEM)}
     for index, (ids, trained) in enumerate(columns_of_sequences):
         result[ids] = [each[index].ids for each in sequences]
         result[trained] = [each[index].trained for each in sequences]
