@@ -19,7 +19,6 @@ from pyarrow import parquet
 from tokenizers import AddedToken
 
 from horizon_lm.config import DatasetConfig
-from horizon_lm.config.run import SCHEMAS
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data import preprocess
 from horizon_lm.data.answer_spans import locate_answers
@@ -29,12 +28,11 @@ from horizon_lm.data.conversations import Completion, Conversation, Preference, 
 from horizon_lm.data.formats import FORMATS, find_format, rename_fields
 from horizon_lm.data.loader import Sampler, batch_from, collate
 from horizon_lm.data.places import ExampleCounts
-from horizon_lm.data.preprocess import PreprocessConfig, cut_rows, prepare
+from horizon_lm.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.data.sources import _JsonListReader, open_source, read_rows
 from horizon_lm.data.token_dataset import Row, TokenTable
 from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
 from horizon_lm.errors import ConfigError, DataError
-from horizon_lm.training.rows import load_data
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import ANSWER, USER, conversation, messages, prepared, trained_text, write
 
@@ -104,8 +102,6 @@ def test_preferences_with_and_without_a_prompt(row: dict[str, Any]) -> None:
         ("Yes ", "No", "no common start"),
         ("Yes", "You", "no common start"),
         ("Hi", "Hi there", "is the start of the other"),
-        ("At dusk. Yes.", "At dusk. Yes.", "are the same"),
-        ([USER, ANSWER], [USER, {**ANSWER, "content": " "}], "'rejected' has an empty answer"),
     ],
 )
 def test_preferences_without_a_common_prompt_are_rejected(chosen: Any, rejected: Any, message: str) -> None:
@@ -307,7 +303,6 @@ def test_system_message() -> None:
             "both must be text, or both lists",
         ),
         ('{"messages": []}\n', "must be a list of"),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', "nothing to train on"),
         ('{"messages": [{"role": "bot", "content": "a"}]}\n', "messages[0].role is 'bot'"),
         (
             '{"conversations": [{"from": "bot", "value": "a"}]}\n',
@@ -353,12 +348,13 @@ def test_malformed_rows_are_reported_with_their_place(tmp_path: Path, text: str,
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
         ({"chosen": "a", "rejected": "b"}, "no common start"),
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' is empty"),
         ({"chosen": 1, "rejected": "b"}, "field 'chosen' must be text or a list"),
         ({"chosen": "a", "rejected": [ANSWER]}, "must both be text, or both lists"),
-        ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "no message of the assistant after the prompt"),
+        (
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER, USER, {**ANSWER, "content": ""}]},
+            "an answer after the prompt is empty",
+        ),
         ({"text": "a"}, "rows in text format are not supported with objective: dpo"),
         (
             {"instruction": "a", "prompt": "b", "chosen": "c", "rejected": "d"},
@@ -419,15 +415,15 @@ def test_one_fault_at_several_places_of_rows_is_one_line(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("files", "shown"),
     [
-        ({"a.jsonl": '{"text": "a"}\n\n{"text": " "}\n\n{"text": " "}\n'}, "{folder}/a.jsonl:3-5"),  # over a blank line
-        ({"a.csv": "instruction,output\na,b\n,b\n,c\n"}, "{folder}, rows 2-3"),
-        (dict.fromkeys(("a.jsonl", "b.jsonl"), '{"text": " "}\n' * 2), "{folder}/a.jsonl:1 to {folder}/b.jsonl:2"),
+        ({"a.jsonl": '{"text": "a"}\n\n{"text": ""}\n\n{"text": ""}\n'}, "{folder}/a.jsonl:3-5"),  # over a blank line
+        ({"a.csv": "prompt,completion\na,b\nb,\nc,\n"}, "{folder}, rows 2-3"),
+        (dict.fromkeys(("a.jsonl", "b.jsonl"), '{"text": ""}\n' * 2), "{folder}/a.jsonl:1 to {folder}/b.jsonl:2"),
     ],
 )
 def test_ranges_of_rows(tmp_path: Path, files: dict[str, str], shown: str) -> None:
     for name, content in files.items():
         write(tmp_path, content, name)
-    assert str(prepared(tmp_path)[1].flagged[RowFlag.BLANK]) == shown.format(folder=tmp_path)
+    assert str(prepared(tmp_path)[1].flagged[RowFlag.NO_ANSWER]) == shown.format(folder=tmp_path)
 
 
 def test_a_remedy_of_several_findings_is_given_once() -> None:
@@ -464,8 +460,8 @@ def test_located_answers_and_generation_marks_agree(contents: list[str]) -> None
     contents = [f"{n}{c}{n}" for n, c in enumerate(contents[: len(contents) // 2 * 2])]
     row = _RENDERERS[CHATML].render(conversation(*contents))
     marked = _RENDERERS[CHATML_WITH_MARKS].render(conversation(*contents))
-    assert row.has_end
-    assert marked.has_end
+    assert row.unended is None
+    assert marked.unended is None
     assert row.ids.tolist() == marked.ids.tolist()
     assert row.assistant.tolist() == marked.assistant.tolist()
 
@@ -484,7 +480,7 @@ def test_the_end_of_a_turn_behind_that_of_an_answer_is_trained_on() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|answered|>"]})
     row = ChatRenderer(tokenizer).render(conversation("Who?", "The keeper."))
     assert trained_text(tokenizer, row) == "The keeper.<|answered|><|im_end|>"
-    assert row.has_end
+    assert row.unended is None
 
 
 def test_answer_that_also_occurs_in_the_question() -> None:
@@ -642,7 +638,7 @@ def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Pat
     assert (
         len(table),
         *(report.flagged[flag].count for flag in (RowFlag.TRUNCATED, RowFlag.LOST_TARGETS)),
-        report.without_targets.count,
+        report.flagged[RowFlag.NO_ANSWER].count,
     ) == (
         2,
         2,
@@ -652,10 +648,8 @@ def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Pat
     assert table[1].sequences[0].ids.shape == (30,)
     assert table.num_targets.tolist() == [row.sequences[0].num_targets for row in table]
     found = "\n".join(map(str, check_rows(report, build_tokenizer())))
-    assert "rows that have no token to train on: 1 (" in found
+    assert "rows that have no text or answer to train on: 1 (" in found
     assert "rows that lost tokens to train on by truncation: 1 (" in found
-    with pytest.raises(DataError, match="no row has a token to train on"):
-        prepared(write(tmp_path, rows[1:2], "others.jsonl"), max_length=30)
 
 
 def test_template_without_end_of_turn_is_reported(tmp_path: Path) -> None:
@@ -707,7 +701,7 @@ def test_turns_that_are_out_of_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "row", "blank"),
     [
-        ("pretrain", {"text": "night"}, {"text": " "}),
+        ("pretrain", {"text": "night"}, {"text": ""}),
         ("pretrain", {"text": "night"}, {"text": " \n\t"}),
         ("sft", {"instruction": "Who?", "output": "I."}, {"instruction": "Who?", "output": " "}),
         ("sft", {"instruction": "Who?", "output": "I."}, {"instruction": "", "output": "I."}),
@@ -720,12 +714,11 @@ def test_turns_that_are_out_of_place(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_blank_texts_are_counted(tmp_path: Path, objective: str, row: dict[str, Any], blank: dict[str, Any]) -> None:
     """A row with a text, a question or an answer that is empty is reported with its place."""
-    path = write(tmp_path, [row, blank])
-    _, report = prepared(path, objective=objective)
-    rows = report.flagged[RowFlag.BLANK]
-    assert (rows.count, [place.rpartition(":")[2] for place in rows.places]) == (1, ["2"])
-    (found,) = (each for each in check_rows(report, build_tokenizer()) if "empty text" in each.problem)
-    assert found.rows is rows
+    problems = ("have an empty question or answer", "have no text or answer to train on")
+    _, report = prepared(write(tmp_path, [row, blank]), objective=objective)
+    (found,) = (each for each in check_rows(report, build_tokenizer()) if each.problem in problems)
+    assert (found.rows.count, [place.rpartition(":")[2] for place in found.rows.places]) == (1, ["2"])
+    assert found.leaves_out == (len(report.rows) == 1)
 
 
 @pytest.mark.parametrize(
@@ -872,7 +865,10 @@ def test_check_rows_of_a_dataset_without_rows_in_use(tmp_path: Path) -> None:
     long = write(tmp_path, [messages("q" * 90, "never seen")] * 3, "long.jsonl")
     datasets = [DatasetConfig(path=str(good)), DatasetConfig(path=str(long), weight=0.5)]
     report = prepare(datasets, build_tokenizer(), PreprocessConfig("sft", max_length=30))
-    assert next(finding.problem for finding in check_rows(report, build_tokenizer())) == "have no token to train on"
+    assert (
+        next(finding.problem for finding in check_rows(report, build_tokenizer()))
+        == "have no text or answer to train on"
+    )
     sampler = Sampler(tuple(report.rows.part_sizes()), 2, 0, tuple(report.rows.weights()))
     assert (sampler.steps_per_epoch, sorted(sampler.rows(0))) == (1, [0, 1])
     some = prepare(
@@ -886,35 +882,6 @@ def test_check_rows_of_a_dataset_without_rows_in_use(tmp_path: Path) -> None:
         PreprocessConfig("sft"),
     )
     assert check_rows(some, build_tokenizer()) == []
-
-
-@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
-def test_rows_kept_whole_for_packing_are_truncated_if_not_packed(tmp_path: Path, strategy: str) -> None:
-    path = write(
-        tmp_path, [messages("Who?", "I" * 80), messages("When?", "At dusk."), messages("q" * 90, "never seen")]
-    )
-    report = prepare(
-        [DatasetConfig(path=str(path))], build_tokenizer(), PreprocessConfig("sft", max_length=30, packing=strategy)
-    )
-    assert report.rows.lengths.max() > 30
-    rows = cut_rows(report.rows, PreprocessConfig("sft", max_length=30))
-    expected, _ = prepared(path, max_length=30)
-    assert len(rows) == len(expected) == 2
-    for row, other in zip(rows, expected, strict=True):
-        assert np.array_equal(row.sequences[0].ids, other.sequences[0].ids)
-        assert row.place == other.place
-    assert rows.num_targets.tolist() == expected.num_targets.tolist()
-
-
-def test_held_out_rows_without_targets_within_max_length_are_rejected(tmp_path: Path) -> None:
-    """Training packs the rows whole, and the eval set has them cut."""
-    file = write(tmp_path, [messages("q" * 90, f"Night {number}.") for number in range(3)])
-    packing = {"packing": True, "packing_strategy": "bfd_split", "eval_packing": False, "test_split_size": 1}
-    config = SCHEMAS["sft"].model_validate(
-        {"model_name_or_path": str(tmp_path), "datasets": str(file), "max_length": 32, **packing}
-    )
-    with pytest.raises(DataError, match="held_out: no row has a token to train on within max_length 32; raise it"):
-        load_data(config, build_tokenizer())
 
 
 def test_optional_column_in_no_row_is_rejected(tmp_path: Path) -> None:

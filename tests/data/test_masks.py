@@ -89,7 +89,7 @@ def test_dropped_content_of_a_call_is_reported() -> None:
     tokenizer = build_tokenizer(template)
     row = ChatRenderer(tokenizer).render(Conversation(rows))
     assert trained_text(tokenizer, row) == "f<|im_end|>The keeper.<|im_end|>"
-    assert not row.is_complete
+    assert row.dropped is not None
 
 
 class CountingRenderer(ChatRenderer):
@@ -210,7 +210,7 @@ def test_calls_of_a_template_without_a_training_version(name: str, text: str) ->
     row = ChatRenderer(tokenizer).render(Conversation(turns, tools=tools))
     call = f'{{"name": "f", "parameters": {json.dumps(CALL["function"]["arguments"], ensure_ascii=False)}}}<|eot_id|>'
     assert trained_text(tokenizer, row) == f"{call}{ROUND[3]['content']}<|eot_id|>{call}"
-    assert (row.has_end, row.is_complete) == (True, not text)
+    assert (row.unended, row.dropped is None) == (None, not text)
 
 
 def without_marks(template: str) -> str:

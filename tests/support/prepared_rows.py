@@ -29,7 +29,7 @@ def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = 
     }
     options = PreprocessConfig(objective, **settings)
     report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), options)
-    return pack_rows(report.rows, options), report
+    return pack_rows(report.rows, options)[0], report
 
 
 def conversation(*contents: str) -> Conversation:

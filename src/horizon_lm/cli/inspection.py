@@ -46,7 +46,7 @@ class Inspection:
         numbers: dict[str, Any] = {
             "rows_read": report.read,
             "cut": report.flagged[RowFlag.TRUNCATED].count,
-            "left_out": report.without_targets.count,
+            "left_out": report.read - len(report.rows),
             "held_out": {part.name: len(part.rows) for part in self.data.parts if part is not training},
             "rows": len(rows),
             "tokens": tokens,

@@ -84,14 +84,14 @@ class TokenizedConversation:
     Attributes:
         ids: token ids, shape (T,).
         assistant: mask of the tokens that the assistant generates, bool (T,).
-        has_end: an end-of-turn token follows every answer.
-        is_complete: the template rendered every part of the conversation.
+        unended: index of the last token of the first answer that no end-of-turn token follows; None if one follows each.
+        dropped: index of the first message of which the template drops a part; None if it renders all.
     """
 
     ids: np.ndarray
     assistant: np.ndarray
-    has_end: bool
-    is_complete: bool = True
+    unended: int | None
+    dropped: int | None = None
 
 
 class ChatRenderer:
@@ -127,7 +127,7 @@ class ChatRenderer:
         """
         try:
             found = render_checked(conversation, self.text)
-            return replace(self._tokenize(conversation, found), is_complete=found.is_complete)
+            return replace(self._tokenize(conversation, found), dropped=found.dropped)
         except (RowError, ConfigError):  # a template that exceeds a limit would do so in every row
             raise
         except Exception as error:  # a template is a program and may raise any exception
@@ -197,9 +197,9 @@ class ChatRenderer:
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
         is_followed = np.append(assistant[1:], False)  # by another token of the same answer
         # The end of a turn is trained only if the marks include it.
-        last_tokens = np.flatnonzero(assistant & ~is_followed)
-        has_end = all(self._ends_turn(ids[: index + 1]) for index in last_tokens)
-        return TokenizedConversation(ids, assistant, has_end=has_end)
+        last_tokens = map(int, np.flatnonzero(assistant & ~is_followed))
+        unended = next((index for index in last_tokens if not self._ends_turn(ids[: index + 1])), None)
+        return TokenizedConversation(ids, assistant, unended)
 
     def _ends_turn(self, ids: np.ndarray) -> bool:
         """Return whether tokens end with a special token, apart from whitespace after it."""
@@ -214,17 +214,17 @@ class ChatRenderer:
         """Tokenize a rendered text whose answers are given as character spans."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
-        assistant, has_end = np.zeros(len(ids), dtype=bool), True
+        assistant, unended = np.zeros(len(ids), dtype=bool), list[int]()
         for start, end in spans:
             inside = (offsets[:, 0] < end) & reaches_behind(start, ids, offsets, self._stripping)
             assistant |= inside
             end_token = self._end_of_turn(text, ids, offsets, end)
+            last = int(np.flatnonzero(inside)[-1]) if inside.any() else None
             if end_token is None:
-                has_end = False
-            elif inside.any():
-                last = np.flatnonzero(inside)[-1]
+                unended.append(0 if last is None else last)
+            elif last is not None:
                 assistant[last : end_token + 1] = True  # and spaces between them
-        return TokenizedConversation(ids, assistant, has_end)
+        return TokenizedConversation(ids, assistant, min(unended, default=None))
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
         """Return the index of the special token that follows the character ``end``, directly or after spaces; None without any."""

@@ -25,12 +25,14 @@ class Finding:
         remedy: consequence of the mistake, and what to do.
         rows: number of rows and places of the first ones.
         is_error: a run with these rows is rejected.
+        leaves_out: these rows are not used.
     """
 
     problem: str
     remedy: str
     rows: ExampleCounts
     is_error: bool = False
+    leaves_out: bool = False
 
     @property
     def summary(self) -> str:
@@ -38,7 +40,7 @@ class Finding:
         return f"rows that {self.problem}: {self.rows.count:,} ({self.rows})"
 
     def __str__(self) -> str:
-        return f"{self.summary}; {self.remedy}"
+        return f"{self.summary}; {'they are left out; ' if self.leaves_out else ''}{self.remedy}"
 
 
 def describe(findings: Iterable[Finding]) -> list[str]:
@@ -59,10 +61,10 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
             "begin with two begin-of-sequence tokens", "the text and the tokenizer each add one; remove it from the text", doubled,
             is_error=True,
         ),
+        *left_out(report),
         Finding(
-            "have an empty text, question or answer", "nothing useful is learned from it; fill it in, or remove the row", report.flagged[RowFlag.BLANK],
+            "have an empty question or answer", "nothing useful is learned from it; fill it in, or remove the row", report.flagged[RowFlag.BLANK],
         ),
-        Finding("have no token to train on", "they are left out; raise max_length, or check their answers", report.without_targets),
         Finding(
             "lost tokens to train on by truncation", "the model learns answers without their end; raise max_length",
             report.flagged[RowFlag.LOST_TARGETS],
@@ -80,7 +82,7 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
             report.flagged[RowFlag.ASSISTANT_FIRST],
         ),
         Finding(
-            "end with a turn that the assistant does not answer", "no answer to it is learned; add the answer, or remove the turn",
+            "end with a turn that the assistant does not answer", "no answer to it is learned; add the answer, remove the turn, or raise max_length if it was cut",
             report.flagged[RowFlag.UNANSWERED],
         ),
         Finding(
@@ -103,6 +105,23 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
     return [finding for finding in findings if finding.rows.count]
 
 
+def left_out(report: Report) -> list[Finding]:
+    """Return the findings of rows that are not used, because nothing can be learned from what is left of them after truncation."""
+    same = "neither is preferred; raise max_length if they differ behind it, or remove them"
+    return [
+        without_answer(report.flagged[RowFlag.NO_ANSWER]),
+        Finding(
+            "have the same chosen and rejected answer", same, report.flagged[RowFlag.SAME_ANSWERS], leaves_out=True
+        ),
+    ]
+
+
+def without_answer(rows: ExampleCounts) -> Finding:
+    """Return the finding of rows that have no target or none but whitespace."""
+    remedy = "raise max_length, or check their answers"
+    return Finding("have no text or answer to train on", remedy, rows, leaves_out=True)
+
+
 def _count_in_tokens(parts: Sequence[Part], tokenizer: Any) -> tuple[ExampleCounts, ExampleCounts]:
     """Count the rows that begin with two begin-of-sequence tokens, and those that train on an empty thinking block."""
     doubled, thinking = ExampleCounts(), ExampleCounts()
@@ -117,7 +136,7 @@ def _count_in_tokens(parts: Sequence[Part], tokenizer: Any) -> tuple[ExampleCoun
 def _count_copies(parts: Sequence[Part]) -> ExampleCounts:
     """Count the rows that are copies of earlier ones, in any dataset."""
     copies = ExampleCounts()
-    for part, is_copy in zip(parts, _copies([part.row_hashes for part in parts]), strict=True):
+    for part, is_copy in zip(parts, _copies([part.row_hashes() for part in parts]), strict=True):
         copies.add(part.indices[is_copy], part.place)
     return copies
 
@@ -150,12 +169,12 @@ def check_lengths(rows: TokenTable, positions: Positions | None) -> list[Finding
     return [found] if long.count else []
 
 
-def check_overlap(eval_rows: TokenTable, training: TokenTable) -> list[Finding]:
-    """Return a finding if eval rows are also training rows."""
-    training_hashes = np.concatenate([part.row_hashes for part in training.parts])
+def check_overlap(eval_rows: TokenTable, training: TokenTable, length: int | None = None) -> list[Finding]:
+    """Return a finding if eval rows, which are cut to ``length`` tokens, are also training rows, or the beginnings of such."""
+    training_hashes = np.concatenate([part.row_hashes(length) for part in training.parts])
     shared = ExampleCounts()
     for part in eval_rows.parts:
-        shared.add(part.indices[np.isin(part.row_hashes, training_hashes)], part.place)
+        shared.add(part.indices[np.isin(part.row_hashes(), training_hashes)], part.place)
     remedy = "their loss is too low to measure generalization; remove them from one of the two"
     return [Finding("are also trained on", remedy, shared)] if shared.count else []
 

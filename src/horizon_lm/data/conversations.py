@@ -201,12 +201,10 @@ def has_content(message: Message) -> bool:
 
 
 def validate_messages(messages: list[Message]) -> list[Message]:
-    """Return the messages unchanged; raise RowError if their order is invalid or none is from the assistant."""
+    """Return the messages unchanged; raise RowError if their order is invalid."""
     roles = [message["role"] for message in messages]
     if {"system", "developer"} & set(roles[1:]):
         raise RowError("the system message must be the first one")
-    if "assistant" not in roles:
-        raise RowError("no message of the assistant, so nothing to train on")
     turns = roles[1:] if roles[0] in ("system", "developer") else roles
     for number, (before, role) in enumerate(pairwise(turns), 1):
         if before == role and role in ("user", "assistant"):

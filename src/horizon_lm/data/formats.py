@@ -17,7 +17,6 @@ from horizon_lm.data.conversations import (
     RowError,
     Text,
     describe_type,
-    has_content,
     read_messages,
     validate_messages,
 )
@@ -172,12 +171,9 @@ def _from_prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion
 
 
 def _from_preference(row: Mapping[str, Any]) -> Preference:
-    """Return the two answers of a row, each with the prompt; raise RowError if neither is preferred."""
+    """Return the two answers of a row, each with the prompt."""
     row = _with_prompt(row)
-    pair = Preference(_prompt_and_answer(row, "chosen"), _prompt_and_answer(row, "rejected"))
-    if row["chosen"] == row["rejected"]:
-        raise RowError("fields 'chosen' and 'rejected' are the same, so neither is preferred")
-    return pair
+    return Preference(_prompt_and_answer(row, "chosen"), _prompt_and_answer(row, "rejected"))
 
 
 def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -233,7 +229,7 @@ def _begin_with_user(messages: list[Message], text: str) -> list[Message]:
 def _require_common_prompt(row: Mapping[str, Any], chosen: str, rejected: str) -> None:
     """Raise RowError for two answers of a row that are texts whose common start is not a prompt, such as the Y in Yes and You."""
     if chosen == rejected:
-        return  # the caller reports it
+        return  # such a pair is left out once it is tokenized
     if chosen.startswith(rejected) or rejected.startswith(chosen):
         raise RowError(
             "one of 'chosen' and 'rejected' is the start of the other, so it has no answer; add a field 'prompt'"
@@ -258,8 +254,6 @@ def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Comp
         for field, value in (of_messages | {"chat_template_kwargs": row.get("chat_template_kwargs")}).items():
             if value:
                 raise RowError(f"field {field!r} is not used with a text prompt; write the prompt as messages")
-        if not answer:
-            raise RowError(f"field {name!r} is empty, so nothing to train on")
         return Completion(prompt, answer)
     for field, value in (("prompt", prompt), (name, answer)):
         if not isinstance(value, str | list):
@@ -271,8 +265,6 @@ def _prompt_and_answer(row: Mapping[str, Any], name: str) -> Conversation | Comp
             f"field 'prompt' is {describe_type(prompt)}, but {name!r} is {describe_type(answer)}; both must be text, or both lists"
         )
     messages, answers = read_messages(row, "prompt"), read_messages(row, name)
-    if not all(has_content(message) for message in answers if message["role"] == "assistant"):
-        raise RowError(f"field {name!r} has an empty answer, so nothing to train on")
     return _conversation(row, [*messages, *answers], len(messages))
 
 
@@ -281,8 +273,6 @@ def _conversation(row: Mapping[str, Any], messages: list[Message], num_prompt: i
 
     ``num_prompt``: number of messages that are the prompt; None if the row does not say.
     """
-    if num_prompt is not None and not any(message["role"] == "assistant" for message in messages[num_prompt:]):
-        raise RowError("no message of the assistant after the prompt, so nothing to train on")
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise RowError(f"field 'chat_template_kwargs' must be an object, but is {describe_type(options)}")

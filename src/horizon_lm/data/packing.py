@@ -1,6 +1,5 @@
-"""Pack several rows into one, and truncate rows that are not packed in the end."""
+"""Pack several rows into one."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from horizon_lm.data.token_dataset import Part
 # Number of tokens packed together: those of 1,000 rows, as in TRL, unless rows average more than 2,000 tokens.
 _TOKENS_PER_BATCH = 2_000_000
 _ROW_COLUMN = "row_of_token"  # column with the index of each token's source row
+_TRAINED_ROWS = "trained_rows"  # column with the indices of the source rows that have targets
 
 
 def pack(part: Part, strategy: str, length: int) -> Part:
@@ -25,7 +25,7 @@ def pack(part: Part, strategy: str, length: int) -> Part:
         record(rows), length, strategy, batch_size=batch_size, new_fingerprint=digest(fingerprint, "packed"), desc="packing",
     )  # fmt: skip
     packed = record(packed).map(
-        _count_targets, batched=True, batch_size=100, new_fingerprint=digest(fingerprint, "counted"), desc="counting targets",
+        _count_targets, batched=True, batch_size=100, new_fingerprint=digest(fingerprint, "counted", _TRAINED_ROWS), desc="counting targets",
     )  # fmt: skip
 
     def place_of_packed(index: int) -> str:
@@ -35,6 +35,12 @@ def pack(part: Part, strategy: str, length: int) -> Part:
     # A long row is split into several, some of which may have no targets.
     with_targets = np.flatnonzero(packed.data.column("num_targets").to_numpy())
     return Part(record(packed), place_of_packed, with_targets, part.weight)
+
+
+def rows_without_targets(part: Part, packed: Part) -> np.ndarray:
+    """Return the indices of the rows in use of a part that have no target in its packed rows, int (n,)."""
+    chunks = packed.table.data.column(_TRAINED_ROWS).chunks
+    return np.setdiff1d(part.indices, np.concatenate([chunk.flatten().to_numpy() for chunk in chunks]))
 
 
 def _rows_in_use(part: Part, batch_size: int, fingerprint: str) -> Any:
@@ -62,32 +68,16 @@ def _rows_in_use(part: Part, batch_size: int, fingerprint: str) -> Any:
     )  # fmt: skip
 
 
-def truncate(part: Part, length: int) -> Part:
-    """Truncate rows to ``length`` tokens if they were kept whole for packing."""
-    table = part.table
-    rows = table.map(
-        partial(_truncate, length=length), batched=True, batch_size=100,
-        remove_columns=[name for name in table.column_names if name not in ("input_ids", "trained", "num_targets")],
-        new_fingerprint=digest(part.fingerprint, "cut", length), desc="truncating rows",
-    )  # fmt: skip
-    targets = rows.data.column("num_targets").to_numpy()
-    return Part(record(rows), part.place, part.indices[targets[part.indices] > 0], part.weight)
-
-
-def _truncate(columns: dict[str, list[Any]], length: int) -> dict[str, list[Any]]:
-    """Return the columns of truncated rows. Their first token is no target, because no token is before it."""
-    trained = [mask[:length] for mask in columns["trained"]]
-    ids = [each[:length] for each in columns["input_ids"]]
-    return {"input_ids": ids, "trained": trained, "num_targets": [sum(mask[1:]) for mask in trained]}
-
-
-def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[int]]:
-    """Return the number of targets of each packed row. The first token of a document is none, since no token before it predicts it."""
-    counts = []
+def _count_targets(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the number of targets of each packed row, and the rows that have them. The first token of a document is no target, since no
+    token before it predicts it.
+    """
+    counts, rows = [], []
     for index, trained in enumerate(columns["trained"]):
-        mask = np.asarray(trained, dtype=bool)
+        mask = np.array(trained, dtype=bool)
         # The strategy ``wrapped`` keeps no borders between documents.
         segments = columns["seq_lengths"][index] if "seq_lengths" in columns else [len(mask)]
-        firsts = np.cumsum([0, *segments[:-1]])
-        counts.append(int(mask.sum() - mask[firsts].sum()))
-    return {"num_targets": counts}
+        mask[np.cumsum([0, *segments[:-1]])] = False
+        counts.append(int(mask.sum()))
+        rows.append(np.unique(np.asarray(columns[_ROW_COLUMN][index])[mask]))
+    return {"num_targets": counts, _TRAINED_ROWS: rows}

@@ -12,19 +12,19 @@ from horizon_lm.config import DatasetConfig
 from horizon_lm.data import trl_compat
 from horizon_lm.data.conversations import RowError
 from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields, require_fields
-from horizon_lm.data.packing import pack, truncate
+from horizon_lm.data.packing import pack, rows_without_targets
 from horizon_lm.data.places import ExampleCounts
 from horizon_lm.data.row_fields import reject_other_rows, reject_placeholders, unused_fields
 from horizon_lm.data.sources import Source, cannot_be_cached, digest, open_source, progress_bars
 from horizon_lm.data.table_cache import discard_altered_beside, record
 from horizon_lm.data.token_dataset import Part, TokenTable
-from horizon_lm.data.tokenize import ExampleTokenizer, RowFlag, Tokens
+from horizon_lm.data.tokenize import LEFT_OUT, ExampleTokenizer, RowFlag, Tokens
 from horizon_lm.data.workers import ending_with_us
 from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 12  # version of the cached tables; increase it when their content changes
+_CACHE_VERSION = 13  # version of the cached tables; increase it when their content changes
 _MAX_FAULTS_SHOWN = 5  # maximum number of faults listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
@@ -59,10 +59,9 @@ class Report:
     """The result of preprocessing some datasets.
 
     Attributes:
-        rows: rows with at least one target.
+        rows: the rows that are used.
         read: number of rows read.
-        flagged: rows with each flag.
-        without_targets: rows without targets.
+        flagged: rows with each flag. A flag of `LEFT_OUT` keeps a row from being used.
         unused: rows with fields that are not used, among the first ones of each dataset.
         unused_fields: the names of these fields.
     """
@@ -70,7 +69,6 @@ class Report:
     rows: TokenTable = field(default_factory=lambda: TokenTable([]))
     read: int = 0
     flagged: dict[RowFlag, ExampleCounts] = field(default_factory=lambda: {flag: ExampleCounts() for flag in RowFlag})
-    without_targets: ExampleCounts = field(default_factory=ExampleCounts)
     unused: ExampleCounts = field(default_factory=ExampleCounts)
     unused_fields: set[str] = field(default_factory=set)
 
@@ -119,16 +117,27 @@ class _Problems:
         raise DataError("\n".join(lines))
 
 
-def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: PreprocessConfig) -> Report:
-    """Read, tokenize and truncate the rows of some datasets.
+def prepare(
+    datasets: Sequence[DatasetConfig],
+    tokenizer: Any,
+    options: PreprocessConfig,
+    chosen: Sequence[np.ndarray] | None = None,
+) -> Report:
+    """Read, tokenize and truncate the rows of some datasets, and leave out those that cannot be trained on.
+
+    Args:
+        datasets: the datasets.
+        tokenizer: the model's tokenizer.
+        options: settings of the run.
+        chosen: the indices of the rows of each dataset that are to be used; None for those that the datasets select.
 
     Raises:
         ConfigError: the rows need a chat template, character offsets or TRL, which are missing.
-        DataError: files or rows are invalid, or no row has a target.
+        DataError: files or rows are invalid.
     """
     report, parts, problems = Report(), [], _Problems()
     with progress_bars(), ending_with_us():
-        for config in datasets:
+        for number, config in enumerate(datasets):
             source = open_source(config)
             try:
                 row_format = _find_row_format(source, options.objective)
@@ -138,31 +147,27 @@ def prepare(datasets: Sequence[DatasetConfig], tokenizer: Any, options: Preproce
             table = _tokenize_source(source, row_format, tokenizer, options)
             _count_unused(source, row_format, report)
             problems.add_all(source, table)
-            parts.append(_select_rows(source, table, options, report))
+            indices = _choose_rows(source, options) if chosen is None else chosen[number]
+            parts.append(_select_rows(source, table, indices, report))
     problems.reject()
     report.rows = TokenTable(parts)
-    if not len(report.rows):
-        raise DataError(
-            f"no row has a token to train on: answers are empty or begin after max_length {options.max_length} ({report.without_targets})"
-        )
     return report
 
 
-def cut_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
-    """Truncate rows that were kept whole for packing, if these options do not pack rows."""
-    length = options.max_length
-    if options.packing is not None or length is None or not len(rows) or int(rows.lengths.max()) <= length:
-        return rows
-    with progress_bars():
-        return TokenTable([truncate(part, length) for part in rows.parts if len(part)])
-
-
-def pack_rows(rows: TokenTable, options: PreprocessConfig) -> TokenTable:
-    """Pack the rows of each dataset, or return them unchanged if these options do not pack rows."""
+def pack_rows(rows: TokenTable, options: PreprocessConfig) -> tuple[TokenTable, ExampleCounts]:
+    """Pack the rows of each dataset, or return them unchanged if these options do not pack rows; also count the rows that packing has
+    cut so that none of their tokens can be trained on.
+    """
+    lost = ExampleCounts()
     if options.packing is None:
-        return rows
+        return rows, lost
+    parts = []
     with progress_bars():
-        return TokenTable([pack(part, options.packing, options.max_length or 0) for part in rows.parts if len(part)])
+        for part in (part for part in rows.parts if len(part)):
+            packed = pack(part, options.packing, options.max_length or 0)
+            lost.add(rows_without_targets(part, packed), part.place)
+            parts.append(packed)
+    return TokenTable(parts), lost
 
 
 def summary(rows: TokenTable, packed: TokenTable) -> str:
@@ -210,7 +215,7 @@ def _renamed(row: Any, source: Source) -> Any:
 
 def _tokenize_source(source: Source, row_format: RowFormat, tokenizer: Any, options: PreprocessConfig) -> Any:
     """Return the token table of a dataset, from the cache if it is there; raise DataError if it cannot be written there."""
-    length = _row_length_limit(options)
+    length = row_length_limit(options)
     fingerprint = digest(
         _CACHE_VERSION, source.fingerprint, source.config.columns, row_format.name, options.objective, options.train_on,
         length, _tokenizer_state(tokenizer),
@@ -253,7 +258,7 @@ def _rows_per_batch(table: Any) -> int:
     return max(1, min(200, _BATCH_BYTES * len(table) // max(1, table.data.nbytes)))
 
 
-def _row_length_limit(options: PreprocessConfig) -> int | None:
+def row_length_limit(options: PreprocessConfig) -> int | None:
     """Return the length to which rows are truncated before packing, or None if packing needs whole rows."""
     return options.max_length if options.packing in (None, "bfd") else None
 
@@ -293,7 +298,7 @@ def _tokenize_rows(
             tokenized.append((no_tokens, (error.fault, str(error))))
     sequences = [tokens for tokens, _ in tokenized]
     result: dict[str, list[Any]] = {
-        "num_targets": [_num_targets(each) for each in sequences],
+        "num_targets": [sum(tokens.num_targets for tokens in each) for each in sequences],
         "flags": [int(reduce(or_, (tokens.flags for tokens in each))) for each in sequences],
     } | {name: [problem[index] for _, problem in tokenized] for index, name in enumerate(_PROBLEM)}
     for index, (ids, trained) in enumerate(columns_of_sequences):
@@ -320,24 +325,20 @@ def _num_chars(value: Any) -> int:
     return sum(map(_num_chars, value)) if isinstance(value, list) else 0
 
 
-def _num_targets(sequences: Sequence[Tokens]) -> int:
-    """Return the number of targets in a row; 0 if either answer of a preference has none, since the row is then not used."""
-    counts = [each.num_targets for each in sequences]
-    return sum(counts) if all(counts) else 0
+def _choose_rows(source: Source, options: PreprocessConfig) -> np.ndarray:
+    """Return the indices of the fraction of a dataset that is to be used, int (n,)."""
+    if source.config.fraction is None:
+        return np.arange(len(source))
+    number = max(1, round(source.config.fraction * len(source)))
+    return np.sort(np.random.default_rng((options.seed, len(source))).permutation(len(source))[:number])
 
 
-def _select_rows(source: Source, table: Any, options: PreprocessConfig, report: Report) -> Part:
-    """Select the rows with targets in the fraction of a dataset that is to be used, and count them and their flags in the report."""
-    chosen = np.arange(len(table))
-    if source.config.fraction is not None:
-        number = max(1, round(source.config.fraction * len(table)))
-        chosen = np.sort(np.random.default_rng((options.seed, len(table))).permutation(len(table))[:number])
+def _select_rows(source: Source, table: Any, chosen: np.ndarray, report: Report) -> Part:
+    """Return the chosen rows of a dataset that can be used, and count all of them and their flags in the report."""
     report.read += len(chosen)
-    flags, targets = (table.data.column(name).to_numpy() for name in ("flags", "num_targets"))
-    report.without_targets.add(chosen[targets[chosen] == 0], source.place)
-    with_targets = chosen[targets[chosen] > 0]
-    of_any_row = RowFlag.TRUNCATED | RowFlag.MISSING_EOS | RowFlag.BLANK  # others count only in rows that are used
+    flags = table.data.column("flags").to_numpy()
+    used = chosen[(flags[chosen] & LEFT_OUT) == 0]
     for flag, rows in report.flagged.items():
-        among = chosen if flag in of_any_row else with_targets
+        among = chosen if flag in LEFT_OUT | RowFlag.TRUNCATED else used
         rows.add(among[(flags[among] & flag) != 0], source.place)
-    return Part(table, source.place, with_targets, source.config.weight)
+    return Part(table, source.place, used, source.config.weight)

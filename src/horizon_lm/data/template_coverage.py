@@ -24,7 +24,7 @@ class RenderedConversation:
         text: the rendered text.
         conversation: the conversation, with tool arguments in the form that the template expects.
         messages: the messages whose content is in the text.
-        is_complete: the text has every part of the conversation.
+        dropped: index of the first message of which a part is not in the text, 0 for a tool; None if the text has every part.
         ends: the end of the content of each message in the text, apart from whitespace, by index in ``messages``; None if
             they are not certain.
     """
@@ -32,7 +32,7 @@ class RenderedConversation:
     text: str
     conversation: Conversation
     messages: Sequence[Message]
-    is_complete: bool
+    dropped: int | None
     ends: Mapping[int, int] | None = None
 
 
@@ -91,7 +91,8 @@ def _check_coverage(conversation: Conversation, text: str, marked: str) -> Rende
             )
     kept = [index for index in range(len(conversation.messages)) if ("content", index) not in missing]
     messages = [conversation.messages[index] for index in kept]
-    return RenderedConversation(text, conversation, messages, not missing, _content_ends(text, marked, messages, kept))
+    dropped = min((0 if kind == "tool" else int(index) for kind, index, *_ in missing), default=None)
+    return RenderedConversation(text, conversation, messages, dropped, _content_ends(text, marked, messages, kept))
 
 
 def _content_ends(

@@ -128,6 +128,7 @@ class Part:
 
     def __init__(self, table: Any, place: Callable[[int], str], indices: np.ndarray, weight: float = 1.0) -> None:
         self.table, self._place, self.indices, self.weight = table, place, indices, weight
+        self._hashes: dict[int | None, np.ndarray] = {}  # by the length that `row_hashes` was asked for
         # Lengths of sequences, (sequences of a row, rows); then of a row its longest sequence, and all of them.
         lengths = np.stack([_list_lengths(table.data.column(name)) for name in self._id_columns])
         self.lengths, self.num_tokens = lengths.max(0), lengths.sum(0)
@@ -214,9 +215,14 @@ class Part:
                 yield start + np.flatnonzero(is_used), np.cumsum(lengths[is_used]), tokens, targets
             start += len(lengths)
 
-    @cached_property
-    def row_hashes(self) -> np.ndarray:
-        """A hash of the tokens of each row in use, uint64 (n,)."""
+    def row_hashes(self, length: int | None = None) -> np.ndarray:
+        """Return a hash of the tokens of each row in use, or of the first ``length`` of each sequence, uint64 (n,)."""
+        key = None if length is None or length >= self.lengths.max(initial=0) else length
+        if key not in self._hashes:
+            self._hashes[key] = self._hash_rows(key)
+        return self._hashes[key]
+
+    def _hash_rows(self, length: int | None) -> np.ndarray:
         hashes = np.zeros(len(self.lengths), dtype=np.uint64)
         used = np.zeros(len(self.lengths), dtype=bool)
         used[self.indices] = True
@@ -225,7 +231,7 @@ class Part:
             for chunk in self.table.data.column(name).chunks:
                 values, borders = chunk.flatten().to_numpy(), np.concatenate([[0], np.cumsum(chunk.value_lengths())])
                 for row in np.flatnonzero(used[start : start + len(chunk)]):
-                    tokens = values[borders[row] : borders[row + 1]]
+                    tokens = values[borders[row] : borders[row + 1]][:length]
                     content = hashes[start + row].tobytes() + tokens.tobytes()  # with those of the sequence before it
                     hashes[start + row] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
                 start += len(chunk)

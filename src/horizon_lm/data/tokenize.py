@@ -1,18 +1,25 @@
-"""Tokenize examples and mask the tokens to train on."""
+"""Tokenize examples, mask the tokens to train on, and check what is left of them at the maximum length."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import Any
 
 import numpy as np
 
-from horizon_lm.data.chat_template import ChatRenderer, reaches_behind, stripping_ids, with_offsets
+from horizon_lm.data.chat_template import (
+    ChatRenderer,
+    TokenizedConversation,
+    reaches_behind,
+    stripping_ids,
+    with_offsets,
+)
 from horizon_lm.data.conversations import (
     Completion,
     Conversation,
     Example,
+    Message,
     Preference,
     RowError,
     Text,
@@ -22,7 +29,7 @@ from horizon_lm.data.conversations import (
 
 
 class RowFlag(IntFlag):
-    """Facts about a row that are counted and reported. Cached tables have their numbers."""
+    """Facts about a row as it is used, after truncation, that are counted and reported. Cached tables have their numbers."""
 
     TRUNCATED = 1
     MISSING_EOS = 2  # no end-of-turn token follows an answer
@@ -32,9 +39,12 @@ class RowFlag(IntFlag):
     SPECIAL_TEXT = 32  # a special token in a message of another than the assistant
     ASSISTANT_FIRST = 64  # before any turn of the user
     UNANSWERED = 128  # the last turn is not the assistant's
-    BLANK = 256  # a text, a question or an answer without a character but whitespace
+    BLANK = 256  # a question or one of several answers without a character but whitespace
+    NO_ANSWER = 512  # no target, or no text, completion or answer but whitespace
+    SAME_ANSWERS = 1024  # of a preference
 
 
+LEFT_OUT = RowFlag.NO_ANSWER | RowFlag.SAME_ANSWERS  # rows with one of these are not used
 _NONE = RowFlag(0)
 
 
@@ -57,37 +67,16 @@ class Tokens:
         """The number of tokens to train on."""
         return int(self.trained[1:].sum())
 
-    def truncate(self, length: int | None) -> "Tokens":
-        """Return the first ``length`` tokens, or all tokens if ``length`` is None."""
-        if length is None or len(self.ids) <= length:
-            return self
-        flags = self.flags | RowFlag.TRUNCATED | _flag(RowFlag.LOST_TARGETS, self.trained[length:].any())
-        return replace(self, ids=self.ids[:length], trained=self.trained[:length], flags=flags)
-
 
 def _flag(flag: RowFlag, is_set: object) -> RowFlag:
     return flag if is_set else _NONE
 
 
-def _turn_flags(example: Conversation | Completion) -> RowFlag:
-    """Return the flags of the first and the last turn of a conversation, which has a turn of the assistant; none of a completion."""
-    if isinstance(example, Completion):
-        return _NONE
-    turns = [each["role"] for each in example.messages if each["role"] not in ("system", "developer")]
-    first = _flag(RowFlag.ASSISTANT_FIRST, turns[0] == "assistant")
-    return first | _flag(RowFlag.UNANSWERED, turns[-1] != "assistant")
-
-
-def _blank_flag(example: Example) -> RowFlag:
-    """Return the flag of a blank text, question or answer. A system prompt or a tool's result may be empty."""
-    if isinstance(example, Preference):
-        return _blank_flag(example.chosen) | _blank_flag(example.rejected)
-    if isinstance(example, Text):
-        return _flag(RowFlag.BLANK, not has_text(example.text))
-    if isinstance(example, Completion):
-        return _flag(RowFlag.BLANK, not (has_text(example.prompt) and has_text(example.completion)))
-    turns = (message for message in example.messages if message["role"] in ("user", "assistant"))
-    return _flag(RowFlag.BLANK, not all(map(has_content, turns)))
+def _turn_flags(messages: Sequence[Message]) -> RowFlag:
+    """Return the flags of the first and the last turn of a conversation."""
+    turns = [each["role"] for each in messages if each["role"] not in ("system", "developer")]
+    first = _flag(RowFlag.ASSISTANT_FIRST, turns[:1] == ["assistant"])
+    return first | _flag(RowFlag.UNANSWERED, turns[-1:] != ["assistant"])
 
 
 class ExampleTokenizer:
@@ -110,30 +99,30 @@ class ExampleTokenizer:
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
 
     def tokenize(self, example: Example) -> list[Tokens]:
-        """Return the sequence of an example, or both sequences of a preference; raise RowError if it cannot be rendered
-        or masked.
-        """
-        blank = _blank_flag(example)
-        return [replace(tokens, flags=tokens.flags | blank) for tokens in self._sequences(example)]
+        """Return the truncated sequence of an example, or both sequences of a preference. All flags are about the tokens that are left.
 
-    def _sequences(self, example: Example) -> list[Tokens]:
-        """Return the truncated sequences of an example, with all flags except for `RowFlag.BLANK`."""
-        if isinstance(example, Preference):
-            return [
-                self._tokenize_answer(answer, "completion").truncate(self._max_length)
-                for answer in (example.chosen, example.rejected)
-            ]
+        Raises:
+            RowError: the example cannot be rendered or masked.
+        """
         if isinstance(example, Text):
-            return [self._tokenize_text(example).truncate(self._max_length)]
-        tokens = self._tokenize_answer(example, self._train_on).truncate(self._max_length)
-        return [replace(tokens, flags=tokens.flags | _turn_flags(example))]
+            return [self._tokenize_text(example)]
+        if not isinstance(example, Preference):
+            return [self._tokenize_answer(example, self._train_on)]
+        pair = [self._tokenize_answer(answer, "completion") for answer in (example.chosen, example.rejected)]
+        flag = _flag(RowFlag.SAME_ANSWERS, np.array_equal(pair[0].ids, pair[1].ids))
+        # A prompt of a preference may begin and end with any turn.
+        return [
+            replace(each, flags=(each.flags | flag) & ~(RowFlag.ASSISTANT_FIRST | RowFlag.UNANSWERED)) for each in pair
+        ]
 
     def _tokenize_text(self, example: Text) -> Tokens:
         """Return the tokens of a text, all of which are trained; raise RowError if ``train_on`` asks for a part of it."""
         if self._train_on in ("assistant", "completion"):
             raise RowError(f"a text has no prompt or assistant for train_on: {self._train_on}; remove train_on")
         ids = np.array(self._tokenizer(self._with_eos(example.text))["input_ids"], dtype=np.int32)
-        return Tokens(ids, np.ones(len(ids), dtype=bool), _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None))
+        trained = np.ones(len(ids), dtype=bool)
+        flags = _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
+        return self._cut(ids, trained, trained, flags | _flag(RowFlag.NO_ANSWER, not has_text(example.text)))
 
     def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
         """Return the tokens of a prompt and its answer. Without ``train_on`` a completion is trained, or else the assistant's tokens."""
@@ -142,18 +131,55 @@ class ExampleTokenizer:
         rendered = self.renderer.render(example)
         default = "assistant" if example.num_prompt is None else "completion"
         trained = _TARGET_MASKS[train_on or default](rendered.assistant, example)
+        messages = self._kept_messages(example, rendered)
+        questions_and_answers = (each for each in messages if each["role"] in ("user", "assistant"))
         flags = (
-            _flag(RowFlag.MISSING_EOS, not rendered.has_end)
-            | _flag(RowFlag.DROPPED_BY_TEMPLATE, not rendered.is_complete)
-            | _flag(RowFlag.SPECIAL_TEXT, self._has_special_text(example))
+            _turn_flags(messages)
+            | _flag(RowFlag.MISSING_EOS, rendered.unended is not None and self._keeps(rendered.unended))
+            | _flag(RowFlag.DROPPED_BY_TEMPLATE, rendered.dropped is not None and rendered.dropped < len(messages))
+            | _flag(RowFlag.SPECIAL_TEXT, self._has_special_text(messages))
+            | _flag(RowFlag.BLANK, not all(map(has_content, questions_and_answers)))
+            | _flag(RowFlag.NO_ANSWER, not rendered.assistant.any())
         )
-        return Tokens(rendered.ids.astype(np.int32), trained, flags)
+        return self._cut(rendered.ids.astype(np.int32), trained, trained & rendered.assistant, flags)
 
-    def _has_special_text(self, example: Conversation) -> bool:
+    def _keeps(self, index: int) -> bool:
+        """Return whether truncation keeps the token at an index."""
+        return self._max_length is None or index < self._max_length
+
+    def _cut(self, ids: np.ndarray, trained: np.ndarray, answer: np.ndarray, flags: RowFlag) -> Tokens:
+        """Return the tokens that truncation keeps, with the flags of what it leaves of them.
+
+        Args:
+            ids, trained: the sequence, shape (T,).
+            answer: mask of the text, the completion or the answers that are trained on, bool (T,).
+            flags: flags that truncation does not change.
+        """
+        length = self._max_length
+        kept = Tokens(ids[:length], trained[:length])
+        if not self._keeps(len(ids) - 1):
+            flags |= RowFlag.TRUNCATED | _flag(RowFlag.LOST_TARGETS, trained[length:].any())
+            flags |= _flag(RowFlag.NO_ANSWER, not has_text(self._tokenizer.decode(kept.ids[answer[:length]])))
+        return replace(kept, flags=flags | _flag(RowFlag.NO_ANSWER, not kept.num_targets))
+
+    def _kept_messages(self, example: Conversation, rendered: TokenizedConversation) -> Sequence[Message]:
+        """Return the messages of which truncation keeps tokens; all of them if it is not certain which ones."""
+        messages, starts, answers = example.messages, _starts(rendered.assistant), _answers(example)
+        if self._keeps(len(rendered.ids) - 1) or len(starts) != len(answers):
+            return messages
+        begun = sum(map(self._keeps, starts))
+        behind = messages[: answers[begun]] if begun < len(answers) else messages  # up to the first answer that is lost
+        if not begun:
+            return behind
+        end = np.flatnonzero(rendered.assistant[: self._max_length])[-1] + 1
+        rest = self._tokenizer.decode(rendered.ids[end : self._max_length], skip_special_tokens=True)
+        return behind if has_text(rest) else messages[: answers[begun - 1] + 1]
+
+    def _has_special_text(self, messages: Sequence[Message]) -> bool:
         """Return whether a message of another than the assistant has a special token, which the model reads as such."""
         if self._special is None or self._tokenizer.split_special_tokens:
             return False
-        texts = (message["content"] for message in example.messages if message["role"] != "assistant")
+        texts = (message["content"] for message in messages if message["role"] != "assistant")
         return any(map(self._special.search, texts))
 
     @property
@@ -174,8 +200,13 @@ class ExampleTokenizer:
         offsets = np.array(encoded["offset_mapping"])
         completion = np.cumsum(reaches_behind(len(example.prompt), ids, offsets, self._stripping)) > 0
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
-        flags = _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
-        return Tokens(ids, trained, flags | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None))
+        flags = (
+            _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
+            | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None)
+            | _flag(RowFlag.BLANK, not has_text(example.prompt))
+            | _flag(RowFlag.NO_ANSWER, not has_text(example.completion))
+        )
+        return self._cut(ids, trained, completion, flags)
 
     def _with_eos(self, text: str) -> str:
         """Return a text that ends with the tokenizer's end-of-sequence token, if it has one."""
@@ -183,24 +214,42 @@ class ExampleTokenizer:
         return text if end is None or text.endswith(end) else text + end
 
 
+def _starts(mask: np.ndarray) -> np.ndarray:
+    """Return the index of the first token of each part of a mask (T,)."""
+    return np.flatnonzero(mask & ~np.insert(mask[:-1], 0, False))
+
+
+def _answers(example: Conversation) -> list[int]:
+    """Return the indices of the assistant's messages in a conversation that are not empty; empty ones have no tokens."""
+    return [i for i, each in enumerate(example.messages) if each["role"] == "assistant" and has_content(each)]
+
+
 def _completion_mask(assistant: np.ndarray, example: Conversation) -> np.ndarray:
     """Return the mask of all tokens from the first answer after the prompt on; without a prompt, of the assistant's in the last answer.
-    Raise RowError if the assistant's tokens are in more or fewer parts than the conversation has answers.
+
+    Raises:
+        RowError: the assistant's tokens are in more or fewer parts than the conversation has answers, or one of several answers after
+            the prompt is empty.
     """
-    starts = np.flatnonzero(assistant & ~np.insert(assistant[:-1], 0, False))
-    answers = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
-    non_empty = [index for index in answers if has_content(example.messages[index])]  # empty answers have no tokens
-    if len(starts) != len(non_empty):
+    starts, answers = _starts(assistant), _answers(example)
+    if len(starts) != len(answers):
         raise RowError(
-            f"the row has {len(non_empty)} answers, but the chat template renders {len(starts)}, so the start of the completion is "
+            f"the row has {len(answers)} answers, but the chat template renders {len(starts)}, so the start of the completion is "
             "ambiguous; use train_on: assistant, or another template"
         )
-    if example.num_prompt is not None:
-        first = sum(index < example.num_prompt for index in non_empty)  # there is one: completions have no empty answer
-        return np.arange(len(assistant)) >= starts[first]
-    if answers[-1] not in non_empty:
+    first_message = example.num_prompt
+    if first_message is None:  # the last answer, even if it is empty
+        first_message = max((i for i, each in enumerate(example.messages) if each["role"] == "assistant"), default=0)
+    wanted = [index for index in answers if index >= first_message]
+    if not wanted:
         return np.zeros(len(assistant), dtype=bool)
-    return assistant & (np.arange(len(assistant)) >= starts[-1])
+    completion = np.arange(len(assistant)) >= starts[answers.index(wanted[0])]
+    if example.num_prompt is None:
+        return assistant & completion
+    of_assistant = sum(each["role"] == "assistant" for each in example.messages[first_message:])
+    if of_assistant > len(wanted):
+        raise RowError("an answer after the prompt is empty, and cannot be told from the tokens around it; remove it")
+    return completion
 
 
 _TARGET_MASKS: dict[str, Callable[[np.ndarray, Conversation], np.ndarray]] = {

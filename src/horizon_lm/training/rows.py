@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
-from horizon_lm.data.checks import Finding, check_lengths, check_overlap, check_rows, describe
+from horizon_lm.data.checks import Finding, check_lengths, check_overlap, check_rows, describe, without_answer
 from horizon_lm.data.loader import Loader, Sampler
-from horizon_lm.data.preprocess import PreprocessConfig, Report, cut_rows, pack_rows, prepare, summary
+from horizon_lm.data.preprocess import PreprocessConfig, Report, pack_rows, prepare, row_length_limit, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.model.positions import Positions
 from horizon_lm.quantities import counted
+
+TRAINING = "training data"  # the name of the training rows in messages
 
 
 @dataclass(frozen=True)
@@ -110,28 +112,38 @@ def load_data(
         rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
 
     Raises:
-        ConfigError, DataError: as `prepare` does; ConfigError also if ``test_split_size`` leaves no training rows.
+        ConfigError, DataError: as `prepare` does; ConfigError also if ``test_split_size`` leaves no training rows, and DataError if no
+            row can be used.
     """
     preprocess, eval_preprocess = preprocess_config(config), _eval_preprocess_config(config)
 
     def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, config: PreprocessConfig) -> PreparedData:
         """Return the rows before and after packing, with what was found in them, and in their lengths."""
-        packed = pack_rows(rows, config)
-        if not len(packed):  # rows that were kept whole may lose their targets here
-            raise DataError(f"{name}: no row has a token to train on within max_length {config.max_length}; raise it")
+        packed, lost = pack_rows(rows, config)
+        findings = [*([without_answer(lost)] if lost.count else []), *findings]
+        if not len(packed):
+            use = "train on" if name == TRAINING else "evaluate"
+            causes = [f"{each.summary}; {each.remedy}" for each in findings if each.leaves_out]
+            raise DataError(f"{name}: no row is left to {use}: {'; '.join(causes)}")
         return PreparedData(name, [*check_lengths(packed, positions), *findings], rows, packed)
 
     report = prepare(config.datasets or (), tokenizer, preprocess)
-    rows, parts = report.rows, []
-    if config.test_split_size is not None:
+    rows, parts, eval_length = report.rows, list[PreparedData](), row_length_limit(eval_preprocess)
+    found = check_rows(report, tokenizer)
+    if config.test_split_size is not None and len(rows):
         eval_rows, rows = _split(rows, config.test_split_size, _data_seed(config))
-        eval_rows = cut_rows(eval_rows, eval_preprocess)
-        parts.append(prepared("held_out", check_overlap(eval_rows, rows), eval_rows, eval_preprocess))
-    training = prepared("training data", check_rows(report, tokenizer), rows, preprocess)
+        found_in_eval: list[Finding] = []
+        if eval_length != row_length_limit(preprocess):  # training packs whole rows
+            chosen = [part.indices for part in eval_rows.parts]
+            eval_report = prepare(config.datasets or (), tokenizer, eval_preprocess, chosen)
+            eval_rows, found_in_eval = eval_report.rows, check_rows(eval_report, tokenizer)
+        found_in_eval += check_overlap(eval_rows, rows, eval_length)
+        parts.append(prepared("held_out", found_in_eval, eval_rows, eval_preprocess))
+    training = prepared(TRAINING, found, rows, preprocess)
     # The names of eval sets from files follow that of the held-out rows, if there are any.
     for name, dataset in zip(eval_set_names(config)[len(parts) :], config.eval_datasets or (), strict=True):
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
-        found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows)]
+        found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows, eval_length)]
         parts.append(prepared(name, found, eval_report.rows, eval_preprocess))
     sampler = training_sampler(config, training.packed, rows_per_step)
     loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
