@@ -961,6 +961,34 @@ def test_tokenized_rows_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cut.lengths.max() == 20
 
 
+DATED = "{{ '<|im_start|>system\\n' + strftime_now('%Y-%m-%d %H:%M:%S.%f') + '<|im_end|>\\n' }}" + CHATML
+
+
+def test_a_template_prints_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all rows alike, without a time of day; rows of another day are not taken from the cache, and those of the same day are."""
+    path = write(tmp_path, [messages("Who?", "I."), messages("When?", "At dusk.")])
+
+    def texts(day: str | None, template: str = DATED) -> list[str]:
+        table, _ = prepared(path, chat_template=template, day=day)
+        return [build_tokenizer().decode(row.sequences[0].ids) for row in table]
+
+    for day in ("2027-03-01", "2027-03-02"):
+        assert all(text.startswith(f"<|im_start|>system\n{day} 00:00:00.000000<|im_end|>") for text in texts(day))
+    plain = texts("2027-03-01", CHATML)
+    with monkeypatch.context() as patch:
+        patch.setattr(ExampleTokenizer, "tokenize", lambda *args: pytest.fail("tokenized again"))
+        assert "2027-03-01" in texts("2027-03-01")[0]
+        assert texts("2027-03-02", CHATML) == plain  # a template without a date
+    monkeypatch.setattr(preprocess, "today", lambda: "2027-03-03")
+    assert "2027-03-03" in texts(None)[0]
+
+
+def test_a_row_cannot_set_the_date(tmp_path: Path) -> None:
+    row = {**messages("Who?", "I."), "chat_template_kwargs": {"strftime_now": "2020-01-01"}}
+    with pytest.raises(DataError, match=r"chat_template_kwargs\.strftime_now cannot be set by a row"):
+        prepared(write(tmp_path, [row]), chat_template=DATED)
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt"])
 def test_new_file_with_an_old_timestamp_is_read_again(tmp_path: Path, name: str) -> None:
     """Files from tar and rsync have old timestamps."""

@@ -22,6 +22,7 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import InterruptedRunError, NonFiniteError
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.preflight.this_machine import agree_on_machine
+from horizon_lm.training import resume
 from tests.distributed.pool import Pool
 from tests.distributed.runs import assert_same, environment_of, free_port, outputs_of
 from tests.e2e import resuming, tiny
@@ -347,21 +348,36 @@ def test_other_settings_are_rejected(pool: Pool, base: dict[str, Any], tmp_path:
         )
 
 
-def test_other_rows_are_rejected(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:
-    files = [
-        str(
-            tiny.write_jsonl(
-                tmp_path / f"{rank}.jsonl", [{"prompt": f"Night {n}? ", "completion": answer} for n in range(5 + rank)]
-            )
-        )
-        for rank, answer in enumerate(("Stars.", "Rain."))
-    ]
-    own = [
-        {"datasets": [{"path": file}], "output_dir": str(tmp_path / f"run{rank}")} for rank, file in enumerate(files)
-    ]
+@pytest.mark.parametrize(("more", "named"), [(1, "(6 and 5)")])
+def test_other_rows_are_rejected(pool: Pool, base: dict[str, Any], tmp_path: Path, more: int, named: str) -> None:
+    own = []
+    for rank, answer in enumerate(("Stars.", "Rain.")):
+        rows = [{"prompt": f"Night {n}? ", "completion": answer} for n in range(5 + rank * more)]
+        file = tiny.write_jsonl(tmp_path / f"{rank}.jsonl", rows)
+        own.append({"datasets": [{"path": str(file)}], "output_dir": str(tmp_path / f"run{rank}")})
     settings = {name: value for name, value in base.items() if not name.startswith(("test_", "eval_"))}
     for error in pool.run(2, with_own_settings, settings, own):
-        assert "training data: rank 1 has read other rows than rank 0 (6 and 5)" in error
+        assert f"training data: rank 1 has read other rows than rank 0 {named}" in error
+
+
+def on_its_own_day(rank: int, settings: dict[str, Any]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "today", lambda: f"2030-01-0{1 + rank}")
+        return run_as_rank(rank, 2, settings)
+
+
+def test_ranks_that_start_at_midnight_have_one_date(pool: Pool, base: dict[str, Any], tmp_path: Path) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%Y-%m-%d') }}" + tiny.CHATML)
+    settings = base | {
+        "chat_template_path": str(template),
+        "output_dir": str(tmp_path / "run"),
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    pool.run(2, on_its_own_day, settings | {"max_steps": 3})
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "training_state.json").read_text())["state"]
+    assert state["data"]["day"] == "2030-01-01"
 
 
 def num_tokenized(rank: int, cache: str, settings: dict[str, Any]) -> int:

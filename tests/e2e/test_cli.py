@@ -1,8 +1,10 @@
 """The command line: the files of a run, exit codes and error messages."""
 
 import json
+import re
 import subprocess
 import sys
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -448,3 +450,21 @@ def test_shell_completion(monkeypatch: pytest.MonkeyPatch, words: str, expected:
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
     assert run().stdout.split() == expected
+
+
+def test_inspect_reports_what_is_left_of_the_rows(tmp_path: Path, run_file: Path) -> None:
+    """Rows that are left out, with their places, and the date that a template prints, in words and as JSON."""
+    long = {"instruction": "q" * 200, "output": "Never seen."}
+    tiny.write_jsonl(tmp_path / "train.jsonl", [*tiny.alpaca_rows(4), long, long])
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%Y') }}" + tiny.CHATML)
+    options = ("--max_length", 64, "--chat_template_path", tmp_path / "dated.jinja")
+    told = run("inspect", run_file, *options).stdout
+    found = json.loads(run("inspect", run_file, *options, "--json").stdout)
+    numbers = {name: found["numbers"][name] for name in ("rows_read", "left_out", "rows", "date_in_template")}
+    assert numbers == {"rows_read": 6, "left_out": 2, "rows": 4, "date_in_template": date.today().isoformat()}
+    problem = next(each for each in found["findings"] if each["what"] == "have no text or answer to train on")
+    assert (problem["rows"], problem["places"]) == (2, [f"{tmp_path / 'train.jsonl'}:5-6"])
+    assert re.search(rf"^date in template +{date.today().isoformat()} *$", told, re.M)
+    assert (
+        f"rows that have no text or answer to train on: 2 ({tmp_path / 'train.jsonl'}:5-6); they are left out" in told
+    )

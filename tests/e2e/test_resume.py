@@ -1,11 +1,14 @@
 """A run that is interrupted after any step and resumed ends in the same bits, the same metrics and the same output."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import xxhash
@@ -443,3 +446,30 @@ def without(suffix: str) -> Callable[[PartReader, UnitFile], None]:
             section.memory()[:] = content
 
     return read
+
+
+# The date of a run
+
+DATED = "{{ '<|im_start|>system\\n' + strftime_now('%Y-%m-%d %H:%M:%S.%f') + '<|im_end|>\\n' }}" + tiny.CHATML
+
+
+def test_a_run_keeps_its_date(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed on another day, without its cached rows, goes on with the date on which it began."""
+    template = tmp_path / "dated.jinja"
+    template.write_text(DATED)
+    settings = {**base, "chat_template_path": str(template), **SAVING}
+    whole = tmp_path / "whole"
+    expected, lines = runs.train({**settings, "output_dir": str(whole)})
+    today = date.today().isoformat()
+    assert f"chat template: prints the date of the run, {today}" in lines
+    monkeypatch.setattr(resume_module, "today", lambda: "2031-01-01")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert resume(runs, settings, whole, 4, tmp_path / "later") == expected
+    state = json.loads((tmp_path / "later" / "checkpoint-7" / "training_state.json").read_text())["state"]
+    assert state["data"]["day"] == today
+    # The control: a new run has the date of its day.
+    other, lines = runs.train({**settings, "output_dir": str(tmp_path / "new")})
+    assert "chat template: prints the date of the run, 2031-01-01" in lines
+    assert other["model"] != expected["model"]

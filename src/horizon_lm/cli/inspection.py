@@ -59,6 +59,8 @@ class Inspection:
             "steps_per_epoch": self.data.loader.sampler.steps_per_epoch,
             "rows_per_step": self.config.rows_per_step,
         }
+        if "date" in self.data.origin:
+            numbers["date_in_template"] = self.data.origin["date"]
         if packed is not rows:
             numbers["packed_rows"] = len(packed)
             numbers["packed_fill"] = round(tokens / (len(packed) * (self.config.max_length or 1)), 4)
@@ -94,8 +96,7 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
         _show_batch(console, inspection, inspection.data.loader.batch(step), step, num_rows)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in inspection.numbers().items():
-        shown = ", ".join(f"{key} {each:,}" for key, each in value.items()) if isinstance(value, dict) else f"{value:,}"
-        table.add_row(name.replace("_", " "), Text(visible(shown)))
+        table.add_row(name.replace("_", " "), Text(visible(_in_words(value))))
     console.print(table)
     found = inspection.data.findings()
     for (name, finding), text in zip(found, describe(finding for _, finding in found), strict=True):
@@ -103,6 +104,13 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
         console.print(Text(visible(f"{'error' if finding.is_error else 'warning'}: {name}: {text}"), style=style))
     if not found:
         console.print("no likely mistakes found")
+
+
+def _in_words(value: Any) -> str:
+    """Return a statistic for people."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_in_words(each)}" for name, each in value.items())
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: int, num_rows: int) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,21 @@ def reaches_behind(position: int, ids: np.ndarray, offsets: np.ndarray, strippin
     return np.asarray((offsets[:, 1] > position) & ~is_header)
 
 
+def today() -> str:
+    """Return the date in the form of ISO 8601."""
+    return date.today().isoformat()
+
+
+def prints_date(tokenizer: Any) -> bool:
+    """Return whether a chat template of a tokenizer prints the date on which it is rendered."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def dated(tokenizer: Any, day: str | None) -> dict[str, str]:
+    """Return the options of a tokenizer's ``apply_chat_template`` with which templates print this date; None for that of the clock."""
+    return {"strftime_now": day} if day is not None and prints_date(tokenizer) else {}
+
+
 _THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
 _WITH_MASK = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"return_offsets_mapping": True}}  # fmt: skip
 _ANSWER = "\u2042"  # a character that occurs in no template
@@ -100,19 +116,20 @@ class ChatRenderer:
     Args:
         tokenizer: a tokenizer of transformers with a chat template.
         use_training_template: use TRL's version of the template with generation marks, if it has one.
+        day: the date that templates print (`dated`).
 
     Raises:
         ConfigError: the tokenizer has no chat template or no character offsets.
     """
 
-    def __init__(self, tokenizer: Any, use_training_template: bool = True) -> None:
+    def __init__(self, tokenizer: Any, use_training_template: bool = True, day: str | None = None) -> None:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template, so conversations cannot be rendered; "
                 "set chat_template_path, for example to the model's instruct version"
             )
         limit_templates()
-        self._tokenizer = with_offsets(tokenizer)
+        self._tokenizer, self._dated = with_offsets(tokenizer), dated(tokenizer, day)
         self._training = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
         self._stripping = stripping_ids(tokenizer)
@@ -180,7 +197,7 @@ class ChatRenderer:
 
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
         """Apply the chat template of transformers to a conversation with its own options, of which ``options`` replace some."""
-        options = {**conversation.template_options, **options, "tools": conversation.tools}
+        options = {**conversation.template_options, **self._dated, **options, "tools": conversation.tools}
         return self._tokenizer.apply_chat_template(conversation.messages, **options)
 
     def _has_generation_marks(self, conversation: Conversation) -> bool:

@@ -293,7 +293,8 @@ def _reserved_options() -> frozenset[str]:
     from transformers import PreTrainedTokenizerBase
 
     options = set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
-    return frozenset(options | {"messages", "add_special_tokens", "return_offsets_mapping", "special_tokens_map"})
+    others = {"messages", "add_special_tokens", "return_offsets_mapping", "special_tokens_map", "strftime_now"}
+    return frozenset(options | others)
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:

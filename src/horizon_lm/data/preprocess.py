@@ -10,6 +10,7 @@ import numpy as np
 
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data import trl_compat
+from horizon_lm.data.chat_template import prints_date, today
 from horizon_lm.data.conversations import RowError
 from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields, require_fields
 from horizon_lm.data.packing import pack, rows_without_targets
@@ -44,6 +45,7 @@ class PreprocessConfig:
         packing: packing strategy, or None for unpacked rows.
         num_proc: number of processes; None for one.
         seed: seed for sampling a fraction of the rows.
+        day: the date that chat templates print; None for today's.
     """
 
     objective: str
@@ -52,6 +54,7 @@ class PreprocessConfig:
     packing: str | None = None
     num_proc: int | None = None
     seed: int = 0
+    day: str | None = None
 
 
 @dataclass
@@ -215,14 +218,14 @@ def _renamed(row: Any, source: Source) -> Any:
 
 def _tokenize_source(source: Source, row_format: RowFormat, tokenizer: Any, options: PreprocessConfig) -> Any:
     """Return the token table of a dataset, from the cache if it is there; raise DataError if it cannot be written there."""
-    length = row_length_limit(options)
+    length, day = row_length_limit(options), options.day or today()
     fingerprint = digest(
         _CACHE_VERSION, source.fingerprint, source.config.columns, row_format.name, options.objective, options.train_on,
-        length, _tokenizer_state(tokenizer),
+        length, origin(tokenizer, day),
     )  # fmt: skip
     tokenize = partial(
         _tokenize_rows, source=source.without_table(), row_format=row_format, objective=options.objective,
-        tokenizer=ExampleTokenizer(tokenizer, options.train_on, length),
+        tokenizer=ExampleTokenizer(tokenizer, options.train_on, length, day),
     )  # fmt: skip
     try:
         discard_altered_beside(source.table)
@@ -263,16 +266,27 @@ def row_length_limit(options: PreprocessConfig) -> int | None:
     return options.max_length if options.packing in (None, "bfd") else None
 
 
-def _tokenizer_state(tokenizer: Any) -> list[Any]:
-    """Return everything in a tokenizer that its tokens depend on."""
+def origin(tokenizer: Any, day: str) -> dict[str, str]:
+    """Return what the tokens of rows depend on besides the rows and the settings: versions of packages, and hashes of the tokenizer and of its
+    chat template, with the date if that prints one.
+    """
     import tokenizers
     import transformers
 
-    return [
-        transformers.__version__, tokenizers.__version__, trl_compat.version(), type(tokenizer).__name__,
-        digest(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.name_or_path,
-        tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.split_special_tokens,
-    ]  # fmt: skip
+    names = {
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "trl": trl_compat.version(),
+    }
+    content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.name_or_path
+    found = {
+        "packages": ", ".join(f"{name} {version}" for name, version in names.items()),
+        "tokenizer": digest(
+            type(tokenizer).__name__, content, tokenizer.special_tokens_map, tokenizer.split_special_tokens
+        ),
+        "chat template": digest(tokenizer.chat_template),
+    }
+    return found | ({"date": day} if prints_date(tokenizer) else {})
 
 
 def _tokenize_rows(

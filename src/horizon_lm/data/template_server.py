@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+from datetime import datetime
 from typing import Any
 
 MAX_OUTPUT_CHARS = 2**25
@@ -20,7 +21,8 @@ LIMIT = "limit"  # the kind of error for output and memory; others are names of 
 def serve() -> None:
     """Answer requests until stdin is closed.
 
-    A request is a template, its variables, whether to mark generated text, and the seconds that rendering may take.
+    A request is a template, its variables, whether to mark generated text, and the seconds that rendering may take. The variable
+    ``strftime_now`` is the date that the template's function of this name returns, instead of that of the clock.
     """
     from transformers.utils import chat_template_utils
 
@@ -31,6 +33,8 @@ def serve() -> None:
             request = json.loads(line)
             _limit_seconds(request["seconds"])
             template = chat_template_utils._compile_jinja_template(request["template"])
+            if date := request["variables"].get("strftime_now"):
+                request["variables"]["strftime_now"] = datetime.fromisoformat(date).strftime
             answer = _render(template, request["variables"], request["marked"])
         except MemoryError:
             answer = {"error": LIMIT, "message": f"needs more than {MAX_BYTES >> 20:,} MiB of memory"}

@@ -87,10 +87,12 @@ class ExampleTokenizer:
         train_on: ``assistant``, ``completion`` or ``all``; None for the assistant's tokens of a conversation, the completion
             of a prompt, and all tokens of a text.
         max_length: length to which sequences are truncated, or None.
+        day: the date that chat templates print; None for that of the clock.
     """
 
-    def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None) -> None:
+    def __init__(self, tokenizer: Any, train_on: str | None, max_length: int | None, day: str | None = None) -> None:
         self._tokenizer, self._train_on, self._max_length = with_offsets(tokenizer), train_on, max_length
+        self._day = day
         self._renderer: ChatRenderer | None = None
         self._stripping = stripping_ids(tokenizer)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {
@@ -186,7 +188,7 @@ class ExampleTokenizer:
     def renderer(self) -> ChatRenderer:
         """The conversation renderer, created on first use because not all rows need a chat template."""
         if self._renderer is None:
-            self._renderer = ChatRenderer(self._tokenizer)
+            self._renderer = ChatRenderer(self._tokenizer, day=self._day)
         return self._renderer
 
     def _tokenize_completion(self, example: Completion, train_on: str | None) -> Tokens:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from horizon_lm.checkpoints.checkpoint import read_state
 from horizon_lm.checkpoints.manifest import installed_packages, is_checkpoint, read_manifest, verify
 from horizon_lm.config.rules import OnResume
 from horizon_lm.config.run import RunConfig, settings_with
-from horizon_lm.data.loader import Sampler
-from horizon_lm.data.token_dataset import TokenTable
+from horizon_lm.data.chat_template import today
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.request import Request
+from horizon_lm.training.rows import RunData
 from horizon_lm.training.run_lock import RunLock
 from horizon_lm.training.run_state import FORMAT, ResumePoint, reading
 
@@ -186,12 +187,21 @@ def choice_warnings(point: ResumePoint, given: RunConfig, config: RunConfig) -> 
     return rounding_warnings({name: settled[name] for name in same}, {name: now[name] for name in same})
 
 
-def data_position(rows: TokenTable, sampler: Sampler, step: int) -> dict[str, Any]:
-    """Return what identifies the rows of a run and their order, after a number of steps."""
+def day_of_run(point: ResumePoint | None) -> str:
+    """Return the date that chat templates print in a run: that on which it has begun."""
+    if point is None:
+        return today()
+    with reading(point):
+        return date.fromisoformat(point.state["data"].get("day") or today()).isoformat()
+
+
+def data_position(data: RunData, step: int, day: str) -> dict[str, Any]:
+    """Return what identifies the rows of a run and their order, after a number of steps, and the date of the run."""
+    rows, sampler = data.training.packed, data.loader.sampler
     epoch, step_of_epoch = divmod(step, sampler.steps_per_epoch)
     return {
         "rows": rows.content_hash, "num_rows": len(rows), "seed": sampler.seed, "epoch": epoch, "step": step_of_epoch,
-        "order": hashlib.sha256(sampler.epoch_order(epoch).tobytes()).hexdigest(),
+        "order": hashlib.sha256(sampler.epoch_order(epoch).tobytes()).hexdigest(), "day": day,
     }  # fmt: skip
 
 

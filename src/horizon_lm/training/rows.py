@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
+from horizon_lm.data.chat_template import today
 from horizon_lm.data.checks import Finding, check_lengths, check_overlap, check_rows, describe, without_answer
 from horizon_lm.data.loader import Loader, Sampler
-from horizon_lm.data.preprocess import PreprocessConfig, Report, pack_rows, prepare, row_length_limit, summary
+from horizon_lm.data.preprocess import PreprocessConfig, Report, origin, pack_rows, prepare, row_length_limit, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DataError
@@ -48,6 +49,7 @@ class RunData:
         loader: batches of the training rows.
         parts: the training rows and each eval set, with their findings.
         eval_sets: the packed rows of each eval set, by name.
+        origin: what the tokens depend on besides the rows and the settings (`preprocess.origin`).
     """
 
     report: Report
@@ -55,6 +57,7 @@ class RunData:
     loader: Loader
     parts: Sequence[PreparedData]
     eval_sets: Mapping[str, TokenTable]
+    origin: Mapping[str, str]
 
     def findings(self) -> list[tuple[str, Finding]]:
         """Return likely mistakes, each with the name of the data that it was found in."""
@@ -64,24 +67,25 @@ class RunData:
         """Return summaries and findings as lines for people."""
         found = self.findings()
         texts = describe(finding for _, finding in found)
+        date = [f"chat template: prints the date of the run, {self.origin['date']}"] if "date" in self.origin else []
         return [
+            *date,
             *(f"{part.name}: {summary(part.rows, part.packed)}" for part in self.parts),
             *(f"{name}: {text}" for (name, _), text in zip(found, texts, strict=True)),
         ]
 
 
-def preprocess_config(config: RunConfig) -> PreprocessConfig:
-    """Return the settings of a run that determine how its rows are tokenized and packed."""
+def preprocess_config(config: RunConfig, day: str | None = None) -> PreprocessConfig:
+    """Return the settings of a run that determine how its rows are tokenized and packed. ``day``: see `PreprocessConfig`."""
     return PreprocessConfig(
         objective=config.objective, train_on=config.train_on if isinstance(config, SftConfig) else None,
         max_length=config.max_length, num_proc=config.dataset_num_proc, seed=_data_seed(config),
-        packing=config.packing_strategy if isinstance(config, TextConfig) and config.packing else None,
+        packing=config.packing_strategy if isinstance(config, TextConfig) and config.packing else None, day=day,
     )  # fmt: skip
 
 
-def _eval_preprocess_config(config: RunConfig) -> PreprocessConfig:
+def _eval_preprocess_config(config: RunConfig, preprocess: PreprocessConfig) -> PreprocessConfig:
     """Return the settings of `preprocess_config` for eval sets, whose packing may be set separately."""
-    preprocess = preprocess_config(config)
     if not isinstance(config, TextConfig) or config.eval_packing is None:
         return preprocess
     return replace(preprocess, packing=config.packing_strategy if config.eval_packing else None)
@@ -100,7 +104,7 @@ def require_rows(config: RunConfig) -> None:
 
 def load_data(
     config: RunConfig, tokenizer: Any, positions: Positions | None = None, rows_per_step: int | None = None,
-    rank: int = 0, num_ranks: int = 1,
+    rank: int = 0, num_ranks: int = 1, day: str | None = None,
 ) -> RunData:  # fmt: skip
     """Prepare the training rows and the eval sets. Errors among the findings are returned, not raised.
 
@@ -110,12 +114,15 @@ def load_data(
         positions: those of the model; None if they are not limited.
         rows_per_step: rows of a step of all ranks; None for those of one rank.
         rank, num_ranks: the rank that gets its part of each step, and the number of ranks.
+        day: the date that chat templates print; None for today's.
 
     Raises:
         ConfigError, DataError: as `prepare` does; ConfigError also if ``test_split_size`` leaves no training rows, and DataError if no
             row can be used.
     """
-    preprocess, eval_preprocess = preprocess_config(config), _eval_preprocess_config(config)
+    day = day or today()
+    preprocess = preprocess_config(config, day)
+    eval_preprocess = _eval_preprocess_config(config, preprocess)
 
     def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, config: PreprocessConfig) -> PreparedData:
         """Return the rows before and after packing, with what was found in them, and in their lengths."""
@@ -147,7 +154,8 @@ def load_data(
         parts.append(prepared(name, found, eval_report.rows, eval_preprocess))
     sampler = training_sampler(config, training.packed, rows_per_step)
     loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
-    return RunData(report, training, loader, [training, *parts], {each.name: each.packed for each in parts})
+    eval_sets = {each.name: each.packed for each in parts}
+    return RunData(report, training, loader, [training, *parts], eval_sets, origin(tokenizer, day))
 
 
 def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:

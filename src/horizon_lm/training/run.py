@@ -62,6 +62,7 @@ class Run:
         tokenizer, data, prompts: the tokenizer of the model, the rows, and the prompts to answer.
         intervals: the steps after which the run does something besides training.
         admission: has made the plan, and finds a smaller one.
+        day: the date on which the run has begun, which chat templates print.
     """
 
     session: Session
@@ -71,6 +72,7 @@ class Run:
     prompts: SamplePrompts
     intervals: Intervals
     admission: Admission
+    day: str
 
     def identity(self, model: Any, step: int) -> dict[str, Any]:
         """Return what a checkpoint is compared with when the run is resumed after a step, as plain data."""
@@ -78,7 +80,7 @@ class Run:
         return {
             "step": step, "rows_per_step": sampler.rows_per_step, "num_steps": self.intervals.num_steps,
             "config": settings_of(self.settings.given), "settled": settings_of(self.settings.config),
-            "model_config": model_settings(model), "data": data_position(self.data.training.packed, sampler, step),
+            "model_config": model_settings(model), "data": data_position(self.data, step, self.day),
         }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from horizon_lm.config import RunConfig
+from horizon_lm.data.chat_template import dated
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.generation import generation_settings
 from horizon_lm.objective.base import evaluation_mode
@@ -11,15 +12,21 @@ from horizon_lm.objective.base import evaluation_mode
 class SamplePrompts:
     """The sample prompts of a run as tokens, rendered with the chat template if the tokenizer has one.
 
+    Args:
+        config: settings of the run.
+        tokenizer: the model's tokenizer.
+        day: the date that the chat template prints.
+
     Raises:
         ConfigError: the chat template rejects a prompt, or a prompt has no tokens.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Any) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Any, day: str) -> None:
         self._prompts, self._tokenizer = config.sample_prompts or [], tokenizer
         self._max_new_tokens = config.sample_max_new_tokens
         try:
-            self._inputs = [prompt_inputs(tokenizer, prompt, config.sample_system_prompt) for prompt in self._prompts]
+            system = config.sample_system_prompt
+            self._inputs = [prompt_inputs(tokenizer, prompt, system, day) for prompt in self._prompts]
         except ConfigError as error:
             raise ConfigError(f"sample_prompts: {error}") from error
         for prompt, inputs in zip(self._prompts, self._inputs, strict=True):
@@ -44,13 +51,14 @@ class SamplePrompts:
         return {"step": step, "samples": samples}
 
 
-def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any:
+def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None, day: str | None = None) -> Any:
     """Return the model inputs of a prompt, rendered with the chat template if the tokenizer has one.
 
     Args:
         tokenizer: the model's tokenizer.
         prompt: the user's message.
         system: the system prompt, or None.
+        day: the date that the chat template prints; None for that of the clock.
 
     Raises:
         ConfigError: the chat template rejects the messages or drops the system prompt, or there is a system prompt and no chat
@@ -63,10 +71,9 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None) -> Any
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        options = {"add_generation_prompt": True, **dated(tokenizer, day)}
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True, **options)
     except Exception as error:  # a template is a program and may raise any exception
         raise ConfigError(f"the chat template rejects the prompt: {first_line(error)}") from error
     if system is not None and system.strip() not in text:

@@ -124,12 +124,13 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     source = admission.fetch_model()
     tokenizer = setup.load_tokenizer(config, source)
     reporter.print(*setup.check_weights(config, source))
-    data = _read_rows(session, given, point, config, tokenizer, positions_of(source.skeleton()))
+    day = ranks.of_first("the date of the run", resume.day_of_run(point))
+    data = _read_rows(session, given, point, config, tokenizer, positions_of(source.skeleton()), day)
     sampler = data.loader.sampler
     num_steps = config.max_steps if config.max_steps > 0 else sampler.num_steps(config.num_train_epochs)
     require_sane_schedule(config, num_steps)
     intervals = Intervals(config, num_steps, sampler.steps_per_epoch)
-    prompts = SamplePrompts(config, tokenizer)
+    prompts = SamplePrompts(config, tokenizer, day)
     with announced("planning...") if ranks.is_first else nullcontext():
         plan = admission.admit(
             data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest
@@ -140,23 +141,23 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
         reporter.print(*resume.choice_warnings(point, given, settings.config))
     session.run_dir.take(next(item.bytes for item in plan.disk.items if item.name == "exported model"))
     reporter.print(f"run folder: {session.run_dir.path}")
-    return Run(session, settings, tokenizer, data, prompts, intervals, admission)
+    return Run(session, settings, tokenizer, data, prompts, intervals, admission, day)
 
 
 def _read_rows(
     session: Session, given: RunConfig, point: ResumePoint | None, config: RunConfig, tokenizer: Any,
-    positions: Positions | None,
+    positions: Positions | None, day: str,
 ) -> RunData:  # fmt: skip
     """Read the rows of a run on all ranks. Report likely mistakes in them, and raise DataError for certain ones."""
     ranks = session.ranks
     with ranks.first_of_each_machine_first():
         rows_per_step = resume.rows_of_all_ranks(point, given, ranks.size)
-        data = load_data(config, tokenizer, positions, rows_per_step, ranks.rank, ranks.size)
+        data = load_data(config, tokenizer, positions, rows_per_step, ranks.rank, ranks.size, day)
     ranks.require_same_rows({each.name: (len(each.packed), each.packed.content_hash) for each in data.parts})
     session.reporter.print(*data.lines())
     reject_errors([finding for _, finding in data.findings()])
     if point is not None:
-        position = resume.data_position(data.training.packed, data.loader.sampler, point.step)
+        position = resume.data_position(data, point.step, day)
         session.reporter.print(*resume.require_same_rows(point, position, config))
     return data
 
