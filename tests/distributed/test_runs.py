@@ -348,7 +348,7 @@ def test_other_settings_are_rejected(pool: Pool, base: dict[str, Any], tmp_path:
         )
 
 
-@pytest.mark.parametrize(("more", "named"), [(1, "(6 and 5)")])
+@pytest.mark.parametrize(("more", "named"), [(1, "(6 and 5)"), (0, "(5 each, with other tokens)")])
 def test_other_rows_are_rejected(pool: Pool, base: dict[str, Any], tmp_path: Path, more: int, named: str) -> None:
     own = []
     for rank, answer in enumerate(("Stars.", "Rain.")):
@@ -377,7 +377,7 @@ def test_ranks_that_start_at_midnight_have_one_date(pool: Pool, base: dict[str, 
     }
     pool.run(2, on_its_own_day, settings | {"max_steps": 3})
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "training_state.json").read_text())["state"]
-    assert state["data"]["day"] == "2030-01-01"
+    assert state["data"]["origin"]["date"] == "2030-01-01"
 
 
 def num_tokenized(rank: int, cache: str, settings: dict[str, Any]) -> int:

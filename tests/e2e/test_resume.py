@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from datetime import date
@@ -473,3 +474,37 @@ def test_a_run_keeps_its_date(
     other, lines = runs.train({**settings, "output_dir": str(tmp_path / "new")})
     assert "chat template: prints the date of the run, 2031-01-01" in lines
     assert other["model"] != expected["model"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rows": 13}, "the training rows (11 -> 10 rows, "),
+        ({"output": "Sleeps."}, " tokens, "),
+        ({"template": tiny.CHATML + " "}, " tokens, another chat template)"),
+        ({"letter": "B"}, "the training rows (other tokens in 11 rows)"),
+        ({"weight": 2.0}, "the order of the rows (weights: [1.0] -> [2.0])"),
+    ],
+)
+def test_what_differs_in_the_rows_is_named(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    """No change of rows is reported with the same number on both sides."""
+
+    def settings(
+        rows: int = 14, output: str = "", letter: str = "A", template: str = tiny.CHATML, weight: float = 1.0
+    ) -> Any:
+        content = [{**row, "input": letter, "output": row["output"] + output} for row in tiny.alpaca_rows(rows)]
+        path = tiny.write_jsonl(tmp_path / "rows.jsonl", content)
+        (tmp_path / "template.jinja").write_text(template)
+        return {
+            **base, "datasets": [{"path": str(path), "weight": weight}], "output_dir": str(tmp_path / "cut"),
+            "chat_template_path": str(tmp_path / "template.jinja"), "max_steps": 3,
+        }  # fmt: skip
+
+    runs.interrupt(settings(), stop_after=1)
+    with pytest.raises(ConfigError) as caught:
+        horizon_lm.train(settings(**changes), print_fn=lambda line: None)
+    found = str(caught.value)
+    assert named in found
+    assert not [change for change in re.findall(r"(\S+) -> (\S+)", found) if change[0] == change[1]]

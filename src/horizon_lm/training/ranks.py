@@ -212,9 +212,10 @@ class Ranks:
             for name, (count, _hash) in of_first.items():
                 if of_rank.get(name) != of_first[name]:
                     found, _hash = of_rank.get(name, (0, ""))
+                    differ = f"{found:,} and {count:,}" if found != count else f"{count:,} each, with other tokens"
                     raise ConfigError(
-                        f"{name}: rank {rank} has read other rows than rank 0 ({found:,} and {count:,}); all processes must read the "
-                        "same files, with the same tokenizer"
+                        f"{name}: rank {rank} has read other rows than rank 0 ({differ}); all processes must read the same files, with the "
+                        "same tokenizer"
                     )
 
     def total(self, own: StepResult) -> StepResult:

@@ -201,7 +201,8 @@ def data_position(data: RunData, step: int, day: str) -> dict[str, Any]:
     epoch, step_of_epoch = divmod(step, sampler.steps_per_epoch)
     return {
         "rows": rows.content_hash, "num_rows": len(rows), "seed": sampler.seed, "epoch": epoch, "step": step_of_epoch,
-        "order": hashlib.sha256(sampler.epoch_order(epoch).tobytes()).hexdigest(), "day": day,
+        "order": hashlib.sha256(sampler.epoch_order(epoch).tobytes()).hexdigest(), "weights": list(sampler.weights), "day": day,
+        "num_tokens": int(rows.num_tokens.sum()), "num_targets": int(rows.num_targets.sum()), "origin": dict(data.origin),
     }  # fmt: skip
 
 
@@ -211,8 +212,33 @@ def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: R
         given = point.state["data"]
         if given["rows"] == position["rows"] and given["order"] == position["order"]:
             return []
-        changed = "the training rows" if given["rows"] != position["rows"] else "the order of the rows"
-        return _reject(point, [f"{changed} ({given['num_rows']:,} -> {position['num_rows']:,} rows)"], config)
+        if given["rows"] != position["rows"]:
+            change = f"the training rows ({_changes_of_rows(given, position)})"
+        else:
+            names = [name for name in ("weights", "seed", "epoch") if given.get(name) != position[name]]
+            changes = ", ".join(_change(name, given, position) for name in names)
+            change = f"the order of the rows{f' ({changes})' if changes else ''}"
+        return _reject(point, [change], config)
+
+
+_COUNTS = {"num_rows": "rows", "num_tokens": "tokens", "num_targets": "tokens to train on"}
+
+
+def _changes_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return in what rows differ: their numbers, or else the tokens; and the tokenizer, if that has made them so."""
+    counts = [
+        f"{before[name]:,} -> {now[name]:,} {unit}"
+        for name, unit in _COUNTS.items()
+        if name in before and before[name] != now[name]
+    ]
+    was, is_now = before.get("origin", {}), now["origin"]
+    others = [
+        f"another {name}" for name in ("tokenizer", "chat template") if was.get(name, is_now[name]) != is_now[name]
+    ]
+    packages = was.get("packages", is_now["packages"])
+    if packages != is_now["packages"]:
+        others.append(f"{packages} -> {is_now['packages']}")
+    return ", ".join([*(counts or [f"other tokens in {now['num_rows']:,} rows"]), *others])
 
 
 def model_settings(model: Any) -> dict[str, Any]:
