@@ -29,7 +29,7 @@ _USED = {
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = {
     "add_sep_token": (False,),
     "cls_token_id": None,  # of tokenizers that are not opened
-    "eom_token_id": None,  # end a generation (`horizon_lm.model.gguf_config`)
+    "eom_token_id": None,  # end a generation (`horizon_lm.model.gguf_weights`)
     "eot_token_id": None,
     "fim_mid_token_id": None,  # of prompts with a gap
     "fim_pad_token_id": None,

@@ -52,6 +52,9 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
         else:
             module._buffers[attribute] = values
     model.tie_weights()
+    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if len(ends := [each for each in dict.fromkeys(ends) if each is not None]) > 1:
+        model.generation_config.eos_token_id = ends
     return model
 
 
