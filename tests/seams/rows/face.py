@@ -132,12 +132,38 @@ def cache(model: Any, num_before: int, name: str = "past_key_values") -> Any:
     return gradients(model, input_ids=ids, labels=ids, attention_mask=None, **{name: past})
 
 
-@row("face.gradient-checkpointing", OBJECT, "`gradient_checkpointing_enable()`, which every trainer calls", EITHER)
+@row("face.gradient-checkpointing", OBJECT, "`gradient_checkpointing_enable()`, which every trainer calls, and `is_gradient_checkpointing`",
+     cases={"called": Case(), "before": Case(lambda: _checkpointed())})  # fmt: skip
 def gradient_checkpointing(model: Any) -> Any:
+    states, values = [model.is_gradient_checkpointing], []
+    takes_arguments = (
+        "gradient_checkpointing_kwargs" in inspect.signature(model.gradient_checkpointing_enable).parameters
+    )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    values = gradients(model)
+    states.append(model.is_gradient_checkpointing)
+    calls: list[Any] = []
+    with model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: calls.append(None)):
+        values.append(gradients(model))
     model.gradient_checkpointing_disable()
-    return [values, gradients(model)]
+    states.append(model.is_gradient_checkpointing)
+    return [values, gradients(model), states, len(calls), takes_arguments]
+
+
+def _checkpointed() -> Any:
+    model = tiny_models.build("llama")
+    model.gradient_checkpointing_enable()
+    return model
+
+
+@row("face.embeds", OBJECT, "`inputs_embeds=model.get_input_embeddings()(ids).detach()`, also changed in place",
+     cases={"llama": Case(), "gpt2": Case(partial(tiny_models.build, "gpt2"))})  # fmt: skip
+def detached_embeds(model: Any) -> Any:
+    batch = tiny_models.batch()
+    ids = batch.pop("input_ids")
+    embeds = model.get_input_embeddings()(ids)
+    embeds[:, 0] = 0.5
+    needs_gradient = embeds.requires_grad
+    return [needs_gradient, gradients(model, input_ids=None, inputs_embeds=embeds.detach())]
 
 
 @row("face.input-grads", OBJECT, "`enable_input_require_grads()`", EITHER)

@@ -88,6 +88,7 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
     """
     parts = examined.parts
     device, model = open_device(arguments.device, arguments.device_memory), parts.model
+    _take_over_checkpointing(model)
     # First, because streams and the scratch memory of transfers and libraries take device memory, which
     # `spare_bytes` must not promise.
     device.open_streams()
@@ -111,6 +112,15 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
         model._horizon.check_gradients(arguments.check_gradients)
     model.__class__ = _streamed_class(cls)
     return model
+
+
+def _take_over_checkpointing(model: Any) -> None:
+    """Switch off the activation checkpointing of a model's layers, within which blocks would be recomputed once more. The streamed
+    model remembers that it was on.
+    """
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing, model._is_checkpointing = False, True
 
 
 def _attach_again(arguments: StreamArguments, horizon: ModelForward) -> None:

@@ -212,13 +212,25 @@ class StreamedModel:
         if push_to_hub:
             _upload(Path(save_directory), hub)
 
-    # Methods without effect
+    # Activation checkpointing, which a streamed model always does: other code may switch it on and off, and ask for the switch
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: a streamed model always recomputes its blocks."""
+    _is_checkpointing = False
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:
+        """Record that activation checkpointing is wanted, with any arguments. Blocks are recomputed all the same."""
+        self._is_checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
-        """Do nothing: a streamed model always recomputes its blocks."""
+        """Record that activation checkpointing is not wanted. Blocks are recomputed all the same."""
+        self._is_checkpointing = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self._is_checkpointing
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        return self._is_checkpointing
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         """Return the call as it is: `generate` would compile the whole model for a static cache, but only blocks can be compiled."""

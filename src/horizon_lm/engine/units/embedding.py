@@ -127,17 +127,21 @@ class StreamedEmbedding:
             )
 
     def _look_up_outside(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ids outside of the model's forward pass. Raise StreamingError if a gradient is needed."""
-        engine = self.engine
-        param = engine.refs[self._name].param
-        if torch.is_grad_enabled() and param.requires_grad:
-            raise StreamingError(
-                "the input embedding of a streamed model has no gradient when it is called outside of the model: give "
-                "input_ids to the model, or call the embedding under torch.no_grad(), or freeze it."
-                f"{advice_on_replaced_forward(engine)}"
-            )
+        """Look up ids outside of the model's forward pass. A gradient of the result, which may be detached, is rejected."""
         with torch.no_grad():
-            return self._look_up_on_host(ids)
+            hidden = self._look_up_on_host(ids)
+        if not (torch.is_grad_enabled() and self.engine.refs[self._name].param.requires_grad):
+            return hidden
+        hidden.requires_grad_().register_hook(self._reject_gradient_outside)
+        return hidden.clone()  # which may be changed in place, as a leaf of autograd's graph may not
+
+    def _reject_gradient_outside(self, grad: torch.Tensor) -> None:
+        """Raise StreamingError for a gradient of rows that were looked up outside of the model; a hook of a tensor."""
+        raise StreamingError(
+            "the input embedding of a streamed model has no gradient when it is called outside of the model: give "
+            "input_ids to the model, or detach() what the embedding returns, or freeze it."
+            f"{advice_on_replaced_forward(self.engine)}"
+        )
 
     def _look_up_on_host(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up ids of any shape in host memory. Their gradient must be zero."""
