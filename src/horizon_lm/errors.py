@@ -90,6 +90,10 @@ class ForeignWriteWarning(UserWarning):
     """Other code wrote weights, so the low halves of their fp32 masters were reset."""
 
 
+class IgnoredCastWarning(UserWarning):
+    """Other code cast weights to a wider dtype, which changes neither the stored weights nor the dtype of computations."""
+
+
 class InterruptedRunError(HorizonError):
     """The user or the system asked the run to stop."""
 

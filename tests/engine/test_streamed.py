@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 import horizon_lm
-from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
+from horizon_lm.errors import ConfigError, IgnoredCastWarning, ModelNotSupportedError, StreamingError
 from tests.support import tiny_models
 
 
@@ -33,6 +34,28 @@ def test_gradient_checkpointing_has_no_effect() -> None:
 def test_moving_and_casting_are_rejected(method: str) -> None:
     with pytest.raises(StreamingError, match=method):
         getattr(streamed(), method)()
+
+
+@pytest.mark.filterwarnings("ignore::horizon_lm.errors.SlowProductsWarning")
+def test_a_cast_of_a_weight_is_ignored_only_if_it_loses_nothing() -> None:
+    """PEFT casts all weights to float32 before it trains on a quantized base."""
+    model = horizon_lm.stream(tiny_models.build("llama"), precision="bf16", compute_dtype=torch.bfloat16)
+    param = model.model.norm.weight
+    before = param.detach().clone()
+    with pytest.warns(IgnoredCastWarning, match=r"stay in torch.bfloat16.*stream with compute_dtype=torch.float32"):
+        param.data = param.data.to(torch.float32)
+    lossy: list[Callable[[], torch.Tensor]] = [
+        lambda: param.data.half(), lambda: param.data.float() * (1 + 2**-20), lambda: param.data.float()[:8],
+        lambda: param.data.float().to("meta"),
+    ]  # fmt: skip
+    for other in lossy:
+        with pytest.raises(StreamingError, match=r"\.data cannot be replaced"):
+            param.data = other()
+    assert torch.equal(param, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exact = horizon_lm.stream(tiny_models.build("llama"), precision="bf16", compute_dtype=torch.float32)
+        exact.model.norm.weight.data = exact.model.norm.weight.data.float()
 
 
 def test_hooks_from_before_streaming_are_called_once() -> None:

@@ -162,7 +162,7 @@ def test_checked_gradients(published: Any) -> None:
 
 
 def test_placeholders(published: Any, tmp_path: Path) -> None:
-    """Quantized weights keep name, shape and dtype, and cannot be read as numbers by mistake."""
+    """Quantized weights keep name, shape and dtype; `tests/engine/test_packed_parameters.py` reads and writes their values."""
     model = opened(published("llama", "4bit"), "4bit")
     name = "model.layers.1.mlp.down_proj.weight"
     weight = model.get_parameter(name)
@@ -172,18 +172,10 @@ def test_placeholders(published: Any, tmp_path: Path) -> None:
     assert sum(param.numel() for param in model.parameters()) == model.num_parameters()
     assert model.state_dict()[name] is weight
     assert "down_proj" in repr(weight)
-    for use in (
-        lambda: weight + 1,
-        lambda: weight.sum(),
-        lambda: weight.tolist(),
-        lambda: torch.save(weight, tmp_path / "w"),
-    ):
-        with pytest.raises(StreamingError, match=r"down_proj.weight is quantized"):
-            use()
+    with pytest.raises(StreamingError, match=r"down_proj.weight is quantized and cannot be pickled"):
+        torch.save(weight, tmp_path / "w")
     with pytest.raises(StreamingError, match="cannot be trained"):
         weight.requires_grad_(True)
-    with pytest.raises(StreamingError, match=r"cannot be replaced .* or quantization_config=\{'dequantize': True\}\)$"):
-        weight.data = torch.zeros(64, 96)
     decoded = weight.decode()
     assert decoded.shape == weight.shape
     assert decoded.dtype == weight.dtype

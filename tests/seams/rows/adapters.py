@@ -114,6 +114,27 @@ def get_peft_model(model: Any, training: bool) -> Any:
         model.requires_grad_(True)
 
 
+def _in_bf16() -> Any:
+    return tiny_models.build("llama").to(torch.bfloat16)
+
+
+@row("W20.kbit", SECTION, "`prepare_model_for_kbit_training(model)` and `get_peft_model(model)`",
+     cases={"float32": Case(), "bf16": Case(_in_bf16, {"precision": "bf16"}), "fp32_master": Case(_in_bf16, {"precision": "fp32_master"})},
+     tolerance=1e-4)  # fmt: skip
+def kbit(model: Any) -> Any:
+    prepared = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    frozen = [param.requires_grad for param in prepared.parameters()]
+    adapted = peft.get_peft_model(prepared, _config())
+    for param in adapted.parameters():
+        if param.requires_grad:  # in bfloat16 as in float32, whichever the base has
+            param.data.copy_(torch.arange(param.numel()).remainder(7).sub(3).div(64).view(param.shape))
+    try:
+        return [frozen, gradients(adapted), adapted.get_nb_trainable_parameters()]
+    finally:
+        adapted.unload()
+        model.requires_grad_(True)
+
+
 @row("W20.merge", SECTION, "`merge_adapter()` and `unmerge_adapter()`", cases=_LORA, tolerance=1e-4)
 def merge(model: Any) -> Any:
     first = evaluated(model)

@@ -1,24 +1,26 @@
-"""The parameters of quantized weights: they have name, shape and dtype in the module tree, but no values to compute with.
+"""The parameters of quantized weights: they have name, shape and dtype in the module tree, and no memory for values.
 
-Their codes lie in host memory and are decoded on the device. Code that would read a placeholder's values gets an error
-instead of wrong numbers.
+Their codes lie in host memory and are decoded on the device. Code that reads such a parameter gets decoded values, and code
+that writes to it an error, because a write to a decoded copy would be lost.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from horizon_lm.engine.host.parameters import METADATA, StreamedParameter
+from horizon_lm.engine.host.parameters import METADATA, StreamedParameter, is_wider_copy
 from horizon_lm.errors import StreamingError
 from horizon_lm.store.store import Store
 
-_KEEPS = {torch.Tensor.detach, torch.Tensor.requires_grad_, torch.Tensor.contiguous}
+_KEEPS = {torch.Tensor.detach, torch.Tensor.requires_grad_}
 _SETTERS = {torch.Tensor.requires_grad_, torch._C.TensorBase.__dict__["requires_grad"].__set__}  # of requires_grad
-_reads = False  # values are decoded when they are read
+_CASTS = {
+    torch.Tensor.to, torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half,
+    torch.Tensor.double,
+}  # fmt: skip
 
 
 class PackedParameter(StreamedParameter):
@@ -50,10 +52,9 @@ class PackedParameter(StreamedParameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        raise StreamingError(
-            f"{self._name} is quantized and its values cannot be replaced (an initialisation of adapters that changes the base, "
-            "such as PiSSA, needs decoded weights: dequantize: true in a run file, or quantization_config={'dequantize': True})"
-        )
+        # A cast is accepted as for other weights: the codes stay.
+        if value is not self and not is_wider_copy(value, self.decode()):
+            _reject_write(self._name)
 
     def packed(self) -> torch.Tensor:
         """Return the codes and scales, 1-D uint8, as a view of host memory. Raise StreamingError as `decode` does."""
@@ -72,16 +73,17 @@ class PackedParameter(StreamedParameter):
         if func in METADATA or func in _KEEPS or func is torch.empty_like:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            # A detached placeholder would be a tensor without values, and without the error of this class.
+            # A detached placeholder would be a tensor without values, and without the methods of this class.
             return args[0] if func in _KEEPS else result
-        if _reads and not _writes(func, args, kwargs):  # a write would change a decoded copy, and be lost
-            args, kwargs = tree_map_only(PackedParameter, PackedParameter.decode, (args, kwargs))
-            return func(*args, **kwargs)
-        found = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, PackedParameter)), None)
-        raise StreamingError(
-            f"{'a weight' if found is None else found._name} is quantized: its codes lie in host memory and are decoded on the "
-            f"device, so {getattr(func, '__name__', func)} cannot use its values; call param.decode() for a copy of them"
-        )
+        if func is torch.Tensor.data_ptr:
+            raise StreamingError(
+                f"{args[0]._name} is quantized: its values have no memory; call param.decode() for a copy of them"
+            )
+        _require_reading(func, args, kwargs)
+        if func in _CASTS and isinstance(args[0], PackedParameter) and _changes_nothing(func, args, kwargs):
+            return args[0]
+        args, kwargs = tree_map_only(PackedParameter, _DecodedValues.of, (args, kwargs))
+        return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedParameter({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -95,22 +97,61 @@ class PackedParameter(StreamedParameter):
         )
 
 
-def _writes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a function of torch would write to a quantized weight: to its first argument if it works in place, which its
-    name shows, or to ``out``.
+class _DecodedValues(torch.Tensor):
+    """The decoded values of a quantized weight, or a view of them, to be read only. Values that are computed from them are plain tensors."""
+
+    _name: str
+
+    @staticmethod
+    def of(param: PackedParameter) -> "_DecodedValues":
+        """Return the values of a quantized weight."""
+        return _DecodedValues._guard(param.decode(), param._name)
+
+    @staticmethod
+    def _guard(values: torch.Tensor, name: str) -> "_DecodedValues":
+        guarded = values.as_subclass(_DecodedValues)
+        guarded._name = name
+        return guarded
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _require_reading(func, args, kwargs)
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _DecodedValues)]
+        with torch._C.DisableTorchFunctionSubclass():
+            names = {each.untyped_storage().data_ptr(): each._name for each in given}
+            result = func(*args, **kwargs)
+            if isinstance(result, np.ndarray):
+                result.flags.writeable = False
+            return tree_map_only(torch.Tensor, lambda each: _DecodedValues._view(each, names), result)
+
+    @staticmethod
+    def _view(result: torch.Tensor, names: dict[int, str]) -> torch.Tensor:
+        """Return a result, guarded if it is a view of decoded values, whose weights have these names by the address of their storage."""
+        name = names.get(result.untyped_storage().data_ptr())
+        return result if name is None else _DecodedValues._guard(result, name)
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a cast would return its tensor itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tried = torch.empty(0, dtype=args[0].dtype)
+        return func(tried, *args[1:], **kwargs) is tried
+
+
+def _require_reading(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise StreamingError if a function of torch would write to a quantized weight: to its first argument if it works in place, which
+    its name shows, or to ``out``.
     """
     name = getattr(func, "__name__", "")  # torch calls `add_` for ``+=``
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    targets = tree_leaves((args[:1] if is_in_place else (), kwargs.get("out")))
-    return any(isinstance(each, PackedParameter) for each in targets)
+    for each in tree_leaves((args[:1] if is_in_place else (), kwargs.get("out"))):
+        if isinstance(each, (PackedParameter, _DecodedValues)):
+            _reject_write(each._name)
 
 
-@contextmanager
-def decoding() -> Iterator[None]:
-    """Context manager: let code read quantized weights, each of which is decoded whenever it is read."""
-    global _reads
-    before, _reads = _reads, True
-    try:
-        yield
-    finally:
-        _reads = before
+def _reject_write(name: str) -> NoReturn:
+    raise StreamingError(
+        f"{name} is quantized, and its values cannot be changed. To edit weights, or to add adapters that change them (PEFT's pissa, olora, "
+        "loftq), load the model with transformers without quantization, and call horizon_lm.stream() afterwards."
+    )

@@ -70,6 +70,10 @@ class ParameterOwner(Protocol):
         """Record that another optimizer has changed the weights."""
         ...
 
+    def after_ignored_cast(self, dtype: torch.dtype) -> None:
+        """Warn that a cast of a weight to a wider dtype was ignored, unless the model computes in it anyway."""
+        ...
+
 
 # Functions that read only a parameter's metadata, not its values, and need not wait for an update.
 METADATA = {
@@ -121,17 +125,25 @@ class StreamedParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
+            owner = self.owner()
             # Without its engine it is an ordinary parameter again.
-            if self.owner() is None:
+            if owner is None:
                 _DATA.__set__(self, value)
+                return
             # The same memory is accepted: torch's `Module.to` assigns it if it changes nothing.
-            elif not _is_same_memory(self, value):
-                raise StreamingError(
-                    "the values of a streamed parameter live in the model's host memory, so its .data cannot be replaced "
-                    "by another tensor; copy the values with param.data.copy_(values). Cast or move a model, or add "
-                    "adapters that change its weights (PEFT's pissa, loftq), before horizon_lm.stream(), or choose precision and "
-                    "device there."
-                )
+            if _is_same_memory(self, value):
+                return
+            owner.hand_out_weight()
+            # PEFT's `prepare_model_for_kbit_training` casts all weights in 16 bits to float32, which loses nothing.
+            if is_wider_copy(value, _DATA.__get__(self)):
+                owner.after_ignored_cast(value.dtype)
+                return
+        raise StreamingError(
+            "the values of a streamed parameter live in the model's host memory, so its .data cannot be replaced "
+            "by another tensor; copy the values with param.data.copy_(values). Cast or move a model, or add "
+            "adapters that change its weights (PEFT's pissa, olora, loftq), before horizon_lm.stream(), or choose precision and "
+            "device there."
+        )
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -235,6 +247,16 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def is_wider_copy(value: torch.Tensor, present: torch.Tensor) -> bool:
+    """Return whether a tensor has the present values, on the host, in a dtype with more bits."""
+    widens = value.is_floating_point() and value.dtype.itemsize > present.dtype.itemsize
+    if not widens or value.shape != present.shape or value.device != present.device:
+        return False
+    pairs = zip(value.reshape(-1).split(_AT_ONCE), present.reshape(-1).split(_AT_ONCE), strict=True)
+    return all(torch.equal(each, other.to(each.dtype)) for each, other in pairs)
+
+
+_AT_ONCE = 1 << 22  # elements that are compared at once
 _PRODUCTS = {
     F.linear, torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.mm,
     torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.addmm, torch.Tensor.bmm,

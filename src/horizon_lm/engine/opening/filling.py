@@ -10,7 +10,7 @@ from torch import nn
 from horizon_lm.distributed.alike import copy_from_first
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.whole_units import sharing_moved
-from horizon_lm.engine.host.packed_parameters import PackedParameter, decoding
+from horizon_lm.engine.host.packed_parameters import PackedParameter
 from horizon_lm.engine.host.parameters import require_plain
 from horizon_lm.engine.opening.attaching import attach
 from horizon_lm.engine.opening.moving import move_in
@@ -96,8 +96,7 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
             f"{adapters.copies_weights} is not supported with several processes: the new values are computed from weights, of which "
             "each process has a part; add the adapters with one process, save them, and open their folder"
         )
-    with decoding():  # DoRA begins with the norms of weights
-        model = adapters.add_to(base.model, draw=True)
+    model = adapters.add_to(base.model, draw=True)
     if mesh is not None:
         # Without the path of the base, which may be another one on each machine.
         configs = {name: each.to_dict() | {"base_model_name_or_path": ""} for name, each in model.peft_config.items()}

@@ -2,12 +2,13 @@
 
 import weakref
 
+import torch
 from torch import nn
 
 from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.running import Running
-from horizon_lm.errors import StreamingError
+from horizon_lm.errors import IgnoredCastWarning, StreamingError, warn
 from horizon_lm.schedule.ops import Kind
 
 
@@ -57,6 +58,16 @@ class HostAccess:
     def after_foreign_step(self) -> None:
         """Record that another optimizer has changed the weights."""
         self.engine.store.weights_changed()
+
+    def after_ignored_cast(self, dtype: torch.dtype) -> None:
+        """Warn that a cast of a weight to a wider dtype was ignored, unless the model computes in it anyway."""
+        computes, stored = self.engine.options.compute_dtype, self.engine.store.precision.weight_dtype
+        if computes.itemsize < dtype.itemsize:
+            warn(
+                f"weights of a streamed model were cast to {dtype}, which changes nothing: they stay in {stored} in host memory, and blocks "
+                f"compute in {computes}; stream with compute_dtype={dtype} to compute in it",
+                IgnoredCastWarning,
+            )
 
     def hand_out_weight(self) -> None:
         """Wait for updates and saves of the weights before other code reads or writes a weight.
