@@ -49,7 +49,9 @@ def test_a_cast_of_a_weight_is_ignored_only_if_it_loses_nothing() -> None:
         lambda: param.data.float().to("meta"),
     ]  # fmt: skip
     for other in lossy:
-        with pytest.raises(StreamingError, match=r"\.data cannot be replaced"):
+        with pytest.raises(
+            StreamingError, match=r"\.data cannot be replaced|cannot be cast from torch.bfloat16 to torch.float(16|32)"
+        ):
             param.data = other()
     assert torch.equal(param, before)
     with warnings.catch_warnings():
@@ -182,7 +184,7 @@ def test_calling_a_unit_outside_of_the_model_is_rejected() -> None:
             call()
     ids = torch.ones(1, 2, dtype=torch.long)
     with pytest.raises(StreamingError, match="has no gradient when it is called outside of the model"):
-        model.get_input_embeddings()(ids)
+        model.get_input_embeddings()(ids).sum().backward()
     with torch.no_grad():
         assert torch.equal(model.get_input_embeddings()(ids), model.get_input_embeddings().weight[ids])
 

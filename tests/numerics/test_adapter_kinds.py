@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.thinned_cases import thinned
+from tests.support.thinned_cases import covering, thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
 
@@ -22,11 +22,6 @@ from tests.support.peft_methods import CAUSAL, EMBEDDING, MODULES, WORK, lora, m
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-# Write weights of the base, so they work before `stream()` alone.
-BEFORE: dict[str, Callable[[], Any]] = {
-    "pissa": lora(init_lora_weights="pissa"),
-    "pissa_niter": lora(init_lora_weights="pissa_niter_4"),
-}
 _DORA = "DoRA of the input embedding"
 _SHARED = "are in several blocks"
 # Rejected, with what the error says before and after.
@@ -89,14 +84,14 @@ def stream(model: Any) -> Any:
     return horizon_lm.stream(model, precision="float32")
 
 
-def assert_equal(plain: Any, models: list[Any]) -> None:
-    """Compare losses, and gradients bit for bit."""
+def assert_equal(plain: Any, models: list[Any], tolerance: float = 0.0) -> None:
+    """Compare losses, and gradients, by default bit for bit."""
     loss, expected = gradients(plain)
     assert expected
     for model in models:
         got, found = gradients(model)
         assert got == pytest.approx(loss, rel=3e-6)
-        assert difference(expected, found, 0.0) is None
+        assert difference(expected, found, tolerance) is None
 
 
 @pytest.mark.parametrize("kind", thinned(WORK, every=3))
@@ -115,12 +110,34 @@ def test_equal_with_a_tied_head(kind: str) -> None:
     assert_equal(adapted(build(True), config()), [early, late])
 
 
-@pytest.mark.parametrize("kind", BEFORE)
-def test_adapters_that_change_the_base_are_added_before(kind: str) -> None:
-    config = BEFORE[kind]
-    assert_equal(adapted(build(), config()), [stream(adapted(build(), config()))])
-    with pytest.raises(StreamingError, match=r"adapters that change its weights.*before horizon_lm\.stream"):
-        adapted(stream(build()), config())
+# Initialisations that write weights of the base.
+WRITES = ("pissa", "pissa_niter_4", "olora")
+
+
+@pytest.mark.parametrize(("init", "precision"), covering(WRITES, ("float32", "bf16", "fp32_master")))
+def test_adapters_that_change_the_base(init: str, precision: str) -> None:
+    """The base and the adapters begin with the values of plain PEFT on a base of the same dtype, bit for bit."""
+
+    def base() -> Any:
+        return build() if precision == "float32" else build().to(torch.bfloat16)
+
+    plain, model = base(), horizon_lm.stream(base(), precision=precision)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for each in (plain, model):
+        torch.manual_seed(1)
+        get_peft_model(each, lora(init_lora_weights=init)())
+    begun = [{name: param.detach().clone() for name, param in each.named_parameters()} for each in (plain, model)]
+    assert difference(*begun, 0.0) is None
+    changed = [
+        name
+        for name, value in before.items()
+        if not torch.equal(value, begun[1].get(name, begun[1].get(name.replace(".weight", ".base_layer.weight"))))
+    ]
+    assert len(changed) == 3 * len(MODULES)
+    if precision == "float32":
+        assert difference(gradients(plain)[1], gradients(model)[1], 0.0) is None
+    with pytest.raises(StreamingError, match=r"\.data cannot be replaced"):
+        model.model.norm.weight.data = torch.zeros_like(model.model.norm.weight)
 
 
 @pytest.mark.parametrize("kind", REJECTED)
@@ -145,26 +162,39 @@ def test_a_model_is_as_before_once_rejected_adapters_are_gone() -> None:
     assert difference(expected, gradients(model)[1], 0.0) is None
 
 
-def test_eva_and_corda_from_data() -> None:
-    """They compute with activations of the base, which is plain then."""
+def _eva(model: Any) -> Any:
+    model = get_peft_model(model, WORK["eva"]())
+    peft.initialize_lora_eva_weights(
+        model, [tiny_models.batch(seed=step) for step in range(3)], show_progress_bar=False
+    )
+    return model
 
-    def eva(model: Any) -> Any:
-        model = get_peft_model(model, WORK["eva"]())
-        peft.initialize_lora_eva_weights(
-            model, [tiny_models.batch(seed=step) for step in range(3)], show_progress_bar=False
-        )
-        return model
 
-    def corda(model: Any) -> Any:
-        config = lora(init_lora_weights="corda", corda_config=peft.tuners.lora.config.CordaConfig(corda_method="kpm"))()
-        with torch.no_grad():
-            preprocess_corda(model, config, run_model=lambda: model(**tiny_models.batch(rows=1)))
-        return get_peft_model(model, config)
-
+def _corda(model: Any) -> Any:
     from peft.tuners.lora.corda import preprocess_corda
 
-    for initialise in (eva, corda):
-        assert_equal(initialise(build()), [stream(initialise(build()))])
+    config = lora(init_lora_weights="corda", corda_config=peft.tuners.lora.config.CordaConfig(corda_method="kpm"))()
+    with torch.no_grad():
+        preprocess_corda(model, config, run_model=lambda: model(**tiny_models.batch(rows=1)))
+    return get_peft_model(model, config)
+
+
+def _lora_ga(model: Any) -> Any:
+    from peft.tuners.lora.loraga import preprocess_loraga
+
+    config = lora(init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig())()
+    preprocess_loraga(model, config, lambda: model(**tiny_models.batch(rows=1)).loss.backward())
+    return get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("initialise", [_eva, _corda, _lora_ga])
+@pytest.mark.parametrize("late", [False, True])
+def test_initialisations_from_data(initialise: Callable[[Any], Any], late: bool) -> None:
+    """They compute with activations or gradients of the base, plain or streamed, and some change it."""
+    plain, other = initialise(build()), initialise(stream(build()) if late else build())
+    values = [{name: param.detach().clone() for name, param in each.named_parameters()} for each in (plain, other)]
+    assert difference(*values, 1e-4) is None
+    assert_equal(plain, [other if late else stream(other)], 0.0 if not late else 1e-4)
 
 
 def test_resized_embeddings() -> None:

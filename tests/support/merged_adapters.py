@@ -20,8 +20,8 @@ Values = dict[str, torch.Tensor]
 Kind = Callable[[], Any]
 
 MODULES = ["q_proj", "v_proj", "down_proj"]
-# Two of them need biases, two are no weights, and one changes some tokens only.
-NOT_MERGED = ("lora_bias", "Beft", "PromptTuning", "PromptEncoder", "alora")
+# Two of them need biases, two are no weights, one changes some tokens only, and one does not write what it began with.
+NOT_MERGED = ("lora_bias", "Beft", "PromptTuning", "PromptEncoder", "alora", "pissa_niter")
 # With a tied base, PEFT's own merge of these changes embedding and head, though the adapters change one of them.
 ONE_OF_BOTH = ("target_modules=lm_head", "target_modules=embed_tokens", "dora of the embedding")
 LORA: dict[str, Kind] = {

@@ -31,6 +31,9 @@ EMBEDDING: dict[str, Callable[[], Any]] = {
 WORK: dict[str, Callable[[], Any]] = {
     "gaussian": lora(init_lora_weights="gaussian"),
     "olora": lora(init_lora_weights="olora"),
+    "pissa": lora(init_lora_weights="pissa"),
+    "pissa_niter": lora(init_lora_weights="pissa_niter_4"),
+    "mica": lora(init_lora_weights="mica"),
     "orthogonal": lora(init_lora_weights="orthogonal"),
     "eva": lora(init_lora_weights="eva", eva_config=peft.EvaConfig()),
     "modules_to_save=lm_head": lora(modules_to_save=["lm_head"]),

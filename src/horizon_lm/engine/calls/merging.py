@@ -1,8 +1,9 @@
-"""Merge PEFT's adapters into a streamed base, and take them out again, as PEFT does for a plain model.
+"""Let PEFT's layers write the weights of a streamed base: merge adapters, take them out again, and begin with other weights.
 
 PEFT's layers read adapters and write base weights through ``param.data``, which in a streamed model are bf16 halves in host
 memory. While a layer merges, it has plain parameters with all bits; the results are written to the store. A layer that PEFT has
-just made does so, too: it lets the model notice its adapters first.
+just made does so, too: it lets the model notice its adapters first. While PEFT gives a layer new adapters, some of which begin with a
+part of the base's weights (PiSSA, OLoRA), what replaces the base's ``.data`` is copied.
 """
 
 import weakref
@@ -15,13 +16,15 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from horizon_lm.engine.host.parameters import StreamedParameter
+from horizon_lm.engine.host.parameters import StreamedParameter, copying_data
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.host_access import HostAccess
+from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapter_layers import is_adapter_layer
 from horizon_lm.model.functional import in_place
 
 _METHODS = ("merge", "unmerge")
+_ADDS = "update_layer"
 
 
 # Once per process: the hook is global in torch.
@@ -53,6 +56,8 @@ def _replace_methods(layer: Any, engine: Engine) -> bool:
         # Weakly, both layer and engine: the layer owns this function, and PEFT may keep the layer longer than the
         # model lives.
         setattr(layer, name, _merging(layer, name, weakref.ref(engine)))
+    if callable(getattr(type(layer), _ADDS, None)):
+        setattr(layer, _ADDS, _adding(weakref.ref(layer)))
     return bool(names)
 
 
@@ -88,6 +93,17 @@ def _runs_unmerged(layer: Any) -> bool:
     return bool(layer.disable_adapters or (replaces_tokens and not layer.active_adapters))
 
 
+def _adding(layer_ref: "weakref.ref[Any]") -> Callable[..., Any]:
+    """Return the method that gives a layer new adapters, in the place of PEFT's own."""
+
+    def add(*args: Any, **kwargs: Any) -> Any:
+        layer = layer_ref()
+        with copying_data():
+            return getattr(type(layer), _ADDS)(layer, *args, **kwargs)
+
+    return add
+
+
 def _merging(layer: nn.Module, name: str, engine: "weakref.ref[Engine]") -> Callable[..., Any]:
     """Return a method of a layer in the place of PEFT's own, which runs it with plain parameters."""
     layer_ref = weakref.ref(layer)
@@ -119,6 +135,11 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
         if isinstance(param, StreamedParameter) and (name := engine.name_of(param)) is not None
     ]
     plain = {}
+    if packed := next((name for _, _, name in places if name in store.codecs), None):
+        raise StreamingError(
+            f"{packed} is quantized, and adapters are not merged into its codes; save them and run horizon-lm merge, which writes a decoded "
+            "model"
+        )
     for module, attribute, name in places:
         param = module._parameters[attribute]
         assert param is not None

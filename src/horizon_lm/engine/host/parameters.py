@@ -6,7 +6,8 @@ would silently ignore, because its parameters are not in autograd's graph, are r
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -134,16 +135,23 @@ class StreamedParameter(nn.Parameter):
             if _is_same_memory(self, value):
                 return
             owner.hand_out_weight()
+            if _copies_data and value.shape == self.shape:
+                with torch.no_grad():
+                    self.detach().copy_(value)
             # PEFT's `prepare_model_for_kbit_training` casts all weights in 16 bits to float32, which loses nothing.
-            if is_wider_copy(value, _DATA.__get__(self)):
+            elif is_wider_copy(value, _DATA.__get__(self)):
                 owner.after_ignored_cast(value.dtype)
-                return
-        raise StreamingError(
-            "the values of a streamed parameter live in the model's host memory, so its .data cannot be replaced "
-            "by another tensor; copy the values with param.data.copy_(values). Cast or move a model, or add "
-            "adapters that change its weights (PEFT's pissa, olora, loftq), before horizon_lm.stream(), or choose precision and "
-            "device there."
-        )
+            elif value.dtype != self.dtype and value.shape == self.shape and not value.is_meta:
+                raise StreamingError(
+                    f"a weight of a streamed model cannot be cast from {self.dtype} to {value.dtype}; choose the precision in "
+                    "horizon_lm.stream(): 'float32', or 'fp32_master' and 'bf16', which have weights in torch.bfloat16"
+                )
+            else:
+                raise StreamingError(
+                    "the values of a streamed parameter live in the model's host memory, so its .data cannot be replaced "
+                    "by another tensor; copy the values with param.data.copy_(values). Cast or move a model before "
+                    "horizon_lm.stream(), or choose precision and device there."
+                )
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -254,6 +262,20 @@ def is_wider_copy(value: torch.Tensor, present: torch.Tensor) -> bool:
         return False
     pairs = zip(value.reshape(-1).split(_AT_ONCE), present.reshape(-1).split(_AT_ONCE), strict=True)
     return all(torch.equal(each, other.to(each.dtype)) for each, other in pairs)
+
+
+_copies_data = False  # a tensor that replaces the values of a weight is copied
+
+
+@contextmanager
+def copying_data() -> Iterator[None]:
+    """Context manager: copy tensors that other code assigns to ``.data`` of a weight, because it keeps no tensor of the old values."""
+    global _copies_data
+    before, _copies_data = _copies_data, True
+    try:
+        yield
+    finally:
+        _copies_data = before
 
 
 _AT_ONCE = 1 << 22  # elements that are compared at once
