@@ -120,6 +120,16 @@ class MissingLogitsError(StreamingError, AttributeError):
         )
 
 
+class MissingQuantStateError(StreamingError, AttributeError):
+    """Code of bitsandbytes or PEFT would decode or replace a weight itself. Also an AttributeError, as `MissingLogitsError`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is quantized, and only the engine reads its codes. Save adapters and merge them with horizon-lm merge, which writes a "
+            "decoded model; call param.decode() for the values."
+        )
+
+
 class ScheduleMismatchError(StreamingError):
     """Autograd or the model reached a different operation from the one that the schedule expects next."""
 

@@ -304,18 +304,26 @@ def test_the_plan_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_quantized_base(tmp_path: Path) -> None:
-    """TRL adds adapters to weights of 4 bits: equal to its plain script on the decoded ones, planned to the byte, and resumed."""
+    """TRL adds adapters to weights of 4 bits, in bfloat16: equal to its plain script on the decoded ones, with the updates of adapters
+    in the model's precision, and planned to the byte.
+    """
     folder = tiny.save_model(tmp_path / "model")
     streamed = horizon_lm.from_pretrained(folder, "cpu", "float32", load_in_4bit=True)
     plain = base("sft", folder)
     for name, param in streamed.named_parameters():
         plain.get_parameter(name).data.copy_(param.decode() if hasattr(param, "decode") else param)
+    plain.is_loaded_in_4bit = True
     loads, trained = Loads(streamed), {}
     for kind, model in (("plain", plain), ("streamed", streamed)):
         cls = trl.SFTTrainer if kind == "plain" else horizon_lm.trainer(trl.SFTTrainer)
         callbacks = [] if kind == "plain" else [loads]
         torch.manual_seed(5)
         trained[kind] = make("sft", cls, model, tmp_path / kind, callbacks=callbacks, peft_config=config("sft"))
+        if kind == "plain":
+            adapters_of = [param for param in plain.parameters() if param.requires_grad]
+            assert {param.dtype for param in adapters_of} == {torch.bfloat16}
+            for param in adapters_of:
+                param.data = param.data.float()
         trained[kind].train()
     assert difference(*map(history, trained.values()), 1e-5) is None
     adapters = [{n: p.detach() for n, p in t.model.named_parameters() if p.requires_grad} for t in trained.values()]

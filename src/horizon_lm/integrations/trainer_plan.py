@@ -17,6 +17,7 @@ from horizon_lm.model.adapters import PresentAdapters
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
+from horizon_lm.model.tying import true_config
 from horizon_lm.optimizers import by_other_name
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.request import Machine, Saves
@@ -51,7 +52,7 @@ class TrainerPlan:
         self._model, self._args = model, args
         self._rows = RowShape(length, eval_length)
         self._num_steps = num_steps or (args.max_steps if args.max_steps > 0 else None)
-        config = model.config
+        config = true_config(model)
         name = getattr(config, "name_or_path", "") or type(model).__name__
         classifier = _classifier(model)
         self._run = _run_config(model, args, self._rows, name)

@@ -21,6 +21,8 @@ _REASONS = {
     "SHADOW": "it was not compared with plain PEFT",
     "XLORA": "it runs the model twice for each batch",
 }
+# Methods, and options of LoRA, of which PEFT's layers for the 4 bits of bitsandbytes decode weights themselves, or which they ignore.
+_NOT_ON_4_BITS = ("HIRA", "SHIRA", "use_bdlora", "monteclora_config", "kasa_config", "init_lora_weights='mica'")
 
 
 def require_adapters_that_stream(model: Any) -> None:
@@ -31,12 +33,18 @@ def require_adapters_that_stream(model: Any) -> None:
     """
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
-        require_kind_that_streams(config)
+        require_kind_that_streams(config, model)
 
 
-def require_kind_that_streams(config: Any) -> None:
-    """Raise ModelNotSupportedError if adapters with this config of PEFT are not streamed."""
+def require_kind_that_streams(config: Any, model: Any) -> None:
+    """Raise ModelNotSupportedError if adapters with this config of PEFT are not streamed in a model."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
+    chosen = {kind, f"init_lora_weights={getattr(config, 'init_lora_weights', None)!r}"}
+    chosen |= {name for name in _NOT_ON_4_BITS if getattr(config, name, None)}
+    if getattr(model, "is_loaded_in_4bit", False) and (lost := chosen.intersection(_NOT_ON_4_BITS)):
+        raise ModelNotSupportedError(
+            f"PEFT's {min(lost)} is not supported on weights in the 4 bits of bitsandbytes; use LoRA without it, or leave load_in_4bit out"
+        )
     if kind in _REASONS:
         raise ModelNotSupportedError(f"PEFT's {kind} is not streamed: {_REASONS[kind]}; use LoRA, or prompt tuning")
     if getattr(config, "layer_replication", None):

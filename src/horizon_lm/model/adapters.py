@@ -83,7 +83,7 @@ class Adapters:
         with _rejections(self.folder):
             folder = None if self.folder is None else hub.local_folder(self.folder)
             config = self._new_config(peft, model) if folder is None else open_adapter_config(folder, model)
-            require_kind_that_streams(config)  # before PEFT opens further adapters, or repeats layers
+            require_kind_that_streams(config, model)  # before PEFT opens further adapters, or repeats layers
             if folder is not None and draw:
                 values = read_values(folder)  # rejects what PEFT would take
                 adapted = peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)

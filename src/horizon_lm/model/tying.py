@@ -1,8 +1,10 @@
-"""Keep a model's config true when its head and its embedding are two parameters."""
+"""Keep a model's config true to the weights that are written with it."""
 
 import copy
 from contextlib import suppress
 from typing import Any
+
+from horizon_lm.model.quantization import take_quantization
 
 
 def declare_untied(config: Any) -> None:
@@ -13,8 +15,11 @@ def declare_untied(config: Any) -> None:
 
 
 def true_config(model: Any) -> Any:
-    """Return a copy of a model's config. It declares nothing tied if the model has two parameters where its config ties one."""
+    """Return a copy of a model's config, for its decoded weights. It declares nothing tied if the model has two parameters where its
+    config ties one.
+    """
     config = copy.deepcopy(model.config)
+    take_quantization(config)
     for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         with suppress(AttributeError):  # the name of a module that PEFT has wrapped, so that it has another name now
             if model.get_parameter(name) is not model.get_parameter(source):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from horizon_lm.engine.host.parameters import METADATA, StreamedParameter, is_wider_copy
-from horizon_lm.errors import StreamingError
+from horizon_lm.errors import MissingQuantStateError, StreamingError
 from horizon_lm.store.store import Store
 
 _KEEPS = {torch.Tensor.detach, torch.Tensor.requires_grad_}
@@ -60,6 +60,16 @@ class PackedParameter(StreamedParameter):
         """Return the codes and scales, 1-D uint8, as a view of host memory. Raise StreamingError as `decode` does."""
         self._store.require_whole()
         return self._store.packed(self._name)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of the codes and scales of the whole weight."""
+        return self._store.codecs[self._name].num_bytes(self.shape)
+
+    @property
+    def quant_state(self) -> NoReturn:
+        """bitsandbytes' description of codes, with which PEFT merges adapters into them."""
+        raise MissingQuantStateError(self._name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

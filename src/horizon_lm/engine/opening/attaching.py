@@ -120,7 +120,7 @@ def _take_over_checkpointing(model: Any) -> None:
     """
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing, model._is_checkpointing = False, True
+            module.gradient_checkpointing, model.wants_checkpointing = False, True
 
 
 def _attach_again(arguments: StreamArguments, horizon: ModelForward) -> None:

@@ -20,6 +20,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model import gguf_weights, hf_config, hub
 from horizon_lm.model.adapters import Adapters, base_of_adapters, open_base
 from horizon_lm.model.opening import opened_dtype
+from horizon_lm.model.quantized_object import show_quantization
 from horizon_lm.model.source import ModelSource
 from horizon_lm.paths import lasting_name
 from horizon_lm.store.checkpoint_loader import load_weights
@@ -147,6 +148,8 @@ def _open_checkpoint(
     # Before anything is read, because it hashes the bytes as they are read.
     same = SameWeights(mesh, checkpoint, model.config)
     examined, store = with_store(model, arguments, frozen, find_codecs)
+    if store.codecs:
+        show_quantization(examined.parts, source.quantization or quantization or {})
     if request.reads_weights:
         with fail_together(mesh, "the loading of weights"):
             new = load_weights(examined.parts, store, checkpoint)

@@ -10,6 +10,7 @@ import torch
 
 from horizon_lm.distributed.whole_units import borrowing, is_lender, lend, sharing
 from horizon_lm.engine.calls.model_forward import ModelForward
+from horizon_lm.engine.host.packed_parameters import PackedParameter
 from horizon_lm.engine.opening.late_adapters import empty_adapters
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
@@ -212,25 +213,31 @@ class StreamedModel:
         if push_to_hub:
             _upload(Path(save_directory), hub)
 
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Return the bytes of weights (and buffers) as they are stored in host memory: those of quantized weights are codes and scales."""
+        packed = [param for param in self.parameters() if isinstance(param, PackedParameter)]  # type: ignore[attr-defined]
+        whole: int = super().get_memory_footprint(return_buffers)  # type: ignore[misc]
+        return whole + sum(param.packed_bytes - param.nbytes for param in packed)
+
     # Activation checkpointing, which a streamed model always does: other code may switch it on and off, and ask for the switch
 
-    _is_checkpointing = False
+    wants_checkpointing = False
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:
         """Record that activation checkpointing is wanted, with any arguments. Blocks are recomputed all the same."""
-        self._is_checkpointing = True
+        self.wants_checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
         """Record that activation checkpointing is not wanted. Blocks are recomputed all the same."""
-        self._is_checkpointing = False
+        self.wants_checkpointing = False
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        return self._is_checkpointing
+        return self.wants_checkpointing
 
     @property
     def is_activation_checkpointing(self) -> bool:
-        return self._is_checkpointing
+        return self.wants_checkpointing
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         """Return the call as it is: `generate` would compile the whole model for a static cache, but only blocks can be compiled."""
