@@ -197,6 +197,13 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
             GEMMA | {"rope_parameters": OTHER_WINDOW_THETA},
             "rope_parameters: .*20000.* cannot be written",
         ),
+        # As transformers opens it, with half of its window.
+        (
+            "gemma3_text",
+            GEMMA | {"use_bidirectional_attention": True},
+            "use_bidirectional_attention: True cannot be written as GGUF; it would be read as False",
+        ),
+        ("gemma3_text", GEMMA | {"sliding_window_pattern": 2}, "layer_types: .*full_attention.* cannot be written"),
         ("gemma", {"hidden_act": "relu"}, "hidden_act: relu cannot be written as GGUF"),
         ("granite", {"mlp_bias": True}, "mlp_bias: True cannot be written as GGUF; it would be read as False"),
         (
@@ -239,6 +246,12 @@ def test_models_that_would_be_read_differently(
     with pytest.raises(ModelNotSupportedError, match=message):
         gguf_export.export_gguf(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_keys_that_only_made_others(tmp_path: Path) -> None:
+    """A pattern of windows that gives the layers of the usual one changes nothing."""
+    source = save(tmp_path / "model", "gemma3_text", **GEMMA, sliding_window_pattern=3)  # of which there are two
+    assert gguf_export.export_gguf(source, tmp_path / "out").notes == []
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
