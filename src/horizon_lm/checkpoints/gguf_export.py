@@ -67,7 +67,8 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
         )
     if find_spec("gguf") is None:
         raise ConfigError("--format gguf needs the package gguf: pip install 'horizon-lm[gguf]'")
-    architecture, tokenizer = ARCHITECTURES[config.model_type], read_tokenizer(source, config.vocab_size)
+    architecture, skeleton = ARCHITECTURES[config.model_type], skeletons.open_skeleton(source, config)
+    tokenizer = read_tokenizer(source, config.vocab_size, skeleton.generation_config)
     with tempfile.TemporaryDirectory() as name:
         header = Path(name) / FILE
         with closing(_describe(config, tokenizer, header)) as writer:
@@ -77,7 +78,6 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
             _write_metadata(writer)
             writer.write_tensors_to_file()
         notes = require_kept(architecture, config, header, source)
-    skeleton = skeletons.open_skeleton(source, config)
     conversion = find_conversion(skeleton, checkpoint.names)
     used = [name for name in checkpoint.names if name not in conversion.unused]
     tensors = Tensors(architecture, config, checkpoint, used, getattr(torch, dtype) if dtype else None)

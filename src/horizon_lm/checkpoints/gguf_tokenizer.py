@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from horizon_lm.checkpoints.gguf_added_tokens import leave_out, notes_on_added
+from horizon_lm.checkpoints.gguf_special_tokens import SpecialTokens, read_special_tokens
 from horizon_lm.data.gguf_splits import DIGITS, SPLITS
-from horizon_lm.errors import ConfigError, ModelNotSupportedError, first_line
-
-_FILE = "tokenizer.json"
+from horizon_lm.data.tokenizer_opening import open_tokenizer
+from horizon_lm.errors import ConfigError, ModelNotSupportedError
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Tokenizer:
         split: llama.cpp's name of the way in which text is split.
         tokens: texts of all tokens, by their ids.
         types: their types.
-        special: special tokens, merges and the chat template, as the package gguf reads them from a folder.
+        special: special tokens and the chat template.
+        merges: pairs that are joined, if the algorithm has them.
         scores: scores of the tokens, if the algorithm has them.
         add_space_prefix: whether text gets a space before it.
         notes: lines on what llama.cpp does differently.
@@ -31,7 +33,8 @@ class Tokenizer:
     split: str
     tokens: list[str]
     types: list[int]
-    special: Any
+    special: SpecialTokens
+    merges: list[str] | None = None
     scores: list[float] | None = None
     add_space_prefix: bool = False
     notes: list[str] = field(default_factory=list)
@@ -42,68 +45,76 @@ class Tokenizer:
         writer.add_tokenizer_pre(self.split)
         writer.add_token_list(self.tokens)
         writer.add_token_types(self.types)
+        if self.merges is not None:
+            writer.add_token_merges(self.merges)
         if self.scores is not None:
             writer.add_token_scores(self.scores)
             writer.add_add_space_prefix(self.add_space_prefix)
-        self.special.add_to_gguf(writer, quiet=True)
+        self.special.add_to(writer)
 
 
-def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of a folder.
+def read_tokenizer(folder: Path, vocab_size: int, generation_config: Any) -> Tokenizer:
+    """Return the tokenizer of a folder as transformers opens it, which is not always as its ``tokenizer.json`` describes it.
 
     Args:
         folder: the folder.
         vocab_size: rows of the embedding; those that the tokenizer does not use get tokens that are never produced.
+        generation_config: the generation config of the model, for the tokens that end an answer.
 
     Raises:
-        ConfigError: the folder has no ``tokenizer.json``, or one with more tokens.
-        ModelNotSupportedError: llama.cpp does not have the algorithm, or no name for the way in which text is split.
+        ConfigError: the folder has no tokenizer that can be read, or one with more tokens.
+        ModelNotSupportedError: llama.cpp does not have the algorithm, or no name for the way in which text is split, or no file
+            can say what the tokenizer adds to a text.
     """
-    path = folder / _FILE
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-        notes = [*_leave_out(described, vocab_size), *_around_tokens(described)]
-        read = _with_byte_fallback if described["model"].get("byte_fallback") else _byte_level
-        tokenizer = read(described, folder, vocab_size)
-    except (ConfigError, ModelNotSupportedError):
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} cannot be read ({first_line(error)}); save the tokenizer again") from error
-    return replace(tokenizer, notes=[*tokenizer.notes, *notes])
+    from tokenizers.models import BPE
+
+    opened = open_tokenizer(folder)
+    if not opened.is_fast or not isinstance(opened.backend_tokenizer.model, BPE):
+        raise _unknown_kind(folder)
+    added = {token.content for token in opened.added_tokens_decoder.values()}
+    num_tokens = 1 + max((number for text, number in opened.get_vocab().items() if text not in added), default=0)
+    if num_tokens > vocab_size:  # before a list is made of them
+        raise ConfigError(
+            f"{folder} has {num_tokens:,} tokens, but the model {vocab_size:,}; use the tokenizer of the model"
+        )
+    described = json.loads(opened.backend_tokenizer.to_str())
+    model = described["model"]
+    if model["dropout"] or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
+        raise ModelNotSupportedError(
+            f"{folder}: BPE with dropout, or with marks of parts of words, is not written as GGUF"
+        )
+    special = read_special_tokens(opened, folder, vocab_size, generation_config)
+    notes = [*leave_out(described, vocab_size), *notes_on_added(described["added_tokens"])]
+    read = _with_byte_fallback if model["byte_fallback"] else _byte_level
+    tokenizer = read(described, special, folder, vocab_size)
+    if len(set(tokenizer.tokens)) < len(tokenizer.tokens):  # in llama.cpp's form of texts
+        raise ModelNotSupportedError(f"{folder}: two tokens have the same text, with which llama.cpp opens no file")
+    return replace(tokenizer, notes=[*tokenizer.notes, *notes, *special.notes])
 
 
-def _leave_out(described: dict[str, Any], vocab_size: int) -> list[str]:
-    """Remove added tokens without a row in the embedding from ``described``, such as Gemma 3's for images. Return a note on them."""
-    added = described["added_tokens"]
-    lost = [each["content"] for each in added if each["id"] >= vocab_size]
-    if not lost:
-        return []
-    described["added_tokens"] = [each for each in added if each["id"] < vocab_size]
-    for token in lost:
-        described["model"]["vocab"].pop(token, None)
-    return [f"the added tokens {', '.join(lost)} are left out, because the model has no embedding of them"]
+def _unknown_kind(folder: Path) -> ModelNotSupportedError:
+    """Return the error for a tokenizer of another kind."""
+    return ModelNotSupportedError(
+        f"{folder}: only tokenizers of BPE, byte-level or with byte fallback, are written as GGUF"
+    )
 
 
-def _around_tokens(described: dict[str, Any]) -> list[str]:
-    """Return a note on the added tokens that depend on the text around them; none if there are none."""
-    flags = ("lstrip", "rstrip", "single_word")
-    found = [each["content"] for each in described["added_tokens"] if any(each[flag] for flag in flags)]
-    if not found:
-        return []
-    return [f"llama.cpp ignores that the added tokens {', '.join(found)} take spaces around them, or must be words"]
-
-
-def _byte_level(described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
+def _byte_level(described: dict[str, Any], special: SpecialTokens, folder: Path, vocab_size: int) -> Tokenizer:
     """Return a tokenizer with the merges of byte-level BPE."""
-    split = _split(described, folder / _FILE)
-    texts, types = _tokens(described, vocab_size, folder / _FILE)
+    split, normalizers = _split(described, folder), _parts(described["normalizer"], "normalizers")
+    if any(each["type"] != "NFC" for each in normalizers):
+        raise ModelNotSupportedError(f"{folder}: llama.cpp does not have this tokenizer's way of preparing text")
+    texts, types = _tokens(described, vocab_size)
     notes = []
+    if normalizers:
+        notes.append("llama.cpp does not normalize text (NFC), so text in another form has other tokens")
     if split == SPLITS[DIGITS, False]:
         notes.append("transformers' reader does not take digits alone, as llama.cpp does")
-    return Tokenizer("gpt2", split, texts, types, _special(folder, vocab_size, load_merges=True), notes=notes)
+    merges = [" ".join(pair) for pair in _merges(described["model"])]
+    return Tokenizer("gpt2", split, texts, types, special, merges=merges, notes=notes)
 
 
-def _with_byte_fallback(described: dict[str, Any], folder: Path, vocab_size: int) -> Tokenizer:
+def _with_byte_fallback(described: dict[str, Any], special: SpecialTokens, folder: Path, vocab_size: int) -> Tokenizer:
     """Return a tokenizer with scores instead of merges: llama.cpp joins first the pair whose token has the highest score.
 
     Raises:
@@ -111,60 +122,74 @@ def _with_byte_fallback(described: dict[str, Any], folder: Path, vocab_size: int
     """
     import gguf
 
-    model, path = described["model"], folder / _FILE
-    lacks_bytes = not model["vocab"].keys() >= _BYTES
-    if lacks_bytes or model.get("dropout") or model.get("ignore_merges") or model.get("continuing_subword_prefix"):
-        raise ModelNotSupportedError(f"{path}: this kind of BPE with byte fallback is not written as GGUF")
-    add_space_prefix, notes = _space_prefix(described, path)
-    merged_scores = _scores(described, path)
-    texts, types = _tokens(described, vocab_size, path)
+    model = described["model"]
+    if not model["vocab"].keys() >= _BYTES or model["ignore_merges"]:
+        raise ModelNotSupportedError(f"{folder}: this kind of BPE with byte fallback is not written as GGUF")
+    add_space_prefix, notes = _space_prefix(described, folder)
+    merged = {"".join(pair) for pair in _merges(model)}
+    # Added tokens with spaces that were replaced are not found in text as it is. Merges make them, as in Gemma.
+    added = [each for each in described["added_tokens"] if not (_is_of_spaces(each) and each["content"] in merged)]
+    described["added_tokens"], normalized = added, {each["content"] for each in added if each["normalized"]}
+    merged_scores = _scores(described, folder)
+    texts, types = _tokens(described, vocab_size)
+    if spaced := sorted(text for text in normalized if _SPACE in text):
+        notes.append(f"llama.cpp finds the added tokens {', '.join(spaced)} in text with spaces, but not with {_SPACE}")
     for number, text in enumerate(texts):
-        if text == model.get("unk_token"):
+        if text == model["unk_token"] and types[number] == gguf.TokenType.CONTROL:
             types[number] = gguf.TokenType.UNKNOWN
         elif text in _BYTES:
             types[number] = gguf.TokenType.BYTE
-        elif types[number] == gguf.TokenType.USER_DEFINED:
+        elif types[number] == gguf.TokenType.USER_DEFINED and text in normalized:
             texts[number] = text.replace(_SPACE, " ")  # llama.cpp looks for it before spaces are replaced
     lowest = -float(len(merged_scores))  # of tokens that no merge makes
     scores = [merged_scores.get(text, lowest) for text in texts]
-    special = _special(folder, vocab_size, load_merges=False)
-    return Tokenizer("llama", "default", texts, types, special, scores, add_space_prefix, notes)
+    return Tokenizer(
+        "llama", "default", texts, types, special, scores=scores, add_space_prefix=add_space_prefix, notes=notes
+    )
 
 
-def _special(folder: Path, vocab_size: int, load_merges: bool) -> Any:
-    """Return the special tokens of a folder, the chat template, and the merges if ``load_merges``."""
-    import gguf
-
-    special = gguf.SpecialVocab(folder, load_merges=load_merges, n_vocab=vocab_size)
-    for kind in ("bos", "eos"):  # programs differ in whether they add a token if the file does not say so
-        special.add_special_token.setdefault(kind, False)
-    return special
+def _is_of_spaces(added: dict[str, Any]) -> bool:
+    """Return whether an added token has spaces that were replaced, and is looked for in text in which they were not."""
+    return _SPACE in added["content"] and not added["special"] and not added["normalized"]
 
 
-def _split(described: dict[str, Any], path: Path) -> str:
+def _merges(model: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the pairs that a tokenizer of BPE joins, in their order."""
+    return [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+
+
+def _split(described: dict[str, Any], folder: Path) -> str:
     """Return llama.cpp's name of the way in which a tokenizer of byte-level BPE splits text."""
-    model, normalizer = described["model"], described.get("normalizer") or {"type": "NFC"}
-    before = described.get("pre_tokenizer") or {"type": None}
-    parts = {part["type"]: part for part in before.get("pretokenizers", [before])}
-    level, split, digits = (parts.pop(name, None) for name in ("ByteLevel", "Split", "Digits"))  # other parts are left
-    pattern = split["pattern"].get("Regex") if split else None
-    if digits is not None:
-        pattern = DIGITS if digits["individual_digits"] and split is None else "no known pattern"
-    if model["type"] != "BPE" or normalizer["type"] != "NFC" or level is None or parts:
+    *before, level = _parts(described["pre_tokenizer"], "pretokenizers") or [{"type": None}]
+    if level["type"] != "ByteLevel":
+        raise _unknown_kind(folder)
+    pattern = _pattern(before)
+    name = SPLITS.get((pattern, described["model"]["ignore_merges"]))
+    splits_as_gpt2 = pattern in (None, DIGITS)  # by an expression of its own, which must not follow another
+    if name is None or level["use_regex"] != splits_as_gpt2 or level["add_prefix_space"]:
         raise ModelNotSupportedError(
-            f"{path}: only tokenizers of BPE, byte-level or with byte fallback, are written as GGUF"
+            f"{folder}: llama.cpp has no known name for the way in which this tokenizer splits text"
         )
-    way = (pattern, bool(model.get("ignore_merges")))
-    splits_as_gpt2 = level.get("use_regex", True)  # by an expression of its own, which must not follow another
-    if way not in SPLITS or splits_as_gpt2 != (split is None) or level.get("add_prefix_space"):
-        raise ModelNotSupportedError(
-            f"{path}: llama.cpp has no known name for the way in which this tokenizer splits text"
-        )
-    return SPLITS[way]
+    return name
 
 
-def _tokens(described: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str], list[int]]:
-    """Return the texts and the types of all tokens, by their ids; raise ConfigError if there are more than a model has."""
+def _pattern(before: list[dict[str, Any]]) -> str | None:
+    """Return the expression by which text is split before bytes are taken; None if it is not, and an empty one for any other way."""
+    match before:
+        case []:
+            return None
+        case [{"type": "Digits", "individual_digits": True}]:
+            return DIGITS
+        case [{"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}]:
+            return pattern
+        # Of expressions that match all text, as those that have a name do, the same.
+        case [{"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Removed", "invert": True}]:
+            return pattern
+    return ""
+
+
+def _tokens(described: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Return the texts and the types of all tokens, by their ids."""
     import gguf
 
     texts = {number: text for text, number in described["model"]["vocab"].items()}
@@ -172,10 +197,6 @@ def _tokens(described: dict[str, Any], vocab_size: int, path: Path) -> tuple[lis
     for each in described["added_tokens"]:
         texts[each["id"]] = each["content"]
         types[each["id"]] = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
-    if max(texts) >= vocab_size:
-        raise ConfigError(
-            f"{path} has {max(texts) + 1:,} tokens, but the model {vocab_size:,}; use the tokenizer of the model"
-        )
     numbers = range(vocab_size)
     return (
         [texts.get(number, f"[PAD{number}]") for number in numbers],
@@ -192,19 +213,19 @@ _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPr
 _BYTES = frozenset(f"<0x{number:02X}>" for number in range(256))
 
 
-def _scores(described: dict[str, Any], path: Path) -> dict[str, float]:
+def _scores(described: dict[str, Any], folder: Path) -> dict[str, float]:
     """Return scores of the tokens that merges make, in the order of the merges: 0 for the first, then -1, ...
 
     Raises:
         ModelNotSupportedError: by these scores, llama.cpp would join other pairs than the merges do.
     """
     model, added = described["model"], {each["content"] for each in described["added_tokens"]}
-    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    pairs = _merges(model)
     scores: dict[str, float] = {}
     for position, group in enumerate(_groups_by_token(pairs)):
         tokens, lengths = {"".join(pair) for pair in group}, [(len(first), len(second)) for first, second in group]
         if len(tokens) > 1 and lengths != sorted(lengths, reverse=True):
-            raise ModelNotSupportedError(f"{path}: no score of {min(tokens)!r} has the effect of its merges")
+            raise ModelNotSupportedError(f"{folder}: no score of {min(tokens)!r} has the effect of its merges")
         scores |= dict.fromkeys(tokens, -float(position))
     # llama.cpp joins any two tokens whose text together is a token, whether or not there is a merge of them.
     merged = set(pairs)
@@ -213,7 +234,7 @@ def _scores(described: dict[str, Any], path: Path) -> dict[str, float]:
             pair = (token[:cut], token[cut:])
             if pair not in merged and all(part in model["vocab"] and part not in added for part in pair):
                 raise ModelNotSupportedError(
-                    f"{path}: llama.cpp joins {' and '.join(map(repr, pair))}, which no merge does"
+                    f"{folder}: llama.cpp joins {' and '.join(map(repr, pair))}, which no merge does"
                 )
     return scores
 
@@ -234,7 +255,7 @@ def _groups_by_token(pairs: list[tuple[str, ...]]) -> Iterator[list[tuple[str, .
     yield pairs[start:]
 
 
-def _space_prefix(described: dict[str, Any], path: Path) -> tuple[bool, list[str]]:
+def _space_prefix(described: dict[str, Any], folder: Path) -> tuple[bool, list[str]]:
     """Return whether llama.cpp adds a space before text, and notes on where it adds one and the tokenizer does not."""
     normalizers = _parts(described.get("normalizer"), "normalizers")
     splits = _parts(described.get("pre_tokenizer"), "pretokenizers")
@@ -252,7 +273,7 @@ def _space_prefix(described: dict[str, Any], path: Path) -> tuple[bool, list[str
                 return False, []
             note = "before text that begins with a space, llama.cpp adds one more than the tokenizer"
             return True, [f"after special tokens, and {note}" if scheme == "first" else note]
-    raise ModelNotSupportedError(f"{path}: llama.cpp does not have this tokenizer's way of preparing text")
+    raise ModelNotSupportedError(f"{folder}: llama.cpp does not have this tokenizer's way of preparing text")
 
 
 def _parts(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:

@@ -53,16 +53,25 @@ def generation_settings(
         model.generation_config = before
 
 
+def end_tokens(settings: Any) -> list[int]:
+    """Return the tokens that end an answer by a generation config, which has none, one or a list of them."""
+    return _listed(settings.eos_token_id)
+
+
 def _tokens_of_folder(settings: Any, num_tokens: int) -> dict[str, Any]:
     """Return the first and the last tokens of a generation config; raise ConfigError if they are none of a vocabulary's."""
     chosen = {}
     for name in ("bos_token_id", "eos_token_id"):
         value = getattr(settings, name, None)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = _listed(value)
         if not all(type(each) is int and 0 <= each < num_tokens for each in ids):
             raise _invalid(name, value, f"a token from 0 to {num_tokens - 1}, or a list of such tokens")
         chosen[name] = value
     return chosen
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _numbers_of_folder(settings: Any, limits: Mapping[str, float]) -> dict[str, Any]:
