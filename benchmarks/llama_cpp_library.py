@@ -57,6 +57,8 @@ class LlamaCpp:
             ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32,
             ctypes.c_bool, ctypes.c_bool,
         ]  # fmt: skip
+        self._lib.llama_vocab_is_eog.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+        self._lib.llama_vocab_is_eog.restype = ctypes.c_bool
         self._lib.llama_log_set(self._log, None)
         self._lib.llama_backend_init()
 
@@ -89,3 +91,7 @@ class LlamaCpp:
         buffer, encoded = (ctypes.c_int32 * 4096)(), text.encode()
         vocab = self._lib.llama_model_get_vocab(model)
         return buffer[: self._lib.llama_tokenize(vocab, encoded, len(encoded), buffer, 4096, True, True)]
+
+    def ends_answer(self, model: int, token: int) -> bool:
+        """Return whether an answer ends at a token."""
+        return bool(self._lib.llama_vocab_is_eog(self._lib.llama_model_get_vocab(model), token))
