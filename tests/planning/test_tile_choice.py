@@ -10,8 +10,9 @@ import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.model.source import ModelSource
+from horizon_lm.planning import plan as planning
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.choose import with_device_room
+from horizon_lm.planning.choose import Choice, with_device_room
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.outline import ModelOutline
@@ -75,6 +76,25 @@ def test_blocks_that_do_not_fit_twice_are_cut(outline: ModelOutline, ranks: dict
     assert any(each.startswith("expert_tile: ") and "do not fit" in each for each in made.reasons)
     assert made.request.expert_tile == "auto"
     assert not plan(outline, room, expert_tile=None, **ranks).fits
+
+
+def test_tiles_are_not_compared_if_the_smallest_does_not_fit(
+    outline: ModelOutline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search for remedies makes dozens of such plans. The step that is planned is chosen once more, with its reasons."""
+    tried: list[int | None] = []
+
+    def choose(outline: ModelOutline, request: Request, machine: Machine) -> Choice:
+        tried.append(request.expert_tile)
+        return chosen(outline, request, machine)
+
+    chosen = planning.choose
+    monkeypatch.setattr(planning, "choose", choose)
+    made = plan(outline, smallest(outline, 1) // 2)
+    assert tried[1:] == [None, 1, made.step.settings.expert_tile]
+    tried.clear()
+    plan(outline, smallest(outline, 4))
+    assert len(tried) > 4  # a control: where it fits, they are
 
 
 @pytest.mark.parametrize(("op_seconds", "is_cut"), [(1e-4, True), (0.0, False)], ids=["slow launches", "free launches"])

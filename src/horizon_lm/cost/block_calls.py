@@ -244,7 +244,9 @@ def _zeros(leaf: Any) -> Any:
 def _zero_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[Place]:
     """Yield zeros for the outer parameters, which are on the meta device, with the places that they are read from."""
     for ref in parts.units[OUTER]:
-        zeros = nn.Parameter(torch.zeros(ref.param.shape, dtype=parts.computed_dtype(ref.name, dtype)))
+        # One zero that is read everywhere: adapters of a large model would take seconds to write.
+        zero = torch.zeros((), dtype=parts.computed_dtype(ref.name, dtype))
+        zeros = nn.Parameter(zero.expand(ref.param.shape))
         yield from ((module, attribute, zeros) for module, attribute in ref.places)
 
 

@@ -14,7 +14,7 @@ from horizon_lm.planning.budgets import (
     transferred_bytes,
 )
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.choose import Choice, choose
+from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use, memory_curve
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plain import plain_reasons
@@ -135,30 +135,36 @@ class _Planner:
     def _with_moments(self, request: Request) -> Plan:
         """Return the plan of a request whose moments are settled."""
         if request.expert_tile != "auto":
-            return self._with_tile(request, self._priced)
+            return self._with_tile(request)
         tile, why = self._choose_tile(request)
-        chosen = self._with_tile(replace(request, expert_tile=tile), self._priced)
+        chosen = self._with_tile(replace(request, expert_tile=tile))
         if why:
             chosen = _because(f"expert_tile: {tile}, because {why}", chosen)
         # The request still leaves the tile open: with the changes of a remedy, another one may be the best.
         return replace(chosen, request=request)
 
-    def _with_tile(self, request: Request, priced: bool) -> Plan:
-        """Return the plan of a request whose moments and tile are settled; ``priced``: simulate its step."""
-        require_tiles(self._outline, request)
-        machine, hardware = self._machine, self._machine.hardware
-        choice = choose(self._outline, request, machine)
-        step, use = choice.step, device_use(choice.step)
-        host, typical_step = host_budget(step, use, machine), self._typical_step(step)
-        simulation = _simulation(typical_step, machine) if priced else None
+    def _with_tile(self, request: Request) -> Plan:
+        """Return the plan of a request whose moments and tile are settled, with its times and reasons."""
+        plan, machine = self._tried(request), self._machine
+        typical_step = self._typical_step(plan.step)
+        simulation = _simulation(typical_step, machine) if self._priced else None
         time = None if simulation is None else simulation.step_time()
         has_checkpoints = request.saves.num > 0 and not request.saves.only_model
-        is_disk_known = hardware is not None and hardware.disk_write > 0
+        is_disk_known = machine.hardware is not None and machine.hardware.disk_write > 0
+        return replace(
+            plan, time=time, reasons=list(_reasons(plan, typical_step, time)),
+            save=simulation.save_time() if simulation and has_checkpoints and is_disk_known else None,
+        )  # fmt: skip
+
+    def _tried(self, request: Request) -> Plan:
+        """Return the same plan without times, and with the reasons for its choices alone, to compare it with others."""
+        require_tiles(self._outline, request)
+        machine, choice = self._machine, choose(self._outline, request, self._machine)
+        step, use = choice.step, device_use(choice.step)
         return Plan(
-            request=request, machine=machine, step=step, reasons=list(_reasons(choice, typical_step, machine, host, time)),
-            host=host, device=device_budget(step, use, machine), buffers=buffer_budget(step, use),
-            disk=disk_budget(step, machine), download=download_budget(step, machine), problems=file_problems(step, machine),
-            time=time, save=simulation.save_time() if simulation and has_checkpoints and is_disk_known else None,
+            request=request, machine=machine, step=step, reasons=choice.reasons, host=host_budget(step, use, machine),
+            device=device_budget(step, use, machine), buffers=buffer_budget(step, use), disk=disk_budget(step, machine),
+            download=download_budget(step, machine), problems=file_problems(step, machine), time=None,
         )  # fmt: skip
 
     def _typical_step(self, step: Step) -> Step:
@@ -172,7 +178,7 @@ class _Planner:
         sizes = tile_sizes(self._outline, request)
         if not sizes:
             return None, ""
-        whole = self._with_tile(replace(request, expert_tile=None), priced=False)
+        whole = self._tried(replace(request, expert_tile=None))
         if whole.memory_deficit:
             return self._choose_tile_that_fits(request, sizes, whole)
         return self._choose_tile_that_saves_time(request, sizes, whole)
@@ -181,10 +187,10 @@ class _Planner:
         """Choose the tile with the shortest step, or the largest one if the rates are unknown. If none fits, choose what lacks the
         least memory, without a reason.
         """
-        fitting = self._fitting(request, sizes)
-        if not fitting:
-            smallest = self._with_tile(replace(request, expert_tile=sizes[-1]), priced=False)
+        smallest = self._tried(replace(request, expert_tile=sizes[-1]))
+        if smallest.memory_deficit:  # a larger tile takes no less
             return min(whole, smallest, key=_missing_memory).step.settings.expert_tile, ""
+        fitting = self._fitting(request, sizes)
         best = min(fitting, key=self._estimated_seconds) if self._has_rates else fitting[0]
         return best.step.settings.expert_tile, "whole blocks do not fit the device twice"
 
@@ -205,7 +211,7 @@ class _Planner:
 
     def _fitting(self, request: Request, sizes: Sequence[int]) -> list[Plan]:
         """Return the plans with the largest tiles that fit, largest first."""
-        plans = (self._with_tile(replace(request, expert_tile=size), priced=False) for size in sizes)
+        plans = (self._tried(replace(request, expert_tile=size)) for size in sizes)
         return list(islice((plan for plan in plans if not plan.memory_deficit), _MOST_TILE_SIZES))
 
     @property
@@ -239,28 +245,26 @@ def _missing_memory(plan: Plan) -> int:
     return plan.host.deficit + plan.device.deficit + plan.buffers.deficit
 
 
-def _reasons(choice: Choice, typical: Step, machine: Machine, host: Budget, time: StepTime | None) -> Iterator[str]:
+def _reasons(plan: Plan, typical: Step, time: StepTime | None) -> Iterator[str]:
     """Yield the reasons for the settings, what is not proven or not possible, and what would make a step shorter.
 
     Args:
-        choice: the step, with its settings.
-        typical: the same step with sequences of typical length.
-        machine: the machine.
-        host: the host memory of the run.
+        plan: a plan with the reasons for its choices.
+        typical: its step with sequences of typical length.
         time: time of the typical step; None if unknown.
     """
-    outline = choice.step.outline
+    outline, machine = plan.step.outline, plan.machine
     if outline.base_is_frozen:
         trained, total = outline.trained.num_parameters, outline.sizes.num_parameters
         yield f"adapters: {trained:,} parameters are trained, {trained / total:.2%} of {total:,}"
-    yield from choice.reasons
+    yield from plan.reasons
     if outline.unproven:
         yield f"allow_unproven_model: {outline.unproven}"
     if outline.whole_head_only:
         yield f"head: whole, because {outline.whole_head_only}"
     if machine.page_lock_error:
         yield (
-            f"{format_bytes(transferred_bytes(host))} of host memory cannot be page-locked ({machine.page_lock_error}); transfers "
+            f"{format_bytes(transferred_bytes(plan.host))} of host memory cannot be page-locked ({machine.page_lock_error}); transfers "
             "use staging buffers, which are slower"
         )
     yield from machine.notes
@@ -292,7 +296,7 @@ def _shorter_step_reasons(step: Step, machine: Machine, time: StepTime | None) -
         return []
     lighter = _simulation(replace(step, settings=replace(step.settings, moments="bfloat16")), machine)
     assert lighter is not None  # because the step itself was simulated
-    saved = 1 - lighter.step_time().seconds / time.seconds
+    saved = 1 - lighter.seconds() / time.seconds
     if saved < _NOTABLE_SHARE:
         return []
     return [f"optimizer updates are not fully overlapped: moments: bfloat16 would make a step {saved:.0%} shorter"]

@@ -82,6 +82,10 @@ class Simulation:
         """Return about the seconds of a step, sooner than `step_time`, to compare settings."""
         return step_seconds(self._passes, self._cost, self._rates, num_steps=2)
 
+    def seconds(self) -> float:
+        """Return the seconds of a step, those of `step_time`."""
+        return step_seconds(self._passes, self._cost, self._rates, num_steps=_STEPS)
+
     def step_time(self) -> StepTime:
         """Simulate one of the steps."""
         step, passes, cost = self._step, self._passes, self._cost

@@ -7,6 +7,7 @@ from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import HorizonError
+from horizon_lm.planning.host_memory import host_bytes
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.remedies import Remedy, find_remedies
 from horizon_lm.preflight.inputs import Source
@@ -28,7 +29,7 @@ def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
     """Return adapters on the model as it is, on 4-bit weights, or on those with the changes that they need to fit."""
     request = replace(plan.request, grad_bytes=4 if run.grad_dtype is None else plan.request.grad_bytes)
     remedy = None
-    for settings, cost in _adapters(run, source):
+    for settings, cost in _adapters(run, source, plan):
         outline_for = partial(source.outline, run.model_copy(update=settings), length=plan.step.outline.length)
         try:
             adapted = make_plan(outline_for(), request, plan.machine, priced=False)
@@ -44,13 +45,17 @@ def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
     ]
 
 
-def _adapters(run: RunConfig, source: Source) -> Iterator[tuple[dict[str, Any], str]]:
+def _adapters(run: RunConfig, source: Source, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield settings with which adapters are trained, and their costs: with the fewest changes of the model first."""
     settings: dict[str, Any] = {"use_peft": True}
     if run.trainable is not None:
         settings["trainable"] = None
     if run.dequantize:
         settings["dequantize"] = False
-    yield settings, _COST
-    if not source.model.quantization:
+    is_quantized = source.model.quantization is not None
+    weights = host_bytes(plan.step).get("weights", 0)
+    # Adapters are outlined in a second or two, which is lost if the weights alone are too large for the host.
+    if is_quantized or plan.host.available is None or weights <= plan.host.available:
+        yield settings, _COST
+    if not is_quantized:
         yield settings | {"load_in_4bit": True}, f"{_COST}, which are rounded to 4 bits"
