@@ -136,6 +136,7 @@ def test_all_errors_of_a_file_are_reported_together(write) -> None:
         ("warmup_steps: 1.5\n", "a whole number of steps, or a fraction"),
         ("device_memory: lots\n", "device_memory"),
         ("device: tpu\n", "must be auto, cpu, cuda or cuda:N"),
+        ("device: mps\n", "must be auto, cpu, cuda or cuda:N; a Mac computes on its CPU"),
         ("learning_rate: .nan\n", "must be a finite number"),
         ("max_steps: 0\n", "at least 1, or -1"),
         ("optim: rmsprop\n", "must be adamw or lion or muon, or transformers' name for it"),

@@ -21,7 +21,9 @@ from horizon_lm.planning.catalog import (
 )
 
 NAMES = (
-    "a100-pcie-80gb", "a100-sxm-40gb", "a100-sxm-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l4", "l40s", "mi300x", "rtx-3090", "rtx-3090-server", "rtx-4060-laptop", "rtx-4080-laptop", "rtx-4090", "rtx-4090-laptop", "rtx-4090-server", "rtx-5090", "rtx-5090-server", "rtx-a6000", "rtx-pro-6000", "t4",
+    "a100-pcie-80gb", "a100-sxm-40gb", "a100-sxm-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l4", "l40s", "mi300x",
+    "rtx-3060", "rtx-3090", "rtx-3090-server", "rtx-4060-laptop", "rtx-4060-ti-16gb", "rtx-4070", "rtx-4080", "rtx-4080-laptop", "rtx-4090",
+    "rtx-4090-laptop", "rtx-4090-server", "rtx-5070-ti", "rtx-5080", "rtx-5090", "rtx-5090-server", "rtx-a6000", "rtx-pro-6000", "t4",
 )  # fmt: skip
 NOT_A_FIGURE = ("name", "device", "gpu", "sources")
 # Names as reported by the CUDA driver.
@@ -33,7 +35,13 @@ DRIVER_NAMES = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H100 PCIe": "h100-pcie",
     "NVIDIA H200": "h200",
+    "NVIDIA GeForce RTX 3060": "rtx-3060",
     "NVIDIA GeForce RTX 3090": "rtx-3090",
+    "NVIDIA GeForce RTX 4060 Ti": "rtx-4060-ti-16gb",
+    "NVIDIA GeForce RTX 4070": "rtx-4070",
+    "NVIDIA GeForce RTX 4080": "rtx-4080",
+    "NVIDIA GeForce RTX 5070 Ti": "rtx-5070-ti",
+    "NVIDIA GeForce RTX 5080": "rtx-5080",
     "NVIDIA GeForce RTX 4090": "rtx-4090",
     "NVIDIA GeForce RTX 5090": "rtx-5090",
     "NVIDIA L40S": "l40s",
@@ -49,6 +57,7 @@ DRIVER_NAMES = {
 }
 OTHER_GPUS = (
     "", "Tesla T40", "NVIDIA H200 NVL", "NVIDIA GH200 120GB", "NVIDIA GeForce RTX 3090 Ti",
+    "NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 4070 SUPER", "NVIDIA GeForce RTX 5070 Ti Laptop GPU",
     "NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA GeForce RTX 5090 D", "NVIDIA L40", "NVIDIA GB200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
 )  # fmt: skip
 
@@ -114,6 +123,8 @@ def test_match_by_driver_name() -> None:
     [
         ("H200", "h200"), ("rtx4090", "rtx-4090"), ("RTX 3090", "rtx-3090"), ("rtx_5090_server", "rtx-5090-server"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("A100-PCIe-80GB", "a100-pcie-80gb"),
+        ("RTX 3060 12 GB", "rtx-3060"), ("3060 12GB", "rtx-3060"), ("RTX 4060 Ti 16 GB", "rtx-4060-ti-16gb"), ("4070", "rtx-4070"),
+        ("GeForce RTX 4080", "rtx-4080"), ("5070 Ti", "rtx-5070-ti"), ("rtx5080", "rtx-5080"), ("4090", "rtx-4090"), ("RTX 4090 24GB", "rtx-4090"),
     ],
 )  # fmt: skip
 def test_find_by_name(typed: str, name: str) -> None:
@@ -127,6 +138,20 @@ def test_unknown_names() -> None:
         find_profile("b300")
     with pytest.raises(ConfigError, match=r"nowhere\.json: No such file"):
         find_profile("nowhere.json")
+
+
+@pytest.mark.parametrize("typed", ["mac", "mps", "MacBook Pro", "M3 Max", "Apple M4", "mac studio"])
+def test_a_mac_computes_on_its_cpu(typed: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^device '{typed}': on a Mac, the CPU computes\. Plan there with --device cpu"
+    ):
+        find_profile(typed)
+
+
+@pytest.mark.parametrize("typed", ["mi30", "m", "max", "macro 9000x"])
+def test_other_unknown_names_are_no_macs(typed: str) -> None:
+    with pytest.raises(ConfigError, match="is not known"):
+        find_profile(typed)
 
 
 def test_profile_extends_its_base(tmp_path: Path) -> None:

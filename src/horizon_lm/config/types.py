@@ -57,7 +57,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _check_device_name(name: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ValueError("must be auto, cpu, cuda or cuda:N")
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N{'; a Mac computes on its CPU' * name.startswith('mps')}")
     return name
 
 

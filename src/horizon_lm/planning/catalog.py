@@ -198,16 +198,25 @@ def published() -> Mapping[str, Hardware]:
     }
 
 
+_MAC = re.compile(r"mps|metal|((i?mac|apple)(book|mini|studio|air|silicon)?|m\d)(m\d)?(pro|max|ultra)?")
+
+
 def find_profile(name: str) -> Hardware:
     """Return the published profile of that name, or the profile in that file; raise ConfigError if neither exists.
 
-    Spaces, dashes and the maker's name do not matter, and the driver's name of the GPU is one, too.
+    Spaces, dashes and the maker's name do not matter. The driver's name of the GPU is one, too, and so is the name with its memory.
     """
+    wanted = _plain(name)
     for known, profile in published().items():
-        if _plain(name) in (_plain(known), _plain(profile.gpu)):
+        if wanted in map(_plain, (known, profile.gpu, profile.name.partition(",")[0])):
             return profile
     if name.endswith(".json"):
         return read_profile(Path(name).expanduser())
+    if _MAC.fullmatch(wanted):
+        raise ConfigError(
+            f"device {name!r}: on a Mac, the CPU computes. Plan there with --device cpu, or describe the Mac in MACHINE.json, with "
+            '"device": "cpu" (docs/planning.md)'
+        )
     raise ConfigError(
         f"device {name!r} is not known{_meant(name)}; choose one of {', '.join(published())}, or name a file with a profile, "
         "MACHINE.json (docs/planning.md)"
@@ -220,7 +229,7 @@ def _meant(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|amd|geforce|instinct|[^a-z0-9]", "", name.lower())
+    return re.sub(r"nvidia|amd|geforce|rtx|instinct|[^a-z0-9]", "", name.lower())
 
 
 def match_profile(gpu: str) -> Hardware | None:
