@@ -3,11 +3,14 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_SAME_WORD = 0.75  # similarity from which two words are spellings of one
+_SAME_WORD, _SAME_NAME = (
+    0.75,
+    0.8,
+)  # similarities from which two words, or words of names, are spellings of one: omni is not mini
 _FEW = 3  # names in one suggestion, at most
 _SUFFIXES = re.compile(r"(?<=.)(\.[A-Za-z]\w*)+$")  # of files; not the end of Llama-3.1-8B
 _SIZE = re.compile(r"(?<![a-z0-9.])(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
@@ -32,27 +35,17 @@ def _words_without_match(name: str, other: str) -> list[str]:
 def closest_model(typed: str, known: Iterable[str]) -> str | None:
     """Return the model of the same family, version and size whose name is the most similar; None if there is none.
 
-    A name may lack the version or its end, as llama-3-8b and qwen-7b do, if it is that of one version alone.
+    Each word and number of the name typed is one of the model's, or a misspelling of it: Qwen2.5-VL-7B is another model than
+    Qwen2.5-7B. A name may lack the end of the version or of the name, as qwen-7b does, if it is that of one version alone.
     """
-    has_owner = "/" in typed
-    names = {(name if has_owner else name.rpartition("/")[2]).casefold(): name for name in known}
-    wanted = _Numbers.of(typed)
-    same_numbers = [each for each in names if _Numbers.of(each) == wanted]
-    close = difflib.get_close_matches(typed.casefold(), same_numbers, n=1)
-    if not close and wanted.size:
-        longer = [each for each in names if _is_longer(each, typed)]
-        is_one_version = len({_Numbers.of(each) for each in longer}) == 1
-        if wanted.version or is_one_version:
-            close = difflib.get_close_matches(typed.casefold(), longer, n=1, cutoff=0)
+    wanted = _ModelName.of(typed)
+    alike = {name: own for name in known if wanted.may_mean(own := _ModelName.of(name))}
+    same_version = [name for name, own in alike.items() if own.version == wanted.version]
+    if not same_version and len({own.version for own in alike.values()}) > 1:
+        return None
+    names = {(name if wanted.owner else name.rpartition("/")[2]).casefold(): name for name in same_version or alike}
+    close = difflib.get_close_matches(typed.casefold(), names, n=1, cutoff=0)
     return names[close[0]] if close else None
-
-
-def _is_longer(name: str, typed: str) -> bool:
-    """Return whether a model's name differs from the one typed by a longer version and by words behind the size."""
-    own, wanted = _Numbers.of(name), _Numbers.of(typed)
-    same_version = own.size == wanted.size and own.version[: len(wanted.version)] == wanted.version
-    same_owner = "/" not in typed or name.partition("/")[0] == typed.casefold().partition("/")[0]
-    return same_version and same_owner and _family(name) == _family(typed)
 
 
 def closest_machines(typed: str, known: Iterable[str]) -> list[str]:
@@ -109,26 +102,52 @@ def _closest_name(typed: str, names: Iterable[str]) -> str | None:
     return max(same_stem, key=lambda name: difflib.SequenceMatcher(a=typed, b=name).ratio(), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """The numbers in a model's name: those of its version, and its size, such as 7b; without a size, all are of the version."""
+_NUMBER, _WORD = re.compile(r"\d+(?:\.\d+)*"), re.compile("[a-z]+")
 
+
+@dataclass(frozen=True, slots=True)
+class _ModelName:
+    """The parts of a model's name, in lower case.
+
+    Attributes:
+        owner: the organization; empty if it is left out.
+        family, version: words and numbers before the size; without a size, those up to the last number.
+        size: its size, such as 7b; empty if the name has none.
+        words, numbers: those that follow.
+    """
+
+    owner: str
+    family: tuple[str, ...]
     version: tuple[str, ...]
     size: str
+    words: tuple[str, ...]
+    numbers: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str) -> "_Numbers":
-        base, size = _divide(name)
-        return cls(tuple(re.findall(r"\d+", base)), size)
+    def of(cls, name: str) -> "_ModelName":
+        owner, _, base = name.casefold().rpartition("/")
+        size, last = _SIZE.search(base), [*_NUMBER.finditer(base)][-1:]
+        start, end = size.span() if size else (last[0].end(),) * 2 if last else (len(base),) * 2
+        family = (word for word in _WORD.findall(base[:start]) if word != "meta")  # Meta-Llama is Llama
+        before, behind = _NUMBER.findall(base[:start]), base[end:]
+        return cls(
+            owner, tuple(family), tuple(before), size[0] if size else "",
+            tuple(_WORD.findall(behind)), tuple(_NUMBER.findall(behind)),
+        )  # fmt: skip
+
+    def may_mean(self, other: "_ModelName") -> bool:
+        """Return whether this name, as it was typed, may stand for the name of a model."""
+        return (
+            self.size == other.size
+            and other.version[: len(self.version)] == self.version
+            and set(self.numbers) <= set(other.numbers)
+            and _are_spelled(self.family, other.family)
+            and _are_spelled(other.family, self.family)
+            and _are_spelled(self.words, other.words)
+            and (not self.owner or _are_spelled([self.owner], [other.owner]))
+        )
 
 
-def _family(name: str) -> list[str]:
-    """Return the words before the size in a model's name, such as ["llama"]."""
-    return [word for word in re.findall(r"[a-z]+", _divide(name)[0]) if word != "meta"]  # Meta-Llama is Llama
-
-
-def _divide(name: str) -> tuple[str, str]:
-    """Return the part of a model's name before its size, and the size; the whole name if it has none."""
-    name = name.rpartition("/")[2].casefold()
-    size = _SIZE.search(name)
-    return (name[: size.start()], size[0]) if size else (name, "")
+def _are_spelled(words: Iterable[str], others: Sequence[str]) -> bool:
+    """Return whether each of these words is a spelling of one of the others."""
+    return all(difflib.get_close_matches(word, others, 1, _SAME_NAME) for word in words)
