@@ -175,7 +175,7 @@ def test_experts(tmp_path: Path) -> None:
     result = run("export", source, tmp_path / "out", "--format", "gguf")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
-        f"The model is in {tmp_path / 'out'}. Try it:",
+        f"The model is in {tmp_path / 'out' / 'model.gguf'}. Try it:",
         f'  horizon-lm generate {tmp_path / "out"} "..." --gguf-file model.gguf',
         "note: Horizon-LM and llama.cpp read the file, but transformers' reader does not know models of type mixtral",
     ]

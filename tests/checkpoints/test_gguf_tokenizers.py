@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
-from horizon_lm.checkpoints import gguf_export
+from horizon_lm.checkpoints import gguf_export, gguf_tokenizer
 from horizon_lm.data import gguf_splits
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from tests.e2e import tiny
@@ -82,7 +82,7 @@ def test_digits_alone(tmp_path: Path) -> None:
                 gguf_export.export_gguf(source, tmp_path / "other")
 
 
-_SPLIT = {"type": "Split", "pattern": {"Regex": gguf_tokenizer._QWEN2}, "behavior": "Isolated", "invert": False}
+_SPLIT = {"type": "Split", "pattern": {"Regex": gguf_splits.QWEN2}, "behavior": "Isolated", "invert": False}
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _WAY = "llama.cpp has no known name for the way"
 _KIND = "only tokenizers of BPE, byte-level or with byte fallback, are written"
