@@ -94,6 +94,10 @@ class IgnoredCastWarning(UserWarning):
     """Other code cast weights to a wider dtype, which changes neither the stored weights nor the dtype of computations."""
 
 
+class IgnoredArgumentWarning(UserWarning):
+    """An argument had no effect, because the model was saved rather than lost."""
+
+
 class InterruptedRunError(HorizonError):
     """The user or the system asked the run to stop."""
 

@@ -134,12 +134,12 @@ class _Exporter:
             for name, value in given.items()
             if name in store.unit_of and name not in store.codecs and value.data_ptr() != store.weight(name).data_ptr()
         }
-        for name, value in self._given.items():
-            if value.shape != store.shape(name):
-                raise ConfigError(
-                    f"save_pretrained: state_dict has {name} of shape {tuple(value.shape)}, and the model {tuple(store.shape(name))}; "
-                    "leave it out"
-                )
+        for name in [name for name, value in self._given.items() if value.shape != store.shape(name)]:
+            warn(
+                f"save_pretrained: state_dict has {name} of shape {tuple(self._given.pop(name).shape)}, and the model "
+                f"{tuple(store.shape(name))}; the model's own weight was written",
+                CheckpointWarning,
+            )
         self._buffers = unrounded_buffers(parts, store)
         self._overflows = False  # of float16, by a weight that was written
         slabs_of: dict[Unit, list[Unit]] = {}  # by the unit to which they belong

@@ -45,6 +45,18 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "push_to_hub": lambda model: {"push_to_hub": False},
     "token": lambda model: {"token": None},
     "originals": lambda model: {"save_peft_format": True, "save_original_format": True},
+    "accelerate": lambda model: {"is_main_process": True, "save_function": fresh_accelerator().save},
+    "accelerate-state": lambda model: {
+        "save_function": torch.save,
+        "state_dict": fresh_accelerator().get_state_dict(model),
+    },
+    "for-the-hub": lambda model: {
+        "token": "none",
+        "private": True,
+        "repo_id": "a/b",
+        "commit_message": "end",
+        "create_pr": True,
+    },
 }
 
 
@@ -52,7 +64,7 @@ ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "saving.arguments",
     SECTION,
     "`save_pretrained` with transformers' arguments: `state_dict`, `is_main_process`, `safe_serialization`, `max_shard_size`, "
-    "`variant`, `push_to_hub=False`, `token`",
+    "`variant`, `push_to_hub=False`, `token`, and with accelerate's `save_function` and `get_state_dict`",
     cases={each: Case(arguments={"which": each}) for each in ARGUMENTS},
     edits=True,
 )
@@ -64,10 +76,12 @@ def save_arguments(model: Any, which: str) -> Any:
         return {"files": files, "tensors": _tensors(folder)}
 
 
-@row("saving.unknown-argument", SECTION, "`save_pretrained` with an unknown argument", EITHER)
-def save_unknown(model: Any) -> Any:
+@row("saving.unknown-argument", SECTION, "`save_pretrained` with an argument that has no effect: the model is saved all the same",
+     cases={name: Case(arguments={"given": {name: value}}) for name, value in
+            (("unknown_argument", 1), ("safe_serialization", False))}, warns=True)  # fmt: skip
+def save_unknown(model: Any, given: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, unknown_argument=1)
+        model.save_pretrained(folder, **given)
         return _tensors(folder)
 
 

@@ -1,52 +1,142 @@
-"""Arguments of transformers' ``from_pretrained``: the ones that streaming has or that have no effect, and remedies for others."""
+"""Arguments of transformers' ``from_pretrained`` and ``save_pretrained``: honoured, ignored, or rejected with a remedy.
 
-from dataclasses import fields
+`tests/seams/test_signatures.py` compares the table with the signatures and docstrings of the installed version.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from horizon_lm.engine.opening.options import StreamArguments
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, IgnoredArgumentWarning, warn
 from horizon_lm.near_misses import closest_setting
 
-_DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # arguments of transformers, with the values that have no effect here
-    "low_cpu_mem_usage": (None, True, False),
-    "use_safetensors": (None, True),
-    "weights_only": (True,),
-    "ignore_mismatched_sizes": (False,),
-    "output_loading_info": (False,),
-    "device_map": (None,),
-    "load_in_8bit": (None, False),
-    "tp_plan": (None,),
-    "max_memory": (None,),
-    "offload_folder": (None,),
-    "variant": (None,),
-    "state_dict": (None,),
-    "key_mapping": (None,),
-    "experts_implementation": (None,),
+HONOURED = "honoured"
+IGNORED = "ignored, because it changes nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An argument that is rejected: by ``from_pretrained`` with an error, by ``save_pretrained``, which must not lose a training, with
+    a warning.
+
+    Attributes:
+        remedy: the end of the message.
+        neutral: values that change nothing, and are accepted; compared by type, too.
+    """
+
+    remedy: str
+    neutral: tuple[Any, ...] = (None,)
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value changes nothing."""
+        return any(type(value) is type(each) and value == each for each in self.neutral)
+
+
+Rule = str | Unsupported
+_SINCE_SAFETENSORS = "only safetensors are read; convert the weights first"
+_OTHERWISE_LOADED = "load it with transformers and stream() it"
+_PARALLEL = "several processes share a streamed model by device_mesh (docs/distributed.md); leave it out"
+_KERNELS = "blocks compute with the modules of transformers; leave it out"
+DOWNLOAD = ("revision", "cache_dir", "token", "force_download", "local_files_only")
+HUB = ("repo_id", "token", "private", "commit_message", "commit_description", "create_pr", "revision", "tags")
+
+FROM_PRETRAINED: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            "pretrained_model_name_or_path",
+            "config",
+            "dtype",
+            "torch_dtype",
+            "gguf_file",
+            "subfolder",
+            "trust_remote_code",
+            "quantization_config",
+            "load_in_4bit",
+            "attn_implementation",
+            "device_mesh",
+            "generation_config",
+            "use_auth_token",
+            *DOWNLOAD,
+        ),
+        HONOURED,
+    ),
+    # How plain weights are read, shown while they are read, or placed, and what transformers itself ignores.
+    **dict.fromkeys(
+        (
+            "low_cpu_mem_usage",
+            "offload_folder",
+            "offload_buffers",
+            "offload_state_dict",
+            "weights_only",
+            "disable_mmap",
+            "tqdm_class",
+            "_fast_init",
+            "mirror",
+            "resume_download",
+            "_commit_hash",
+            "_from_auto",
+            "_from_pipeline",
+        ),
+        IGNORED,
+    ),
+    "adapter_kwargs": Unsupported(
+        "open the folder of adapters itself, or add them with PeftModel.from_pretrained", (None, {})
+    ),
+    "adapter_name": Unsupported(
+        "open the base, and add the adapters with PeftModel.from_pretrained", (None, "default")
+    ),
+    "allow_all_kernels": Unsupported(_KERNELS, (None, False)),
+    "code_revision": Unsupported("the code of a model is that of its revision; leave it out", (None, "main")),
+    "device_map": Unsupported(
+        "the weights stay in host memory; leave it out, and choose the device with device='cuda'",
+        (None, "auto", "balanced", "balanced_low_0", "sequential"),
+    ),
+    "distributed_config": Unsupported(_PARALLEL),
+    "experts_implementation": Unsupported("experts are computed with the default of transformers; leave it out"),
+    "from_flax": Unsupported(_SINCE_SAFETENSORS, (None, False)),
+    "from_tf": Unsupported(_SINCE_SAFETENSORS, (None, False)),
+    "fusion_config": Unsupported(_KERNELS, (None, {})),
+    "ignore_mismatched_sizes": Unsupported(
+        f"weights must fit the model; fix its config, or {_OTHERWISE_LOADED}", (None, False)
+    ),
+    "kernel_config": Unsupported(_KERNELS),
+    "key_mapping": Unsupported(_OTHERWISE_LOADED, (None, {})),
+    "load_in_8bit": Unsupported(
+        "weights are quantized to 4 bits; use load_in_4bit=True, or leave it out", (None, False)
+    ),
+    "max_memory": Unsupported("use device_memory to limit the bytes on the device", (None, {})),
+    "output_loading_info": Unsupported("missing weights are an error; leave it out", (None, False)),
+    "proxies": Unsupported("set HTTPS_PROXY in the environment, or download the model first", (None, {})),
+    "state_dict": Unsupported("load the folder's weights first, then use model.load_state_dict()"),
+    "tp_plan": Unsupported(_PARALLEL),
+    "tp_size": Unsupported(_PARALLEL),
+    "use_kernels": Unsupported(_KERNELS, (None, False)),
+    "use_safetensors": Unsupported(_SINCE_SAFETENSORS, (None, True)),
+    "variant": Unsupported(f"only files with the usual names are read; {_OTHERWISE_LOADED}", (None, "")),
 }
-_EIGHT_BITS = "weights are quantized to 4 bits; use load_in_4bit=True, or leave it out"
-_REMEDIES = {
-    "device_map": "the weights stay in host memory; leave it out, and choose the device with device='cuda'",
-    "load_in_8bit": _EIGHT_BITS,
-    "tp_plan": "tensor parallelism is not supported; leave it out",
-    "max_memory": "use device_memory to limit the bytes on the device",
-    "offload_folder": "all weights are in host memory already; leave it out",
-    "use_safetensors": "only safetensors are read; convert the weights first",
-    "ignore_mismatched_sizes": "weights must fit the model; fix its config, or load it with transformers and stream() it",
-    "output_loading_info": "missing weights are an error; leave it out",
-    "variant": "only files with the usual names are read; load it with transformers and stream() it",
-    "state_dict": "load the folder's weights first, then use model.load_state_dict()",
-    "key_mapping": "load it with transformers and stream() it",
-    "experts_implementation": "experts are computed with the default of transformers; leave it out",
-    "weights_only": "only safetensors are read, which contain nothing but weights; leave it out",
+_PLAIN_FOLDER = "an ordinary folder in safetensors was written"
+SAVE_PRETRAINED: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("save_directory", "is_main_process", "state_dict", "push_to_hub", "max_shard_size", "variant", "dtype", *HUB),
+        HONOURED,
+    ),
+    "save_function": IGNORED,
+    "save_peft_format": IGNORED,  # of a model without adapters
+    "safe_serialization": Unsupported(_PLAIN_FOLDER, (None, True)),
+    "save_original_format": Unsupported("tensors were written under the names that transformers reads", (None, True)),
+    "distributed_checkpoint": Unsupported(_PLAIN_FOLDER, (None, False)),
 }
 
 
 def download_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the options for downloading a model, and return them."""
-    return {name: options.pop(name) for name in _DOWNLOAD if name in options}
+    token = options.pop("use_auth_token", None)  # the older name of ``token``
+    if token is not None:
+        options.setdefault("token", token)
+    return {name: options.pop(name) for name in DOWNLOAD if name in options}
 
 
 def read_precision(options: dict[str, Any]) -> str:
@@ -78,18 +168,30 @@ def config_arguments(options: dict[str, Any], config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: an option is unknown, or not supported.
     """
-    for name, allowed in _WITHOUT_EFFECT.items():
-        value = options.pop(name, allowed[0])
-        if not any(value is each for each in allowed):  # not by `==`, for which 1 is True
-            raise ConfigError(
-                f"from_pretrained: {name}={value!r} is not supported by a streamed model: {_REMEDIES[name]}"
-            )
+    for name, rule in FROM_PRETRAINED.items():
+        if name not in options or rule == HONOURED:
+            continue
+        value = options.pop(name)
+        if isinstance(rule, Unsupported) and not rule.accepts(value):
+            raise ConfigError(f"from_pretrained: {name}={value!r} is not supported by a streamed model: {rule.remedy}")
     ours = {field.name for field in fields(StreamArguments)}
     # An option of ours stays ours, even if a config has an attribute of that name.
     changes = {name: options.pop(name) for name in list(options) if name not in ours and hasattr(config, name)}
     for name in options.keys() - ours:
-        close = closest_setting(name, [*ours, *_DOWNLOAD])
+        close = closest_setting(name, [*ours, *DOWNLOAD])
         raise ConfigError(
             f"from_pretrained does not know {name}{f'; did you mean {close}?' if close else ', nor does the config'}"
         )
     return changes
+
+
+def hub_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``save_pretrained`` that concern the hub. Warn of arguments that have no effect, though they should."""
+    for name, value in given.items():
+        rule = SAVE_PRETRAINED.get(name, Unsupported("transformers does not know it", ()))
+        if isinstance(rule, Unsupported) and not rule.accepts(value):
+            warn(
+                f"save_pretrained: {name}={value!r} has no effect on a streamed model: {rule.remedy}",
+                IgnoredArgumentWarning,
+            )
+    return {name: value for name, value in given.items() if name in HUB and value is not None}

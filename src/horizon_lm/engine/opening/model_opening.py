@@ -18,6 +18,7 @@ from horizon_lm.engine.opening.quantized_opening import open_weights, read_quant
 from horizon_lm.engine.opening.same_weights import SameWeights
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import gguf_weights, hf_config, hub
+from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters, base_of_adapters, open_base
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantized_object import show_quantization
@@ -62,6 +63,15 @@ def open_model(request: OpenRequest) -> Any:
         ModelNotSupportedError: the model cannot be streamed exactly.
     """
     options = dict(request.options)  # each of the calls below removes its own
+    generation = options.pop("generation_config", None)
+    model = _open(request, options)
+    if generation is not None and model.can_generate():
+        adapted_model(model).generation_config = copy.deepcopy(generation)
+    return model
+
+
+def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
+    """Return the streamed model of a request, with the generation config of its folder."""
     request, folder = _find(request, **download_arguments(options))
     precision = read_precision(options)
     config = request.config if request.source is None else request.source.config

@@ -11,10 +11,11 @@ import torch
 from horizon_lm.distributed.whole_units import borrowing, is_lender, lend, sharing
 from horizon_lm.engine.calls.model_forward import ModelForward
 from horizon_lm.engine.host.packed_parameters import PackedParameter
+from horizon_lm.engine.opening.hf_arguments import hub_arguments
 from horizon_lm.engine.opening.late_adapters import empty_adapters
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
-from horizon_lm.errors import ConfigError, ForeignWriteWarning, StreamingError, warn
+from horizon_lm.errors import ForeignWriteWarning, IgnoredArgumentWarning, StreamingError, warn
 from horizon_lm.model.adapter_config import share_weights
 from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_writer import checkpoint_tensors, save_pretrained
@@ -158,6 +159,10 @@ class StreamedModel:
         push_to_hub: bool = False,
         max_shard_size: int | str = "50GB",
         variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
         *,
         dtype: torch.dtype | None = None,
         **kwargs: Any,
@@ -169,32 +174,34 @@ class StreamedModel:
             is_main_process: write nothing if False.
             state_dict: values to write instead of the model's own, by name.
             push_to_hub: upload the folder afterwards; ``repo_id``, ``token`` and the like as in transformers.
+            token, save_peft_format, save_original_format, distributed_checkpoint: as in transformers.
             max_shard_size: the maximum size of a file.
             variant: a part of the file names.
             dtype: the dtype of the written weights; None for float32 in precision ``float32``, and otherwise for the dtype
                 they were loaded with.
-            kwargs: as in transformers; unsupported arguments are rejected.
+            kwargs: as in transformers. An argument that is not supported has no effect but an IgnoredArgumentWarning, because
+                the end of a training must not be lost.
 
         A model with adapters that `add_adapter` of transformers has added writes them alone, by transformers' own method, which
         takes all arguments but ``dtype``.
-
-        Raises:
-            ConfigError: an argument is not supported.
         """
         self._horizon.engine.synchronize()
         if self._horizon.is_adapter:  # transformers writes PEFT's folder, with the adapters only
             if dtype is not None:
-                raise ConfigError("save_pretrained: dtype is not supported for adapters, which keep theirs; remove it")
+                warn(
+                    f"save_pretrained: dtype={dtype} has no effect on adapters, which keep theirs",
+                    IgnoredArgumentWarning,
+                )
             super().save_pretrained(  # type: ignore[misc]
                 save_directory, is_main_process=is_main_process, state_dict=state_dict, push_to_hub=push_to_hub,
-                max_shard_size=max_shard_size, variant=variant, **kwargs,
+                max_shard_size=max_shard_size, variant=variant, token=token, save_peft_format=save_peft_format,
+                save_original_format=save_original_format, distributed_checkpoint=distributed_checkpoint, **kwargs,
             )  # fmt: skip
             if is_main_process:
                 share_weights(Path(save_directory))
             return
-        hub = _hub_arguments(kwargs)
-        if hub and not push_to_hub:
-            raise ConfigError(f"save_pretrained: {', '.join(hub)} is for push_to_hub=True; remove it")
+        own = {"save_original_format": save_original_format, "distributed_checkpoint": distributed_checkpoint}
+        hub = hub_arguments({"token": token, **own, **kwargs})
         self._horizon.replaced.require_structure()
         engine = self._horizon.engine
         if engine.mesh is not None:
@@ -328,27 +335,15 @@ def _reject_move(call: str) -> NoReturn:
     )
 
 
-_HUB_ARGUMENTS = ("repo_id", "token", "private", "commit_message", "create_pr", "revision", "tags")
-
-
-def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of transformers' save_pretrained that concern the hub, and reject unsupported arguments."""
-    ignored = {"safe_serialization": True, "save_original_format": True, "distributed_checkpoint": False}
-    for name, value in kwargs.items():
-        if name in ignored and value != ignored[name]:
-            raise ConfigError(f"save_pretrained: {name}={value!r} is not supported by a streamed model; remove it")
-        if name not in (*ignored, *_HUB_ARGUMENTS, "save_peft_format"):
-            raise ConfigError(f"save_pretrained of a streamed model does not know {name}; remove it")
-    return {name: value for name, value in kwargs.items() if name in _HUB_ARGUMENTS and value is not None}
-
-
 def _upload(folder: Path, arguments: dict[str, Any]) -> None:
-    """Upload a folder to the hub, with arguments that `_hub_arguments` has returned."""
-    from huggingface_hub import HfApi
+    """Upload a folder to the hub, with arguments that `hub_arguments` has returned."""
+    from huggingface_hub import HfApi, metadata_update
 
-    api = HfApi(token=arguments.pop("token", None))
+    token, tags = arguments.pop("token", None), arguments.pop("tags", None)
+    api = HfApi(token=token)
     repo_id = api.create_repo(
         arguments.pop("repo_id", folder.name), private=arguments.pop("private", None), exist_ok=True
     ).repo_id
-    arguments.pop("tags", None)
     api.upload_folder(repo_id=repo_id, folder_path=folder, **arguments)
+    if tags:
+        metadata_update(repo_id, {"tags": list(tags)}, overwrite=True, token=token)
