@@ -1,7 +1,10 @@
 """The command line: the files of a run, exit codes and error messages."""
 
+import contextlib
+import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from datetime import date
@@ -14,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import horizon_lm
 from horizon_lm import cli
 from horizon_lm.cli import generate
 from horizon_lm.planning.catalog import published
@@ -468,3 +472,31 @@ def test_inspect_reports_what_is_left_of_the_rows(tmp_path: Path, run_file: Path
     assert (
         f"rows that have no text or answer to train on: 2 ({tmp_path / 'train.jsonl'}:5-6); they are left out" in told
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [(tiny.CHATML, {}), (None, {}), (None, {"use_peft": True, "lora_target_modules": "all-linear"})],
+)
+def test_the_last_lines_of_a_run_work_as_they_are_printed(
+    template: str | None, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For tokenizers with and without a chat template, adapters, and a path with spaces and quotes."""
+    monkeypatch.chdir(tmp_path)
+    model = tiny.save_model(tmp_path / "base", template)
+    rows = tiny.write_jsonl(tmp_path / "rows.jsonl", [{"text": "The keeper waits."}] * 2)
+    run_settings = {
+        "model_name_or_path": str(model), "datasets": [str(rows)], "output_dir": "a run's \"folder\"", "device": "cpu",
+        "max_steps": 1, "save_strategy": "no", **settings,
+    }  # fmt: skip
+    said: list[str] = []
+    horizon_lm.train(run_settings, print_fn=said.append)
+    printed = [line[2:] for line in said[-1].splitlines() if line.startswith("  ")]
+    commands = [shlex.split(line) for line in printed if line.startswith("horizon-lm ")]
+    assert [command[1] for command in commands] == ["generate", *(["merge"] if settings else []), "report"]
+    for command in commands:
+        result = run(*command[1:])
+        assert result.exit_code == 0, result.output
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec("\n".join(line for line in printed if not line.startswith("horizon-lm ")), {})
+    assert "generated_text" in output.getvalue()

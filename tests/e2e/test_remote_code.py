@@ -71,12 +71,16 @@ def test_export_and_merge(keeper: Path, tmp_path: Path, adapters: bool) -> None:
     }  # fmt: skip
     if adapters:
         settings |= {"use_peft": True, "lora_target_modules": "all-linear"}
-    result = horizon_lm.train(settings, print_fn=lambda _: None)
+    said: list[str] = []
+    result = horizon_lm.train(settings, print_fn=said.append)
+    assert f'generate {result.model_dir} "..." {" ".join(trust)}\n' in said[-1]  # the commands that are printed work
+    assert f'"{result.model_dir}", trust_remote_code=True)' in said[-1]
     checkpoint, exported, merged = tmp_path / "run" / "checkpoint-1", tmp_path / "exported", tmp_path / "merged"
 
     rejected = run("export", checkpoint, exported)
     assert (rejected.exit_code, "--trust-remote-code" in rejected.stderr) == (2, True), rejected.stderr
-    assert run("export", checkpoint, exported, "--trust-remote-code").exit_code == 0
+    printed = run("export", checkpoint, exported, "--trust-remote-code")
+    assert (printed.exit_code, f'generate {exported} "..." --trust-remote-code' in printed.stdout) == (0, True)
     assert code_of(exported) == CODE
     folders = [exported, result.model_dir]
     if adapters:

@@ -3,6 +3,7 @@
 import errno
 import functools
 import gc
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -161,7 +162,7 @@ def require_written(dtype: str | None, max_shard_size: str) -> None:
 def print_written(model: Path, options: str = "") -> None:
     """Print where a model was written, and how to try it, with these options. It is a folder, or a file in one."""
     folder = model.parent if model.is_file() else model
-    print(f'The model is in {model}. Try it:\n  horizon-lm generate {folder} "..."{options}')
+    print(f'The model is in {model}. Try it:\n  horizon-lm generate {shlex.quote(str(folder))} "..."{options}')
 
 
 def require_gguf(name: str, base: str | None, gguf_file: str | None) -> None:

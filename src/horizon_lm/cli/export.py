@@ -52,4 +52,4 @@ def export(
     from horizon_lm.checkpoints.export import export_checkpoint
 
     export_checkpoint(checkpoint, folder, dtype, max_shard_size, trust_remote_code)
-    common.print_written(folder)
+    common.print_written(folder, " --trust-remote-code" if trust_remote_code else "")

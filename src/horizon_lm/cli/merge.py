@@ -27,4 +27,4 @@ def merge(
     from horizon_lm.checkpoints.merge import merge_adapter
 
     merge_adapter(adapter, folder, common.find_base(model), dtype, max_shard_size, trust_remote_code)
-    common.print_written(folder)
+    common.print_written(folder, " --trust-remote-code" if trust_remote_code else "")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import tempfile
 from contextlib import suppress
 from functools import partial
@@ -313,23 +314,30 @@ class RunDir:
         if self.ranks.is_first:
             write_loss_png(self.metrics.path, self.path / "loss.png")
 
-    def final_message(self, steps_done: int, num_steps: int, num_skipped: int, warning: str) -> str:
-        """Return the last lines of a run: early stop, skipped steps, ``warning``, and how to use the model."""
+    def final_message(self, steps_done: int, num_steps: int, num_skipped: int, warning: str, has_template: bool) -> str:
+        """Return the last lines of a run: early stop, skipped steps, ``warning``, and how to use the model, as commands that run as they are.
+
+        ``has_template``: the tokenizer has a chat template.
+        """
         early = f"stopped by a callback after step {steps_done} of {num_steps}\n" if steps_done < num_steps else ""
         skipped = ""
         if num_skipped:
             skipped = f"steps skipped because their gradient was not finite: {num_skipped} of {steps_done}"
             skipped += "; the model is unchanged\n" if num_skipped == steps_done else "\n"
-        merge = ""
+        folder, merge = shlex.quote(str(self.model_dir)), ""
+        trust = " --trust-remote-code" if self._config.trust_remote_code else ""
+        unproven = " --allow-unproven-model" if self._config.allow_unproven_model else ""
         if (self.model_dir / ADAPTER_CONFIG).is_file():
-            merge = f"Merge the adapters into their base, for a model of its own:\n  horizon-lm merge {self.model_dir} OUT\n"
+            merge = (
+                f"Merge the adapters into their base, for a model of its own:\n  horizon-lm merge {folder} OUT{trust}\n"
+            )
+        arguments = f'"text-generation", {json.dumps(str(self.model_dir))}{", trust_remote_code=True" if trust else ""}'
+        prompt = '[{"role": "user", "content": "..."}]' if has_template else '"..."'
         return (
             f"{early}{skipped}{warning}\nThe trained model is in {self.model_dir}. Try it:\n"
-            f'  horizon-lm generate {self.model_dir} "..."\n'
-            f"{merge}Look at the run:\n  horizon-lm report {self.path}\n"
-            "Use it in Python:\n"
-            "  from transformers import pipeline\n"
-            f'  print(pipeline("text-generation", "{self.model_dir}")([{{"role": "user", "content": "..."}}]))'
+            f'  horizon-lm generate {folder} "..."{trust}{unproven}\n'
+            f"{merge}Look at the run:\n  horizon-lm report {shlex.quote(str(self.path))}\n"
+            f"Use it in Python:\n  from transformers import pipeline\n  print(pipeline({arguments})({prompt}))"
         )
 
 

@@ -96,9 +96,9 @@ def train(
             losses = training.metrics.totals
             warning = growth_warning("training", losses.first_loss, losses.last_loss)
             warning += growth_warning("eval", result.eval_loss_before, result.eval_loss_after)
-            reporter.print(
-                run_dir.final_message(result.num_steps, prepared.intervals.num_steps, result.num_skipped, warning)
-            )
+            steps = result.num_steps, prepared.intervals.num_steps, result.num_skipped
+            has_template = prepared.tokenizer.chat_template is not None
+            reporter.print(run_dir.final_message(*steps, warning, has_template))
     return result
 
 
