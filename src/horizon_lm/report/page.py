@@ -3,6 +3,7 @@
 import base64
 import gzip
 import hashlib
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -57,11 +58,11 @@ def build_page(run: Run) -> str:
     if counted_views:
         figures["step-memory"] = step_memory_figure(counted_views)
     places = _places(run)
-    figures |= {f"bytes-{name}": waterfall_figure(place) for name, _, place in places if place.items}
+    figures |= {f"bytes-{name}": waterfall_figure(place) for name, _, place in places}
     plotly, script = get_plotlyjs(), _asset("page.js")
     title, about = _about(run)
     return _environment().get_template("page.html.jinja").render(
-        run=run, files=run_files, origins=_ORIGINS, title=title, about=about, statistics=summarise(run), figures=figures,
+        run=run, missing=[*_missing(run)], title=title, about=about, statistics=summarise(run), figures=figures,
         places=places, verdict=None if planned is None else verdict(planned), settings=_settings(run), answers=_answers(run),
         tables=(stream_tables(traced, planned), operation_tables(traced)), policy=_policy([plotly, script]),
         style=Markup(_asset("page.css")), script=Markup(script), dark=DARK, plotly=_compressed_plotly(),
@@ -84,6 +85,18 @@ def figure_json(figure: Figure) -> Markup:
     for character in "<>&":  # in JSON they occur only in strings
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
+
+
+def _missing(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the files that the page lacks, or that have nothing to show yet, with the reason."""
+    traces = {run_files.PREDICTED: run.predicted, run_files.MEASURED: run.measured}
+    contents = {run_files.METRICS: run.metrics, run_files.SETTINGS: run.settings, run_files.PLAN: run.plan, **traces}
+    yield from ((file, f"is missing: {_ORIGINS[file]}") for file, content in contents.items() if content is None)
+    if run.metrics is not None and not run.metrics.training:
+        yield run_files.METRICS, "has no training step yet: the first line comes with step 1."
+    for file, trace in traces.items():
+        if trace is not None and not trace.steps:
+            yield file, "has no step: the run ended before the first traced step."
 
 
 def _about(run: Run) -> tuple[str, str]:
@@ -116,9 +129,10 @@ def _places(run: Run) -> list[tuple[str, str, Any]]:
     if run.plan is None:
         return []
     places = [("host", "Host", run.plan.host), ("device", "Device", run.plan.device)]
-    if run.plan.buffers is not None and run.plan.buffers.items:
+    if run.plan.buffers is not None:
         places.append(("buffers", "Buffers, part of the device", run.plan.buffers))
-    return [*places, ("disk", "Disk", run.plan.disk)]
+    places.append(("disk", "Disk", run.plan.disk))
+    return [each for each in places if each[-1].items]  # on a CPU, the device's memory is the host's
 
 
 def _answers(run: Run) -> dict[str, list[tuple[str, str]]]:
