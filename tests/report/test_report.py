@@ -481,8 +481,8 @@ def test_command_rejects_bad_paths(complete: Path, tmp_path: Path) -> None:
     for folder, output, message in (
         (tmp_path, tmp_path / "page.html", "no files of a run"),
         (tmp_path / "nowhere", tmp_path / "page.html", "no such folder"),
-        (complete, tmp_path / "nowhere" / "page.html", "No such file or directory; choose another --output"),
-        (complete, tmp_path, "Is a directory; choose another --output"),
+        (complete, tmp_path / "nowhere" / "page.html", "nowhere does not exist; create it"),
+        (complete, tmp_path, "is a folder; name a file in it"),
     ):
         result = run(folder, "--output", output)
         assert result.exit_code == 2

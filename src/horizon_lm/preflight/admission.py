@@ -297,7 +297,7 @@ class Admission:
         for share in _SMALLER:
             machine = with_device_room(plan.machine, int(share * used))
             found = self._plan_for(self._run, machine=machine, priced=False)
-            # With its choices set, the plan is made for the machine as it is, whose limits belong into the budgets.
+            # With its choices set, the plan is made for the machine as it is, whose limits belong in the budgets.
             smaller = self._plan_for(apply_plan(self._run, found), machine=plan.machine)
             if smaller.fits and device_use(smaller.step).total < used:
                 return replace(smaller, reasons=found.reasons)
