@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -101,12 +101,16 @@ class TokenizedConversation:
         ids: token ids, shape (T,).
         assistant: mask of the tokens that the assistant generates, bool (T,).
         unended: index of the last token of the first answer that no end-of-turn token follows; None if one follows each.
+        ends: indices of the special tokens that end answers, int (E,); none if an answer lacks one.
+        inner: special tokens inside of answers.
         dropped: index of the first message of which the template drops a part; None if it renders all.
     """
 
     ids: np.ndarray
     assistant: np.ndarray
     unended: int | None
+    ends: np.ndarray
+    inner: frozenset[int]
     dropped: int | None = None
 
 
@@ -135,6 +139,7 @@ class ChatRenderer:
         self._stripping = stripping_ids(tokenizer)
         self._special_tokens = tokenizer.convert_ids_to_tokens(self._special_ids.tolist())
         self._styles: dict[str, TemplateStyle] = {}
+        self._blank: dict[int, bool] = {}  # by token
 
     def render(self, conversation: Conversation) -> TokenizedConversation:
         """Render a conversation.
@@ -212,20 +217,32 @@ class ChatRenderer:
         ids, assistant = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool)
         _complete_last_characters(assistant, np.array(encoded["offset_mapping"]))
         assistant &= ~_empty_answer_mask(assistant, conversation.messages)
-        is_followed = np.append(assistant[1:], False)  # by another token of the same answer
-        # The end of a turn is trained only if the marks include it.
-        last_tokens = map(int, np.flatnonzero(assistant & ~is_followed))
-        unended = next((index for index in last_tokens if not self._ends_turn(ids[: index + 1])), None)
-        return TokenizedConversation(ids, assistant, unended)
+        return self._with_ends(ids, assistant)
 
-    def _ends_turn(self, ids: np.ndarray) -> bool:
-        """Return whether tokens end with a special token, apart from whitespace after it."""
-        for token in ids[::-1]:
-            if token in self._special_ids:
-                return True
-            if self._tokenizer.decode([token]).strip():
-                return False
-        return False
+    def _with_ends(self, ids: np.ndarray, assistant: np.ndarray, unended: Iterable[int] = ()) -> TokenizedConversation:
+        """Return tokens with the ends of the answers: the last special tokens in them, apart from whitespace. It is only trained if the
+        mask includes it. ``unended``: last tokens of answers that are known to lack one.
+        """
+        is_special = np.isin(ids, self._special_ids)
+        is_followed = np.append(assistant[1:], False)  # by another token of the same answer
+        ends, closing, lacking = list[int](), np.zeros(len(ids), dtype=bool), [*unended]
+        for end in map(int, np.flatnonzero(assistant & ~is_followed)):
+            last, found = end, list[int]()
+            while last >= 0 and assistant[last] and (is_special[last] or self._is_blank(int(ids[last]))):
+                found += [last] if is_special[last] else []
+                last -= 1
+            closing[found] = True
+            ends += found[:1]
+            lacking += [] if found else [end]
+        inner = frozenset(ids[assistant & is_special & ~closing].tolist())
+        ended = np.array([] if lacking else ends, dtype=np.int64)
+        return TokenizedConversation(ids, assistant, min(lacking, default=None), ended, inner)
+
+    def _is_blank(self, token: int) -> bool:
+        """Return whether a token is whitespace."""
+        if token not in self._blank:
+            self._blank[token] = not self._tokenizer.decode([token]).strip()
+        return self._blank[token]
 
     def _tokenize_with_spans(self, text: str, spans: list[Span]) -> TokenizedConversation:
         """Tokenize a rendered text whose answers are given as character spans."""
@@ -241,7 +258,7 @@ class ChatRenderer:
                 unended.append(0 if last is None else last)
             elif last is not None:
                 assistant[last : end_token + 1] = True  # and spaces between them
-        return TokenizedConversation(ids, assistant, min(unended, default=None))
+        return self._with_ends(ids, assistant, unended)
 
     def _end_of_turn(self, text: str, ids: np.ndarray, offsets: np.ndarray, end: int) -> int | None:
         """Return the index of the special token that follows the character ``end``, directly or after spaces; None without any."""

@@ -1,5 +1,6 @@
 """Tokenize the entries of ``datasets`` to disk, with a cache keyed by everything that the tokens depend on."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -25,7 +26,7 @@ from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 13  # version of the cached tables; increase it when their content changes
+_CACHE_VERSION = 14  # version of the cached tables; increase it when their content changes
 _MAX_FAULTS_SHOWN = 5  # maximum number of faults listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
@@ -34,6 +35,7 @@ _PROBLEM = (
     "problem",
 )  # columns of a token table for what is wrong with an invalid row: its kind, and a message
 _ROWS_INSPECTED = 1000  # rows searched for optional fields
+_TYPED = 0.01  # largest share of rows in whose answers an end token is taken for a part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,19 @@ class Report:
     flagged: dict[RowFlag, ExampleCounts] = field(default_factory=lambda: {flag: ExampleCounts() for flag in RowFlag})
     unused: ExampleCounts = field(default_factory=ExampleCounts)
     unused_fields: set[str] = field(default_factory=set)
+
+    def end_tokens(self) -> list[int]:
+        """Return the tokens that end the answers that are trained on, the most frequent one first.
+
+        One that also stands inside of answers ends none, as between the reasoning and the answer of gpt-oss, unless that is as rare
+        as a token that somebody has typed into a text.
+        """
+        ends, inner = (Counter[int](), Counter[int]())
+        for part in self.rows.parts:
+            for counts, name in ((ends, "ends"), (inner, "inner")):
+                rows = part.table.data.column(name).take(part.indices)
+                counts.update(rows.combine_chunks().flatten().to_pylist())
+        return [token for token, count in ends.most_common() if inner[token] <= _TYPED * count]
 
 
 class _Problems:
@@ -251,6 +266,7 @@ def _token_features(objective: str) -> Any:
 
     columns = _token_columns(objective)
     types = {ids: List(Value("int32")) for ids, _ in columns} | {trained: List(Value("bool")) for _, trained in columns}
+    types |= {"ends": List(Value("int32")), "inner": List(Value("int32"))}
     return Features(
         types | {"num_targets": Value("int32"), "flags": Value("int16")} | dict.fromkeys(_PROBLEM, Value("string"))
     )
@@ -314,6 +330,8 @@ def _tokenize_rows(
     result: dict[str, list[Any]] = {
         "num_targets": [sum(tokens.num_targets for tokens in each) for each in sequences],
         "flags": [int(reduce(or_, (tokens.flags for tokens in each))) for each in sequences],
+        "ends": [sorted({token for tokens in each for token in tokens.end_tokens}) for each in sequences],
+        "inner": [sorted({token for tokens in each for token in tokens.inner}) for each in sequences],
     } | {name: [problem[index] for _, problem in tokenized] for index, name in enumerate(_PROBLEM)}
     for index, (ids, trained) in enumerate(columns_of_sequences):
         result[ids] = [each[index].ids for each in sequences]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from typing import Any
 
@@ -45,7 +45,7 @@ class RowFlag(IntFlag):
 
 
 LEFT_OUT = RowFlag.NO_ANSWER | RowFlag.SAME_ANSWERS  # rows with one of these are not used
-_NONE = RowFlag(0)
+_NONE, _NO_ENDS = RowFlag(0), np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,27 @@ class Tokens:
         ids: token ids, int32 (T,).
         trained: mask of the targets, bool (T,). The first token is never a target, since nothing predicts it.
         flags: facts to report.
+        ends: indices of the special tokens that end answers, int (E,).
+        inner: special tokens inside of answers.
     """
 
     ids: np.ndarray
     trained: np.ndarray
     flags: RowFlag = _NONE
+    ends: np.ndarray = field(default_factory=lambda: _NO_ENDS)
+    inner: frozenset[int] = frozenset()
 
     @property
     def num_targets(self) -> int:
         """The number of tokens to train on."""
         return int(self.trained[1:].sum())
 
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that are trained on as the end of an answer, each once."""
+        ends = self.ends[self.trained[self.ends]]
+        return sorted(set(self.ids[ends].tolist()) - self.inner)
 
 def _flag(flag: RowFlag, is_set: object) -> RowFlag:
     return flag if is_set else _NONE
@@ -143,22 +153,27 @@ class ExampleTokenizer:
             | _flag(RowFlag.BLANK, not all(map(has_content, questions_and_answers)))
             | _flag(RowFlag.NO_ANSWER, not rendered.assistant.any())
         )
-        return self._cut(rendered.ids.astype(np.int32), trained, trained & rendered.assistant, flags)
+        ids, answer = rendered.ids.astype(np.int32), trained & rendered.assistant
+        return self._cut(ids, trained, answer, flags, rendered.ends, rendered.inner)
 
     def _keeps(self, index: int) -> bool:
         """Return whether truncation keeps the token at an index."""
         return self._max_length is None or index < self._max_length
 
-    def _cut(self, ids: np.ndarray, trained: np.ndarray, answer: np.ndarray, flags: RowFlag) -> Tokens:
+    def _cut(
+        self, ids: np.ndarray, trained: np.ndarray, answer: np.ndarray, flags: RowFlag, ends: np.ndarray = _NO_ENDS,
+        inner: frozenset[int] = frozenset(),
+    ) -> Tokens:  # fmt: skip
         """Return the tokens that truncation keeps, with the flags of what it leaves of them.
 
         Args:
             ids, trained: the sequence, shape (T,).
             answer: mask of the text, the completion or the answers that are trained on, bool (T,).
             flags: flags that truncation does not change.
+            ends, inner: as in `Tokens`.
         """
         length = self._max_length
-        kept = Tokens(ids[:length], trained[:length])
+        kept = Tokens(ids[:length], trained[:length], ends=ends if length is None else ends[ends < length], inner=inner)
         if not self._keeps(len(ids) - 1):
             flags |= RowFlag.TRUNCATED | _flag(RowFlag.LOST_TARGETS, trained[length:].any())
             flags |= _flag(RowFlag.NO_ANSWER, not has_text(self._tokenizer.decode(kept.ids[answer[:length]])))
@@ -202,13 +217,14 @@ class ExampleTokenizer:
         offsets = np.array(encoded["offset_mapping"])
         completion = np.cumsum(reaches_behind(len(example.prompt), ids, offsets, self._stripping)) > 0
         trained = np.ones(len(ids), dtype=bool) if train_on == "all" else completion
+        end = self._tokenizer.eos_token_id
         flags = (
-            _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
+            _flag(RowFlag.MISSING_EOS, end is None)
             | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None)
             | _flag(RowFlag.BLANK, not has_text(example.prompt))
             | _flag(RowFlag.NO_ANSWER, not has_text(example.completion))
         )
-        return self._cut(ids, trained, completion, flags)
+        return self._cut(ids, trained, completion, flags, np.flatnonzero(ids == end)[-1:])
 
     def _with_eos(self, text: str) -> str:
         """Return a text that ends with the tokenizer's end-of-sequence token, if it has one."""
