@@ -19,6 +19,7 @@ from horizon_lm.model import hf_config, skeletons
 from horizon_lm.model.adapter_config import share_weights
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
 from horizon_lm.model.folder import TEMPLATES
+from horizon_lm.model.generation import write_generation_config
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
 from horizon_lm.paths import lasting_name
@@ -161,4 +162,5 @@ def _save_adapters(
     dtype = dtype or store.written_dtype
     values = {prefix + name: store.master(name).to(dtype or store.source_dtypes[name]) for name in store.unit_of}
     model.save_pretrained(folder, state_dict=values)
+    write_generation_config(model.generation_config, folder)  # PEFT does not
     share_weights(folder)

@@ -16,6 +16,7 @@ from horizon_lm.model import hf_config, hub, skeletons
 from horizon_lm.model.adapters import base_of_adapters, open_base
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.folder import TEMPLATES, require_model_files
+from horizon_lm.model.generation import read_generation_config
 from horizon_lm.model.merged_layers import MergedLayers
 from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.quantization import take_quantization
@@ -85,6 +86,8 @@ def merge_adapter(
                 f"{adapter}: the adapters change either the embedding or the head, and a {type(plain).__name__} shares "
                 f"{still_tied[0]} between both whatever its config says; use the adapters with their base"
             )
+    if (settings := read_generation_config(adapter)) is not None:
+        written.generation_config = settings
 
     def fill(part: Path) -> None:
         """Write the model, the tokenizer, the processor of images, and code that belongs to one of them."""

@@ -18,6 +18,7 @@ from horizon_lm.model.positions import positions_of
 from horizon_lm.preflight.inputs import fetch_source
 from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
+from horizon_lm.training.samples import end_line
 from horizon_lm.training.setup import load_tokenizer
 from horizon_lm.visible import visible
 
@@ -32,11 +33,13 @@ class Inspection:
         config: settings of the run.
         tokenizer: its tokenizer.
         data: its rows.
+        generation_config: that of its model.
     """
 
     config: RunConfig
     tokenizer: Any
     data: RunData
+    generation_config: Any
 
     def numbers(self) -> dict[str, Any]:
         """Return statistics of the training rows."""
@@ -75,7 +78,12 @@ class Inspection:
             }
             for name, finding in self.data.findings()
         ]  # fmt: skip
-        return {"numbers": self.numbers(), "findings": findings}
+        return {"numbers": self.numbers(), "end_tokens": self.end_tokens(), "findings": findings}
+
+    def end_tokens(self) -> dict[str, Any]:
+        """Return the tokens that end the answers that are trained on, with their numbers."""
+        ends = self.data.report.end_tokens()
+        return dict(zip(self.tokenizer.convert_ids_to_tokens(ends), ends, strict=True))
 
     def reject_errors(self) -> None:
         """Raise DataError if training would reject the rows."""
@@ -86,7 +94,9 @@ def inspect_run(config: RunConfig) -> Inspection:
     """Prepare the rows of a run as training does, without loading its model."""
     model = fetch_source(config).model
     tokenizer = load_tokenizer(config, model)
-    return Inspection(config, tokenizer, load_data(config, tokenizer, positions_of(model.skeleton())))
+    skeleton = model.skeleton()
+    data = load_data(config, tokenizer, positions_of(skeleton))
+    return Inspection(config, tokenizer, data, skeleton.generation_config)
 
 
 def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
@@ -97,7 +107,11 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in inspection.numbers().items():
         table.add_row(name.replace("_", " "), Text(visible(_in_words(value))))
+    if ends := inspection.end_tokens():
+        table.add_row("end tokens", Text(visible(", ".join(ends))))
     console.print(table)
+    if line := end_line(inspection.tokenizer, inspection.generation_config, list(ends.values())):
+        console.print(Text(visible(line)))
     found = inspection.data.findings()
     for (name, finding), text in zip(found, describe(finding for _, finding in found), strict=True):
         style = "bold red" if finding.is_error else "yellow"

@@ -17,6 +17,7 @@ from horizon_lm.model.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, rea
 from horizon_lm.model.adapter_kinds import require_kind_that_streams
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.finite import require_finite
+from horizon_lm.model.generation import read_generation_config
 from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import lasting_name, require_inside
 
@@ -84,6 +85,8 @@ class Adapters:
             folder = None if self.folder is None else hub.local_folder(self.folder)
             config = self._new_config(peft, model) if folder is None else open_adapter_config(folder, model)
             require_kind_that_streams(config, model)  # before PEFT opens further adapters, or repeats layers
+            if folder is not None and (settings := read_generation_config(folder)) is not None:
+                adapted_model(model).generation_config = settings  # with the tokens that end the trained turns
             if folder is not None and draw:
                 values = read_values(folder)  # rejects what PEFT would take
                 adapted = peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)

@@ -3,16 +3,18 @@
 A ``generation_config.json`` may ask for beams, which cannot be printed token by token, for assistants, for code of the hub, or for nonsense.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, first_line
 
+GENERATION_CONFIG = "generation_config.json"
 _NUMBERS = {
     "repetition_penalty": 1e3,
     "no_repeat_ngram_size": 1e6,
@@ -51,6 +53,34 @@ def generation_settings(
         yield
     finally:
         model.generation_config = before
+
+
+def read_generation_config(folder: Path) -> Any:
+    """Return the generation config of a folder, None if it has none; raise ConfigError if it cannot be read."""
+    from transformers import GenerationConfig
+
+    if not (folder / GENERATION_CONFIG).is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # transformers' parsers raise anything
+        raise ConfigError(
+            f"{folder / GENERATION_CONFIG} cannot be read ({first_line(error)}); download it again, or remove it"
+        ) from error
+
+
+def write_generation_config(settings: Any, folder: Path) -> None:
+    """Write a generation config into a folder. transformers' own method rejects one that was changed if it does not like other settings of it,
+    which have come with the model: the trained weights would be lost for that.
+    """
+    settings.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"])
+
+
+def add_end_tokens(settings: Any, tokens: Sequence[int]) -> None:
+    """Let answers end at further tokens, too."""
+    before = end_tokens(settings)
+    if new := [token for token in tokens if token not in before]:
+        settings.eos_token_id = before + new
 
 
 def end_tokens(settings: Any) -> list[int]:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.config_limits import num_elements, require_few_parameters, require_small_buffer
+from horizon_lm.model.generation import read_generation_config
 from horizon_lm.model.hf_config import auto_class
 from horizon_lm.model.opening import open_like_transformers
 
@@ -37,16 +38,9 @@ def skeleton_of(config: Any, place: str, **options: Any) -> Any:
 
 def open_skeleton(folder: Path, config: Any, **options: Any) -> Any:
     """Return the model in a folder without weights, with its generation config; raise ConfigError if one of them cannot be made."""
-    from transformers import GenerationConfig
-
     model = skeleton_of(config, str(folder), **options)
-    if (folder / "generation_config.json").is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-        except Exception as error:  # transformers' parsers raise anything
-            raise ConfigError(
-                f"{folder / 'generation_config.json'} cannot be read ({first_line(error)}); download it again, or remove it"
-            ) from error
+    if (settings := read_generation_config(folder)) is not None:
+        model.generation_config = settings
     return model
 
 

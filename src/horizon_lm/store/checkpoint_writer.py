@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from horizon_lm.disk import Disk, new_file, part_of, sync_tree, write_file
 from horizon_lm.errors import CheckpointWarning, ConfigError, warn
+from horizon_lm.model.generation import write_generation_config
 from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.tying import true_config
@@ -288,7 +289,7 @@ def write_configs(disk: Disk, model: Any, folder: Path, dtype: torch.dtype) -> N
     try:
         config.save_pretrained(part)
         if model.can_generate():
-            model.generation_config.save_pretrained(part)
+            write_generation_config(model.generation_config, part)
         sync_tree(disk, part)
         for file in part.iterdir():
             disk.rename(file, folder / file.name)

@@ -15,6 +15,7 @@ from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
 from horizon_lm.disk import Disk, free_path, part_of, publish_folder, restore_folder, write_file
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, convert_weights, share_weights
+from horizon_lm.model.generation import write_generation_config
 from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import write_plan
@@ -236,6 +237,8 @@ class RunDir:
                     convert_weights(scratch, dtype)
                 share_weights(scratch)
                 if ranks.is_first:
+                    if (scratch / ADAPTER_CONFIG).is_file():  # PEFT writes none
+                        write_generation_config(model.generation_config, scratch)
                     tokenizer.save_pretrained(scratch)
                     kept = publish_folder(self._disk, target, partial(self._is_ours, target))
         except BaseException:

@@ -1,11 +1,12 @@
 """Answers to the sample prompts of a run, and the prompts of the command line."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from horizon_lm.config import RunConfig
 from horizon_lm.data.chat_template import dated
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.model.generation import generation_settings
+from horizon_lm.model.generation import end_tokens, generation_settings
 from horizon_lm.objective.base import evaluation_mode
 
 
@@ -79,6 +80,19 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None, day: s
     if system is not None and system.strip() not in text:
         raise ConfigError("the chat template drops the system prompt; remove it, or put it into the prompt")
     return inputs
+
+
+def end_line(tokenizer: Any, settings: Any, trained: Sequence[int]) -> str:
+    """Return a line on the tokens that end trained answers and are none of a generation config; empty if all of them are."""
+    known = end_tokens(settings)
+    shown, beside = (
+        ", ".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
+        for tokens in ([token for token in trained if token not in known], known)
+    )
+    if not shown:
+        return ""
+    so_far = f"; the model's own: {beside}" if beside else ""
+    return f"answers end at {shown}, as those that are trained on do (generation_config.json{so_far})"
 
 
 def padding_id(tokenizer: Any) -> int | None:

@@ -14,6 +14,7 @@ from horizon_lm.data.checks import reject_errors
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.rendezvous import failing_together
 from horizon_lm.engine.streamed import engine_of
+from horizon_lm.model.generation import add_end_tokens
 from horizon_lm.model.positions import Positions, positions_of
 from horizon_lm.planning.render import summary_lines
 from horizon_lm.planning.residency import ExpectedBatch
@@ -35,7 +36,7 @@ from horizon_lm.training.rows import RunData, eval_set_names, load_data, require
 from horizon_lm.training.run import Run, RunResult, RunSettings, Session, Training
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
-from horizon_lm.training.samples import SamplePrompts
+from horizon_lm.training.samples import SamplePrompts, end_line
 from horizon_lm.waiting import announced
 
 
@@ -167,6 +168,10 @@ def build(run: Run, objective: Callable[[Any, Batch], Any] | None) -> Training:
     reporter, point, data = run.session.reporter, run.settings.point, run.data
     config, plan, num_steps = run.settings.config, run.settings.plan, run.intervals.num_steps
     model = setup.load_model(config, run.admission.fetch_model(), point is None, run.session.ranks.mesh)
+    ends = data.report.end_tokens()
+    if line := end_line(run.tokenizer, model.generation_config, ends):
+        reporter.print(line)
+    add_end_tokens(model.generation_config, ends)
     # So that no buffer has to be replaced by a larger one later.
     engine_of(model).expect_batch(ExpectedBatch(plan.step.tokens, plan.request.distinct_tokens))
     has_noise = isinstance(config, TextConfig) and config.neftune_noise_alpha is not None
