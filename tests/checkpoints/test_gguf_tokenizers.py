@@ -286,7 +286,9 @@ def test_added_tokens_of_spaces(tmp_path: Path) -> None:
     ids = {text: tokenizer(text.replace(_SPACE, " "), add_special_tokens=False).input_ids for text in runs}
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in runs])
     tokenizer.add_tokens([AddedToken(f"{_SPACE}x", normalized=False), AddedToken(f"{_SPACE}y", normalized=True)])
-    export(tmp_path, tokenizer)
+    assert export(tmp_path, tokenizer) == [
+        f"llama.cpp finds the added tokens {_SPACE}y in text with spaces, but not with {_SPACE}"
+    ]
     found = metadata(tmp_path / "out" / "model.gguf")
     types = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"], strict=True))
     assert [types[text] for text in (*runs, f"{_SPACE}x", " y")] == [1, 1, 1, 4, 4]
