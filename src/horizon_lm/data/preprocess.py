@@ -332,7 +332,8 @@ def _tokenize_rows(
         "flags": [int(reduce(or_, (tokens.flags for tokens in each))) for each in sequences],
         "ends": [sorted({token for tokens in each for token in tokens.end_tokens}) for each in sequences],
         "inner": [sorted({token for tokens in each for token in tokens.inner}) for each in sequences],
-    } | {name: [problem[index] for _, problem in tokenized] for index, name in enumerate(_PROBLEM)}
+    }
+    result |= {name: [problem[index] for _, problem in tokenized] for index, name in enumerate(_PROBLEM)}
     for index, (ids, trained) in enumerate(columns_of_sequences):
         result[ids] = [each[index].ids for each in sequences]
         result[trained] = [each[index].trained for each in sequences]

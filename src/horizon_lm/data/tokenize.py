@@ -71,12 +71,12 @@ class Tokens:
         """The number of tokens to train on."""
         return int(self.trained[1:].sum())
 
-
     @property
     def end_tokens(self) -> list[int]:
         """The tokens that are trained on as the end of an answer, each once."""
         ends = self.ends[self.trained[self.ends]]
         return sorted(set(self.ids[ends].tolist()) - self.inner)
+
 
 def _flag(flag: RowFlag, is_set: object) -> RowFlag:
     return flag if is_set else _NONE
