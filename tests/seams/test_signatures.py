@@ -19,7 +19,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import horizon_lm
 from horizon_lm.engine.opening.hf_arguments import FROM_PRETRAINED, HONOURED, IGNORED, SAVE_PRETRAINED, Unsupported
-from horizon_lm.errors import ConfigError, IgnoredArgumentWarning
+from horizon_lm.errors import ConfigError, IgnoredArgumentWarning, StreamingError
 from tests.seams.use import evaluated
 from tests.support import tiny_models
 
@@ -124,6 +124,18 @@ def test_names_of_the_model_and_the_token(folder: Path, monkeypatch: pytest.Monk
     assert (taken["name"], taken["revision"], taken["cache_dir"], taken["token"]) == ("a/model", "r", "c", "t")
 
 
+def test_the_name_and_a_config_elsewhere(folder: Path, tmp_path: Path) -> None:
+    model = horizon_lm.from_pretrained(pretrained_model_name_or_path=folder, device="cpu", precision="float32")
+    model.config.attention_dropout = 0.25
+    model.config.save_pretrained(tmp_path)
+    other = opened(folder, config=str(tmp_path))
+    assert other.config.attention_dropout == 0.25
+    assert evaluated(other) == evaluated(model)
+    for wrong in ({}, {"pretrained_model_name_or_path": None}):
+        with pytest.raises(ConfigError, match=r"needs a folder or hub id; horizon_lm\.from_config"):
+            horizon_lm.from_pretrained(device="cpu", **wrong)
+
+
 def test_the_generation_config_of_the_call_is_used(folder: Path) -> None:
     given = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
     model = opened(folder, generation_config=given)
@@ -174,3 +186,70 @@ def test_all_arguments_of_pefts_save_pretrained(tmp_path: Path) -> None:
             tuned.save_pretrained(tmp_path / kind / name, **{name: value})
         files.append(sorted(path.relative_to(tmp_path / kind).as_posix() for path in (tmp_path / kind).rglob("*")))
     assert files[0] == files[1]
+
+
+def _generated(model: Any, arguments: dict[str, Any]) -> Any:
+    """Return what a model generates, or the class of the error that it raises."""
+    ids = tiny_models.batch(rows=1, padding="none")["input_ids"]
+    torch.manual_seed(0)
+    try:
+        found = model.generate(
+            ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "pad_token_id": 0} | arguments
+        )
+    except Exception as error:
+        return type(error)
+    return (found if isinstance(found, torch.Tensor) else found.sequences).tolist()
+
+
+# By name, a value for ``generate``, in place of another value than its default where that changes the tokens.
+GENERATE: dict[str, Any] = {
+    "_from_model_config": False, "assistant_confidence_threshold": 0.3, "assistant_early_exit": 1, "assistant_ensemble_weight": None,
+    "assistant_lookbehind": 3, "bad_words_ids": [[5]], "begin_suppress_tokens": [7], "bos_token_id": 1, "cache_config": None,
+    "cache_implementation": "static", "compile_config": None, "constraints": None, "continuous_batching_config": None,
+    "decoder_start_token_id": 1, "disable_compile": True, "diversity_penalty": 0.0, "do_sample": True, "dola_layers": "low",
+    "early_stopping": True, "encoder_no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.5, "eos_token_id": 3,
+    "epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "exponential_decay_length_penalty": (1, 1.5), "force_words_ids": [[3]],
+    "forced_bos_token_id": 4, "forced_eos_token_id": 4, "guidance_scale": 1.5, "is_assistant": False, "length_penalty": 2.0,
+    "low_memory": False, "max_cache_len": 32, "max_length": 15, "max_matching_ngram_size": 2, "max_new_tokens": 3, "max_time": 60.0,
+    "min_length": 13, "min_new_tokens": 2, "min_p": 0.1, "no_repeat_ngram_size": 2, "num_assistant_tokens": 2,
+    "num_assistant_tokens_schedule": "constant", "num_beam_groups": 1, "num_beams": 3, "num_return_sequences": 2,
+    "output_attentions": True, "output_hidden_states": True, "output_logits": True, "output_scores": True, "pad_token_id": 2,
+    "penalty_alpha": 0.6, "prefill_chunk_size": 4, "prompt_lookup_num_tokens": 3, "remove_invalid_values": True,
+    "renormalize_logits": True, "repetition_penalty": 1.3, "return_dict_in_generate": True, "sequence_bias": {(5,): 2.0},
+    "speculation_type": None, "stop_strings": ["a"], "suppress_tokens": [9], "target_lookbehind": 3, "temperature": 0.7,
+    "token_healing": True, "top_h": 0.4, "top_k": 5, "top_p": 0.8, "transformers_version": "5", "typical_p": 0.8, "use_cache": False,
+    "use_mtp": True, "watermarking_config": {"bias": 2.0},
+    # the signature of generate, and what its source takes out of kwargs
+    "inputs": None, "generation_config": GenerationConfig(max_new_tokens=2), "logits_processor": [], "stopping_criteria": [],
+    "prefix_allowed_tokens_fn": lambda batch, ids: [3, 4, 5], "synced_gpus": False, "assistant_model": None, "streamer": None,
+    "negative_prompt_ids": None, "negative_prompt_attention_mask": None, "custom_generate": None, "trust_remote_code": None,
+    "tokenizer": None, "assistant_tokenizer": None, "logits_to_keep": 1, "input_ids": None, "position_ids": None, "use_model_defaults": None,
+}  # fmt: skip
+_WITH: dict[str, dict[str, Any]] = {
+    **{key: {"do_sample": True} for key in ("temperature", "top_h", "top_k", "top_p", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff")},
+    **{key: {"num_beams": 2} for key in ("early_stopping", "length_penalty", "num_return_sequences", "force_words_ids")},
+    "max_length": {"max_new_tokens": None}, "num_assistant_tokens": {"prompt_lookup_num_tokens": 3},
+    "max_matching_ngram_size": {"prompt_lookup_num_tokens": 3},
+    **{key: {"return_dict_in_generate": True} for key in ("output_scores", "output_logits", "output_hidden_states")},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def generating() -> tuple[Any, Any]:
+    return tiny_models.build("llama").eval(), streamed().eval()
+
+
+def test_all_arguments_of_generate_are_in_the_table() -> None:
+    inside = {"attention_mask", "past_key_values", "encoder_outputs", "mm_encoder_outputs", "inputs_tensor", "cache"}
+    of_transformers = documented(PreTrainedModel.generate) if hasattr(PreTrainedModel, "generate") else set()
+    of_transformers |= documented(type(tiny_models.build("llama")).generate) | set(GenerationConfig().to_dict())
+    assert {"num_beams", "streamer", "prefill_chunk_size", "trust_remote_code"} <= of_transformers
+    assert of_transformers - GENERATE.keys() - inside == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", GENERATE)
+def test_generate_does_what_a_plain_model_does(generating: tuple[Any, Any], name: str) -> None:
+    """The same tokens, or the same error. Only drafts with some of the blocks are rejected."""
+    plain, ours = (_generated(model, {name: GENERATE[name]} | _WITH.get(name, {})) for model in generating)
+    assert ours == (StreamingError if name == "assistant_early_exit" else plain)

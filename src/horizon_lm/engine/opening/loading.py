@@ -13,6 +13,7 @@ from horizon_lm.engine.opening.filling import draw, stream_loaded, with_store
 from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
 from horizon_lm.engine.opening.options import StreamArguments, open_device
 from horizon_lm.engine.passes.recompute import outside_inference_mode
+from horizon_lm.errors import ConfigError
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.skeletons import build_skeleton
 
@@ -107,7 +108,7 @@ def stream(
 
 
 def from_pretrained(
-    model_name_or_path: str | Path,
+    model_name_or_path: str | Path | None = None,
     device: str | Device = "auto",
     precision: str | None = None,
     *,
@@ -123,13 +124,13 @@ def from_pretrained(
     A folder of PEFT's adapters is opened as a PEFT model, with its frozen base.
 
     Args:
-        model_name_or_path: a Hugging Face folder or hub id.
+        model_name_or_path: a Hugging Face folder or hub id; also by its name in transformers, ``pretrained_model_name_or_path``.
         device: as in `stream`.
         precision: as in `stream`; None for ``fp32_master``, or ``float32`` with ``dtype=torch.float32``.
         gguf_file: a GGUF file in the folder to read instead; dequantizing needs additional memory for the whole model.
         trust_remote_code: allow code that comes with the model.
         subfolder: the folder of the model inside of ``model_name_or_path``.
-        config: the config to use instead of the folder's; a GGUF file has its own.
+        config: the config to use instead of the folder's, or another folder or hub id that has it; a GGUF file has its own.
         model_class: ``transformers.AutoModelForSequenceClassification`` for a reward model or another classifier of rows,
             whose ``score`` is newly initialised if the folder has none; None for a causal language model.
         options: other arguments of `stream` and of transformers' ``from_pretrained``: ``dtype``, ``revision``,
@@ -146,8 +147,13 @@ def from_pretrained(
         torch.bfloat16
         >>> model.save_pretrained("out")  # an ordinary Hugging Face folder
     """
+    name = options.pop("pretrained_model_name_or_path", None) if model_name_or_path is None else model_name_or_path
+    if name is None:
+        raise ConfigError(
+            "from_pretrained needs a folder or hub id; horizon_lm.from_config makes a model with random weights"
+        )
     request = OpenRequest(
-        name=model_name_or_path,
+        name=name,
         gguf_file=gguf_file,
         trust_remote_code=trust_remote_code,
         subfolder=subfolder,

@@ -77,6 +77,10 @@ def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
         config = hf_config.load_config(folder, request.trust_remote_code, model_class=request.model_class)
+    elif isinstance(config, str | Path):
+        config = hf_config.load_config(
+            hub.local_folder(config), request.trust_remote_code, model_class=request.model_class
+        )
     quantization = read_quantization(options)
     # After the others, because it takes all that the config has an attribute for, and rejects what nobody knows.
     changes = config_arguments(options, config)
