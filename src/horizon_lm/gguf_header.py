@@ -113,7 +113,10 @@ class _Reader:
             block, block_bytes = _BLOCKS.get(kind, (1, 0))
             tensors[name] = GgufTensor(shape, kind, start, -(-math.prod(shape) // block) * block_bytes)
         data_start = self._data_start(metadata.get("general.alignment", 32))
-        placed = {name: each._replace(start=data_start + each.start) for name, each in tensors.items()}
+        placed = {
+            name: GgufTensor(each.shape, each.kind, data_start + each.start, each.num_bytes)
+            for name, each in tensors.items()
+        }
         _require_layout(placed, self._num_bytes)
         return placed
 
