@@ -28,7 +28,7 @@ def run_alone(arguments: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("plan --model Qwen3-8B --device 4090", "did you mean rtx-4090?"),
+        ("plan --model Qwen3-8B --device rtx490", "did you mean rtx-4090?"),
         (
             "plan --model Qwen3-8B --host-memory 64",
             "error: --host-memory: 64: must be at least 4096 bytes; write a unit, such as 64GiB\n",
@@ -38,7 +38,7 @@ def run_alone(arguments: str) -> tuple[str, str]:
         ("plan --model Qwen3-8B --gradient_clipping 1", "use max_grad_norm\n"),
         ("plan --model Qwen3-8B --max_seq_len 9", "use max_length\n"),
         ("plan --device h200", "name a run file, or a model"),
-        ("plan --largest --device 4090", "did you mean rtx-4090?"),
+        ("plan --largest --device rtx490", "did you mean rtx-4090?"),
         (
             "plan --largest --device h200 --host-memory 64GB,banana",
             "error: --host-memory: 'banana': is not a size; write for example 64MiB",

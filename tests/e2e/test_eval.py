@@ -104,7 +104,10 @@ def test_results_equal_the_plain_model(
         pytest.param(
             ["--tasks", "no_such_task_of_lm_eval"], "no_such_task_of_lm_eval cannot be loaded", marks=pytest.mark.slow
         ),
-        (["--tasks", "{folder}/choices.yaml", "--output", "{folder}/nowhere/results.json"], "no such folder"),
+        (
+            ["--tasks", "{folder}/choices.yaml", "--output", "{folder}/nowhere/results.json"],
+            "does not exist; create it",
+        ),
     ],
 )
 def test_bad_arguments(folder: Path, model: Path, arguments: list[str], message: str) -> None:

@@ -104,11 +104,12 @@ def test_a_tied_weight_is_known_by_both_names(tmp_path: Path) -> None:
         assert torch.equal(load_file(tmp_path / folder / "model.safetensors")["model.embed_tokens.weight"], expected)
 
 
-def test_a_given_value_of_another_shape_is_rejected(tmp_path: Path) -> None:
+def test_a_given_value_of_another_shape_is_not_written(tmp_path: Path) -> None:
+    """It would be too late to reject it: the model is trained."""
     model = horizon_lm.stream(tiny_models.build("llama"))
-    with pytest.raises(ConfigError, match=r"model.norm.weight of shape \(3,\), and the model \(32,\)"):
+    with pytest.warns(CheckpointWarning, match=r"model.norm.weight of shape \(3,\), and the model \(32,\)"):
         model.save_pretrained(tmp_path / "out", state_dict={"model.norm.weight": torch.zeros(3)})
-    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert _tensors(tmp_path / "out")["model.norm.weight"][0] == (32,)
 
 
 def test_export_dtype(tmp_path: Path) -> None:
