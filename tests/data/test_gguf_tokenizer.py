@@ -112,6 +112,9 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"bos_token_id": None, "add_bos_token": True}, "tokenizer.ggml.add_bos_token: True"),
     ({"add_sep_token": True}, "tokenizer.ggml.add_sep_token: True"),
     ({"normalizer.lowercase": True}, "tokenizer.ggml.normalizer.lowercase: True"),
+    ({"tokens": 5}, "cannot be read .*; download it again"),
+    ({"eos_token_id": "a"}, "cannot be read .*; download it again"),
+    ({"merges": [1]}, "cannot be read .*; download it again"),
     ({"suppress_tokens": [1]}, r"tokenizer.ggml.suppress_tokens: \[1\]"),
 ]
 

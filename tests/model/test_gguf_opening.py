@@ -259,6 +259,27 @@ def test_metadata_that_are_not_known(
             read()
 
 
+@pytest.mark.parametrize("value", ["many", [1, 2], [1, 2, 3, 4], -1.5, 0], ids=str)
+def test_values_of_other_types(files: dict[str, bytes], tmp_path: Path, value: Any) -> None:
+    """They are errors of the file, or of the model that it would be, whichever type they have."""
+    names = (
+        "block_count",
+        "embedding_length",
+        "attention.head_count",
+        "attention.key_length",
+        "rope.freq_base",
+        "rope.scaling.factor",
+    )
+    names += ("rope.scaling.type", "rope.dimension_count", "attention.layer_norm_rms_epsilon", "vocab_size")
+    for name in ("general.type", "split.count", *(f"llama.{each}" for each in names)):
+        (tmp_path / FILE).write_bytes(files["llama"])
+        change(tmp_path / FILE, {name: value})
+        try:
+            opened(tmp_path)
+        except ConfigError as error:
+            assert FILE in str(error)  # noqa: PT017
+
+
 # Tensors
 
 

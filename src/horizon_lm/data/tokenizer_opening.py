@@ -40,6 +40,9 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     except HorizonError:
         raise
     except Exception as error:  # the parsers of transformers and tokenizers raise anything
+        if gguf_file is not None:
+            place = folder / gguf_file
+            raise ConfigError(f"gguf_file: {place} cannot be read ({first_line(error)}); download it again") from error
         raise ConfigError(
             f"{folder} has no tokenizer that can be read ({first_line(error)})"
             f"{code_remedy(error) or gguf_remedy(folder) or '; copy tokenizer.json and tokenizer_config.json into it'}"

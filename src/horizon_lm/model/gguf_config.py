@@ -23,9 +23,21 @@ def config_of(header: GgufHeader) -> Any:
         ConfigError: the file has no model of a known architecture, a key of its metadata is missing or not supported, or a size is absurd.
     """
     require_sane_sizes({name.rpartition(".")[2]: value for name, value in header.metadata.items()}, header.path)
-    _require_whole_model(header)
-    model_type, architecture = architecture_of(header)
-    keys = Keys(header, architecture.name)
+    try:
+        _require_whole_model(header)
+        model_type, architecture = architecture_of(header)
+        keys = Keys(header, architecture.name)
+        values = _settings(keys, architecture, header)
+    except (TypeError, ValueError, ArithmeticError) as error:  # of values of another type than they should have
+        raise ConfigError(
+            f"gguf_file: {header.path} cannot be read ({first_line(error)}); download it again"
+        ) from error
+    keys.require_all_used()
+    return _built(model_type, values, header)
+
+
+def _settings(keys: Keys, architecture: Architecture, header: GgufHeader) -> dict[str, Any]:
+    """Return the settings of a file's model."""
     values = _numbers(keys, architecture, header)
     values |= _attention(keys, architecture, header, values)
     values = {
@@ -34,12 +46,10 @@ def config_of(header: GgufHeader) -> Any:
         **values,
     }
     values.setdefault("tie_word_embeddings", _HEAD not in header.tensors)
-    values |= {key: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in _TOKEN_IDS.items()}
     for name, value in architecture.switches.items():
         if keys.take(name, value) != value:
             raise keys.rejected(name)
-    keys.require_all_used()
-    return _built(model_type, values, header)
+    return values | {key: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in _TOKEN_IDS.items()}
 
 
 def architecture_of(header: GgufHeader) -> tuple[str, Architecture]:

@@ -1,7 +1,7 @@
 """The weights of a GGUF file, dequantized tensor by tensor."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.gguf_header import GgufHeader, read_gguf_header
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.folder import gguf_path, require_model_files
-from horizon_lm.model.gguf_architectures import Architecture, in_block
+from horizon_lm.model.gguf_architectures import Architecture, Layout, in_block
 from horizon_lm.model.gguf_config import architecture_of, config_of
 from horizon_lm.model.gguf_keys import rejected
 from horizon_lm.model.skeletons import skeleton_of
@@ -33,11 +33,7 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
     _require_all_used(header, architecture, sources)
     layouts = architecture.layouts(config)
     for name, tensor in _tensors(model):
-        parts = []
-        for source in sources[name]:
-            layout, values = layouts.get(in_block(source)), _dequantized(header, source)
-            parts.append(values if layout is None else layout.read(values))
-        values = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        values = _joined([_read(header, source, layouts) for source in sources[name]])
         if values.shape != tensor.shape:
             raise ConfigError(
                 f"gguf_file: {header.path}: tensor {sources[name][0]} is of shape {tuple(values.shape)}, but the metadata make "
@@ -52,10 +48,16 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
         else:
             module._buffers[attribute] = values
     model.tie_weights()
-    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    if len(ends := [each for each in dict.fromkeys(ends) if each is not None]) > 1:
-        model.generation_config.eos_token_id = ends
+    _end_answers(model, header)
     return model
+
+
+def _end_answers(model: Any, header: GgufHeader) -> None:
+    """Let all tokens end an answer that a file names for it: the end of a text, of a turn and of a message."""
+    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    found = [number for number in dict.fromkeys(ends) if number is not None]
+    if len(found) > 1:
+        model.generation_config.eos_token_id = found
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,6 +109,17 @@ def _require_all_used(header: GgufHeader, architecture: Architecture, sources: d
                 f"gguf_file: {header.path}: tensor {name} is not supported for files of {architecture.name}; open the model's "
                 "Hugging Face folder instead"
             )
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor that a file has in parts: the projections of all experts."""
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _read(header: GgufHeader, name: str, layouts: Mapping[str, Layout]) -> torch.Tensor:
+    """Return the values of a tensor in float32 and in the layout of transformers."""
+    values, layout = _dequantized(header, name), layouts.get(in_block(name))
+    return values if layout is None else layout.read(values)
 
 
 def _dequantized(header: GgufHeader, name: str) -> torch.Tensor:
