@@ -30,10 +30,12 @@ def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) ->
         )
     if not _is_full(folder, error, num_bytes):
         return ConfigError(f"{name}: {folder} cannot be written to ({reason}).")
-    free = ""
+    needed, free = "make room", ""
     with suppress(OSError):
-        free = f"; {format_bytes(disk_free(folder))} are free"
-    needed = f"the exported model takes {format_bytes(num_bytes)}" if num_bytes else "make room"
+        left = disk_free(folder)
+        free = f"; {format_bytes(left)} are free"
+        if left < num_bytes:  # if not, another limit holds, such as a quota
+            needed = f"the exported model takes {format_bytes(num_bytes)}"
     return DoesNotFitError(f"{name}: no space is left for {folder} ({reason}): {needed}{free}.")
 
 

@@ -109,7 +109,10 @@ class _Search:
             is_mixture = bool(num_experts(source.config.get_text_config()))
             if is_mixture and found:  # models are tried from the largest on
                 continue
-            if plan_run(run, source, machine, priced=False, shard=shard, num_ranks=size.num_ranks).fits:
+            plan = plan_run(
+                run, source, machine, priced=False, shard=shard, num_ranks=size.num_ranks, counts_files=False
+            )
+            if plan.fits:
                 found.append(known)
                 if not is_mixture:
                     return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from horizon_lm.cli.plan_arguments import Size
 from horizon_lm.config import RunConfig
@@ -39,7 +40,7 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
     """Plan a run for a machine; None for this one. A plan that does not fit is returned, not raised."""
     source = open_source(run)
     notes = _notes_on_weights(run, source)
-    loaded = _load_as_training_does(run, source) if hardware is None else ()
+    loaded, tokenizer = _load_as_training_does(run, source) if hardware is None else ((), None)
     run, machine = place_run(run, hardware, size)
     machine = replace(machine, notes=[*machine.notes, *notes])
     del loaded  # only needed while the memory of this process was measured
@@ -47,7 +48,9 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
 
     def with_shard(shard: Shard) -> Plan:
         """Return the plan of a process that owns this range."""
-        return plan_run(run, source, machine, num_steps=num_steps, saves=saves, shard=shard, num_ranks=size.num_ranks)
+        return plan_run(
+            run, source, machine, num_steps=num_steps, saves=saves, shard=shard, num_ranks=size.num_ranks, tokenizer=tokenizer
+        )
 
     shard = own_shard(run, size)
     plan = with_shard(shard)
@@ -96,19 +99,21 @@ def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]
     return num_steps, Intervals(run, num_steps, steps_per_epoch).planned_saves()
 
 
-def _load_as_training_does(run: RunConfig, source: Source) -> Sequence[object]:
-    """Load the objects that a run holds before its first step, so that this process uses as much memory as a run would."""
+def _load_as_training_does(run: RunConfig, source: Source) -> tuple[Sequence[object], Any]:
+    """Load the objects that a run holds before its first step, so that this process uses as much memory as a run would. Return
+    them, and the tokenizer of the run; None if there is none.
+    """
     import datasets
 
     from horizon_lm.data.trl_compat import training_template
 
     if source.model.folder is None:  # a plan downloads nothing
-        return (datasets,)
+        return (datasets,), None
     try:
         tokenizer = load_tokenizer(run.model_copy(update={"chat_template_path": None}), source.model)
-        return datasets, tokenizer, training_template(tokenizer)
+        return (datasets, training_template(tokenizer)), tokenizer
     except HorizonError:  # a plan needs no tokenizer
-        return (datasets,)
+        return (datasets,), None
 
 
 def place_run(run: RunConfig, hardware: Hardware | None, size: Size) -> tuple[RunConfig, Machine]:

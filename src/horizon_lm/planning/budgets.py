@@ -4,7 +4,12 @@ from collections.abc import Mapping
 
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.planning.device_memory import DeviceUse
-from horizon_lm.planning.host_memory import checkpoint_bytes, host_bytes, largest_file_bytes
+from horizon_lm.planning.host_memory import (
+    checkpoint_bytes,
+    checkpoint_files_bytes,
+    host_bytes,
+    largest_file_bytes,
+)
 from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.planning.request import Budget, Item, Limit, Machine
@@ -135,18 +140,21 @@ def transferred_bytes(host: Budget) -> int:
 
 def disk_budget(step: Step, machine: Machine) -> Budget:
     """Return the disk space of a run, and that of the download unless it goes to another disk."""
-    saved, width = _exported(step)
-    exported = saved.num_parameters * width
+    _saved, width = _exported(step)
+    exported, files = exported_bytes(step), step.settings.side_files
     of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
-    items = [Item("exported model", exported, f"{width} bytes per parameter{of_adapters}")]
+    beside = f", and {format_bytes(files.model)} of tokenizer and configs" if files.model else ""
+    items = [Item("exported model", exported, f"{width} bytes per parameter{of_adapters}{beside}")]
     saves = step.settings.saves
     if saves.num:
-        each = exported if saves.only_model or saves.with_model else 0
+        each = exported if saves.only_model or saves.with_model else files.model
         if not saves.only_model:
-            each += checkpoint_bytes(step)
+            each += checkpoint_bytes(step) + checkpoint_files_bytes(step)
         count = min(saves.num, saves.kept + 1)  # the oldest is deleted once the newest is complete
         note = f"{count} at once; {saves.num} x {format_bytes(each)} = {format_bytes(saves.num * each)} written over the run"
         items.append(Item("checkpoints", count * each, note))
+    if files.records:
+        items.append(Item("records", files.records, "settings, plan, metrics and pictures, at most"))
     if not machine.download_limits:
         items += _download_items(step)
     return Budget.of(items, machine.disk_limits)
@@ -166,6 +174,12 @@ def _exported(step: Step) -> tuple[ModelSizes, int]:
     """Return the parameters of the exported model, and the bytes of each. PEFT saves the adapters alone, in float32."""
     outline = step.outline
     return (outline.trained, 4) if outline.base_is_frozen else (outline.sizes, step.settings.export_bytes)
+
+
+def exported_bytes(step: Step) -> int:
+    """Return the bytes of the folder of the exported model."""
+    saved, width = _exported(step)
+    return saved.num_parameters * width + step.settings.side_files.model
 
 
 _LARGEST_FILE = 50 * 10**9  # of an exported model, which is cut into several above that

@@ -54,6 +54,24 @@ def checkpoint_bytes(step: Step) -> int:
     return total + _moments(step, sizes.cuts(WHOLE))
 
 
+# At most, for each tensor of a slab: its lines in the header of a file, with one for padding, and in the manifest.
+_HEADER_BYTES, _MANIFEST_BYTES = 384, 384
+_STATE_BYTES = 2**16  # of training_state.json and run.yaml, at most
+
+
+def checkpoint_files_bytes(step: Step) -> int:
+    """Return the bytes of a checkpoint beside its slabs, at most: headers, the manifest, and the state of the run."""
+    settings, trained, sizes = step.settings, step.outline.trained, step.outline.sizes
+    per_moment = 2 if settings.moments == "8bit" else 1  # scales have tensors of their own
+    num_moments, headers, num_tensors = len(settings.optimizer.moments_of(trained)) * per_moment, 0, 0
+    for unit in _units_with_masters(step):
+        halves = 2 if _LOW_HALF_BYTES[_precision(unit, settings)] else 1
+        num = len(sizes.units[unit]) * halves + len(trained.units[unit]) * num_moments
+        headers += page_aligned(num * _HEADER_BYTES)
+        num_tensors += num
+    return headers * settings.shard.count + num_tensors * _MANIFEST_BYTES + _STATE_BYTES
+
+
 def largest_file_bytes(step: Step) -> int:
     """Return the bytes of the largest file of a checkpoint, which holds a rank's range of a unit."""
     settings, sizes = step.settings, step.outline.sizes

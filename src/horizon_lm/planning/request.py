@@ -96,6 +96,19 @@ class Saves:
     with_model: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """The bytes of the files of a run that hold no weights, gradients or moments.
+
+    Attributes:
+        model: those of a saved model: tokenizer, configs, and the headers of the weights.
+        records: those of the run: settings, plan, metrics, samples and pictures.
+    """
+
+    model: int = 0
+    records: int = 0
+
+
 @dataclass(frozen=True)
 class Request(StreamingOptions):
     """Settings of a run, with the names used there; None leaves the choice to the planner.
@@ -115,6 +128,7 @@ class Request(StreamingOptions):
         export_bytes: bytes per element of the exported model.
         stored_bytes: bytes of the initial checkpoint.
         saves: checkpoints of the run.
+        side_files: files without weights.
         download_bytes: bytes of the initial checkpoint; 0 if it is on this machine.
         skips_steps: steps with non-finite gradients are skipped.
     """
@@ -127,6 +141,7 @@ class Request(StreamingOptions):
     export_bytes: int = 2
     stored_bytes: int = 0
     saves: Saves = Saves()
+    side_files: SideFiles = SideFiles()
     download_bytes: int = 0
     skips_steps: bool = False
     optimizer: PlannedOptimizer = ADAMW

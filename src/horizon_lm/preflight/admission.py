@@ -24,6 +24,7 @@ from horizon_lm.planning.request import ForwardBatch, Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
 from horizon_lm.preflight.inputs import RowShape, Source, compute_dtype, fetch_source, open_source
 from horizon_lm.preflight.remedies import remedies_of
+from horizon_lm.preflight.side_files import side_files
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
@@ -43,6 +44,8 @@ def plan_run(
     priced: bool = True,
     shard: Shard = WHOLE,
     num_ranks: int = 1,
+    tokenizer: Any = None,
+    counts_files: bool = True,
 ) -> Plan:
     """Return the plan of a run.
 
@@ -55,6 +58,8 @@ def plan_run(
         saves: checkpoints of the run.
         priced: simulate a step, if the machine's rates are known.
         shard, num_ranks: the range of each slab that this rank owns, and the number of ranks.
+        tokenizer: tokenizer of the run; None if it is not loaded.
+        counts_files: count the files without weights, too.
 
     Raises:
         ConfigError: the length of examples is not limited.
@@ -71,6 +76,9 @@ def plan_run(
     request = make_request(
         run, source, rows, stored_bytes, num_steps=num_steps, saves=saves, shard=shard, num_ranks=num_ranks
     )
+    if counts_files:
+        files = side_files(run, source, outline, num_steps, request.export_bytes, tokenizer)
+        request = replace(request, side_files=files)
     if not machine.on_host and not machine.is_connected:
         machine = replace(machine, collective_bytes=_collective_bytes(shard.count, num_ranks, machine.interconnect))
     if outline.whole_head_only:
@@ -250,15 +258,17 @@ class Admission:
         """Raise DoesNotFitError before examples are read if not even the shortest examples would fit."""
         run, machine = self._run, self._machine()
         length = run.max_length or _USUAL_LENGTH
-        plan = self._plan(run, self._source, machine, rows=RowShape(length, length), priced=False)
+        early = partial(self._plan, run, self._source, machine, priced=False, counts_files=False)
+        plan = early(rows=RowShape(length, length))
         self._vocabulary = plan.step.outline.sizes.vocabulary
         shortest = RowShape(1, 1, masked=False, distinct_tokens=1)
-        if not plan.fits and not self._plan(run, self._source, machine, rows=shortest, priced=False).fits:
+        if not plan.fits and not early(rows=shortest).fits:
             self._reject(plan)
 
     def admit(
-        self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, saves: Saves, prompt_length: int
-    ) -> Plan:
+        self, loader: Loader, held_out: Iterable[TokenTable], num_steps: int, saves: Saves, prompt_length: int,
+        tokenizer: Any = None,
+    ) -> Plan:  # fmt: skip
         """Return the plan for these examples.
 
         Raises:
@@ -270,7 +280,9 @@ class Admission:
         for table in (loader.rows, *held_out):
             _require_known_tokens(table, self._vocabulary)
         shape = RowShape.of(loader, held_out, prompt_length)
-        self._plan_for = partial(self._plan, source=self._source, rows=shape, num_steps=num_steps, saves=saves)
+        self._plan_for = partial(
+            self._plan, source=self._source, rows=shape, num_steps=num_steps, saves=saves, tokenizer=tokenizer
+        )
         plan = self._plan_for(self._run, machine=self._machine())
         if not plan.fits:
             self._reject(plan)

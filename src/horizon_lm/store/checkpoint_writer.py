@@ -7,7 +7,7 @@ is written from its slab directly to the file.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -231,8 +231,22 @@ def _file_name(name: str, variant: str | None) -> str:
     return name if variant is None else name.replace("model", f"model.{variant}", 1)
 
 
-def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
-    """Write a safetensors file: length of the header, header, tensors in the header's order."""
+def header_bytes(model: Any, units: Sequence[Mapping[str, torch.Tensor]], max_shard_size: int | str = "50GB") -> int:
+    """Return the bytes that a folder has for the names and shapes of its tensors: the headers of their files, and the index.
+
+    Args:
+        model: the model, or its skeleton.
+        units: the tensors of each of its units by their names in the model; those on the meta device suffice.
+        max_shard_size: as in `save_pretrained`.
+    """
+    files = _split([as_stored(model, dict(tensors)) for tensors in units], parse_bytes(max_shard_size), None)
+    num_params = sum(tensor.numel() for tensors in units for tensor in tensors.values())
+    index = 0 if len(files) == 1 else len(_index(files, num_params))
+    return index + sum(len(_header(shard)) for shard in files.values())
+
+
+def _header(shard: Shard) -> bytes:
+    """Return the beginning of a safetensors file: the length of its header, and the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensors in shard.values():
@@ -244,9 +258,13 @@ def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
             position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_file(disk: Disk, path: Path, shard: Shard, source: Tensors) -> None:
+    """Write a safetensors file: its header, and the tensors in the header's order."""
     with new_file(disk, path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(_header(shard))
         for index, tensors in shard.items():
             values = source.unit(index)
             for name in tensors:
@@ -258,11 +276,16 @@ def _write_index(disk: Disk, folder: Path, files: dict[str, Shard], num_params: 
     index = folder / ("model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json")
     if len(files) == 1:
         disk.remove(index)
-        return
+    else:
+        write_file(disk, index, _index(files, num_params))
+
+
+def _index(files: Mapping[str, Shard], num_params: int) -> bytes:
+    """Return the contents of the file that says which file has which tensor."""
     weight_map = {name: file for file, shard in files.items() for name in _names(shard)}
     total = sum(t.numel() * t.element_size() for shard in files.values() for ts in shard.values() for t in ts.values())
     content = {"metadata": {"total_parameters": num_params, "total_size": total}, "weight_map": weight_map}
-    write_file(disk, index, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _names(shard: Shard) -> Iterator[str]:

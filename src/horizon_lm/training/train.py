@@ -134,7 +134,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     prompts = SamplePrompts(config, tokenizer, day)
     with announced("planning...") if ranks.is_first else nullcontext():
         plan = admission.admit(
-            data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest
+            data.loader, data.eval_sets.values(), num_steps, intervals.planned_saves(), prompts.longest, tokenizer
         )
     reporter.print(*summary_lines(plan))
     settings = RunSettings(given, point, apply_plan(config, plan), plan)
