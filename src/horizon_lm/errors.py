@@ -26,6 +26,10 @@ class ConfigError(HorizonError, ValueError):
     exit_code = 2
 
 
+class QuantizedWeightsError(ConfigError):
+    """A run would train weights that are quantized."""
+
+
 class ModelNotSupportedError(HorizonError, ValueError):
     """A model cannot be streamed exactly; the message names the module and the reason."""
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from horizon_lm import resources
+from horizon_lm.cli import app
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.model.known_models import known_models
 from horizon_lm.planning.catalog import own_profile_path
@@ -39,7 +40,7 @@ def run_file(tmp_path: Path, model: Path) -> Path:
 
 def test_updates_of_small_adapters_are_overlapped_with_any_number_of_tokens() -> None:
     """Their time is below that of one token's computation, which is no zero tokens in a step."""
-    planned = run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200", "--use_peft")
+    planned = run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200", "--use_peft", "--details")
     assert "optimizer fully overlapped with any number of tokens\n" in planned.stdout
 
 
@@ -118,8 +119,55 @@ def test_engine_expects_largest_batch(run_file: Path, tmp_path: Path, monkeypatc
     assert batch.distinct_tokens > 1
 
 
-def test_plan_text(run_file: Path) -> None:
-    result = run("plan", run_file, "--device", "h200", "--host-memory", "512GiB")
+def test_a_plan_answers_in_five_lines(run_file: Path) -> None:
+    wanted = ("plan", "--model", "Qwen2.5-7B", "--device", "rtx-4090", "--host-memory")
+    for amount, lines in (
+        (
+            "128GiB",
+            ("fits: Qwen2.5-7B, on RTX 4090 24 GB, desktop with DDR5", "host memory    101.67 GiB of 128.00 GiB"),
+        ),
+        ("64GiB", ("does not fit: Qwen2.5-7B, on", "host memory    101.67 GiB of 64.00 GiB, 37.67 GiB short")),
+    ):
+        shown = run(*wanted, amount).stdout.splitlines()
+        others = ("device memory  ", "disk           ", "time           ", "--details lists every byte")
+        assert len(shown) == 6
+        assert all(line.startswith(beginning) for line, beginning in zip(shown, (*lines, *others), strict=True))
+        assert re.fullmatch(r"time +[\d,]+ tokens/s, [\d.]+ s/step; a million tokens: 11 min \d\d s", shown[4])
+    here = run("plan", run_file).stdout.splitlines()
+    assert here[2] == "device memory  part of host memory"
+    assert here[4] == "time           unknown, as this machine was not measured; run horizon-lm doctor"
+    steps = run("plan", run_file, "--device", "h200").stdout.splitlines()[4]
+    assert re.search(r"; 6 steps: \d+ s$", steps)
+    priced = run(*wanted, "128GiB", "--price-per-hour", "2").stdout
+    assert "a million tokens: 0.367 at 2 per hour" in priced
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_terminal", "details"),
+    [(60, True, ["--details"]), (80, True, []), (200, True, ["--details"]), (80, False, [])],
+)
+def test_no_line_is_wider_than_a_terminal(
+    columns: int, is_terminal: bool, details: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Neither of a plan that does not fit, nor of its error with the remedies. A file gets each line as a whole."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    with pytest.raises(SystemExit):
+        app(["plan", "--model", "Qwen2.5-7B", "--device", "rtx-4090", "--host-memory", "64GiB", *details])
+    shown = capsys.readouterr()
+    assert "It would fit with any of" in shown.err
+    widest = max(map(len, (shown.out + shown.err).splitlines()))
+    assert widest <= min(80, columns) if is_terminal else widest > 80
+    if columns == 200:
+        lines = shown.out.splitlines()
+        (at,) = (n for n, line in enumerate(lines) if line.startswith("  activations and"))
+        assert lines[at + 1].startswith(" " * lines[at].index("peak"))  # below its column
+
+
+def test_details_of_a_plan(run_file: Path) -> None:
+    result = run("plan", run_file, "--device", "h200", "--host-memory", "512GiB", "--details")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     for heading in ("host memory", "device memory", "disk", "settings"):
@@ -132,7 +180,7 @@ def test_plan_text(run_file: Path) -> None:
 def test_times_need_a_profile(run_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert plan(run_file)["step"] is None
-    assert "horizon-lm doctor measures it" in run("plan", run_file).stdout
+    assert "time: unknown, as this machine was not measured" in run("plan", run_file, "--details").stdout
 
 
 @pytest.mark.parametrize(("model", "fits"), [("Qwen2.5-0.5B", True), ("Qwen2.5-7B", False)])
@@ -167,7 +215,7 @@ def test_quantized_base_that_transformers_decodes_is_not_said_to_fit() -> None:
 def test_up_to_how_many_tokens_routed_experts_are_streamed(tmp_path: Path, ranks: list[str], is_said: bool) -> None:
     """Several ranks always stream all experts."""
     tiny_models.build("qwen3_moe", num_experts=16).save_pretrained(tmp_path)
-    result = run("plan", "--model", tmp_path, "--device", "rtx-4090-server", "--max_length", "64", *ranks)
+    result = run("plan", "--model", tmp_path, "--device", "rtx-4090-server", "--max_length", "64", "--details", *ranks)
     assert result.exit_code == 0, result.stderr
     said = "of at most 4 tokens, as in generation, stream those of the 16 experts that their tokens are routed to; larger ones stream all"
     assert (said in result.stdout) == is_said
@@ -229,10 +277,9 @@ def test_70b_model_is_rejected_here_and_fits_h200(run_file: Path) -> None:
     message = rejected("plan", *HUGE)
     assert "2.00 GiB available (host_memory)" in message
     assert "No settings make it fit" in message
-    first = run("plan", *HUGE).stdout.splitlines()[0]
-    assert re.fullmatch(
-        r"does not fit: host: .* needed, 2\.00 GiB available \(host_memory\), .* short \(.* bytes\)", first
-    )
+    first, host, *_ = run("plan", *HUGE).stdout.splitlines()
+    assert first == "does not fit: meta-llama/Llama-3.1-70B, on this machine"
+    assert re.fullmatch(r"host memory    \S+ \S+ of 2\.00 GiB, \S+ \S+ short", host)
     assert "does not fit" not in run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200").stdout
     assert re.search(r"--max_grad_norm 0 it would take [\d.]+ \w+ of host memory", message)
     message = rejected("train", run_file, "--model_name_or_path", "meta-llama/Llama-3.1-70B", "--host_memory", "2GiB")
@@ -528,7 +575,8 @@ def test_several_gpus_and_machines() -> None:
     assert taken[1] > 3e9  # what NCCL takes for the links to 7 other GPUs
     assert "collective" in many["step"]["busy"]
     assert one["step"]["tokens_per_second"] < many["step"]["tokens_per_second"]
-    text = run("plan", *run_of, "--host-memory", "2TB", "--gpus", "8", "--nodes", "4").stdout
+    text = run("plan", *run_of, "--host-memory", "2TB", "--gpus", "8", "--nodes", "4", "--details").stdout
+    assert re.search(r"^host memory +\S+ GiB of 232\.83 GiB for each of 8 processes$", text, re.MULTILINE)
     assert "4 copies of the model, shared by 8 processes each" in text
     assert "4 machines with 8 GPUs each" in text
     assert "340 GB/s between its GPUs, 340 GB/s between machines" in text
@@ -548,7 +596,7 @@ def test_several_gpus_have_the_host_that_is_stated(tmp_path: Path) -> None:
         {"32": 150e9},
     ]
     assert mine["step"]["seconds"] > desktop["step"]["seconds"] > server["step"]["seconds"]
-    text = run("plan", *run_of, "--device", "rtx-3090-server").stdout
+    text = run("plan", *run_of, "--device", "rtx-3090-server").stdout.replace("\n", " ")
     assert "RTX 3090 24 GB, two EPYC 7543; the host of all: 64 cores, 300 GB/s of host memory" in text
 
 
@@ -556,7 +604,7 @@ def test_gpus_without_peer_access_are_slower() -> None:
     run_of = ("--model", "Qwen3-8B", "--device", "rtx-4090-server", "--gpus", "8", "--max_length", "1024")
     content = plan(*run_of)
     assert content["step"]["limited_by"] != "compute"
-    assert "GPUs reach each other through host memory" in run("plan", *run_of).stdout
+    assert "GPUs reach each other through host memory" in run("plan", *run_of, "--details").stdout
 
 
 def test_machines_share_a_model_that_none_of_them_can_hold() -> None:
@@ -697,10 +745,29 @@ def test_quantized_weights_are_rejected(run_file: Path, model: Path, tmp_path: P
     assert "quantized" in result.stderr
 
 
-def test_known_quantized_weights_are_rejected_as_in_training() -> None:
-    result = run("plan", "--model", "openai/gpt-oss-20b", "--device", "h100")
-    assert result.exit_code == 2
-    assert "are quantized, and cannot be trained; set dequantize: true" in result.stderr
+@pytest.mark.parametrize(("host_memory", "code"), [("64GiB", 0), ("4GiB", 3)])
+def test_quantized_weights_are_planned_in_both_ways(host_memory: str, code: int) -> None:
+    """With adapters, and decoded. Training rejects such a run, and names the same settings."""
+    wanted = ("plan", "--model", "openai/gpt-oss-20b", "--device", "h100", "--host-memory", host_memory)
+    result = run(*wanted)
+    assert result.exit_code == code
+    lines = result.stdout.splitlines()
+    fits = "does not fit" if code else "fits"
+    assert lines[0].startswith(f"{fits}: openai/gpt-oss-20b, adapters, on H100")
+    assert "note: openai/gpt-oss-20b has quantized weights, so adapters on them are planned (--use_peft true)" in lines
+    at = lines.index("or all weights, decoded while they are read (--dequantize true):")
+    assert lines[at + 1].startswith("does not fit: openai/gpt-oss-20b, on H100")
+    adapted, decoded = lines[1], lines[at + 2]
+    for settings, line in (("use_peft", adapted), ("dequantize", decoded)):
+        assert run(*wanted, f"--{settings}", "true").stdout.splitlines()[1] == line
+    content = json.loads(run(*wanted, "--json").stdout)
+    (other,) = content["alternatives"]
+    assert other["settings"] == {"dequantize": True}
+    assert other["fits"] is False
+    assert other["bytes"]["host"] > content["host"]["bytes"]
+
+
+def test_known_quantized_weights_are_planned_decoded() -> None:
     decoded = plan("--model", "openai/gpt-oss-20b", "--device", "h100", "--dequantize", "true")
     (download,) = (item for item in decoded["disk"]["items"] if item["name"] == "download")
     assert 12.5 * GIB < download["bytes"] < 13 * GIB

@@ -12,7 +12,7 @@ from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.model_sizes import PackedSizes
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.planned_optimizer import ADAMW
-from horizon_lm.planning.render import plan_lines
+from horizon_lm.planning.render import detail_lines
 from horizon_lm.planning.request import Machine, Request, Saves
 from horizon_lm.planning.residency import Residency
 from horizon_lm.planning.step import Step, StepSettings
@@ -300,7 +300,7 @@ def test_plan_advises_on_save_steps_where_they_cause_saves(of_best: int, named: 
     saves = Saves(num=10, of_best=of_best, kept=2)
     request = Request(activation_checkpoints=28, num_steps=11, saves=saves)
     plan = make_plan(dense(), request, Machine("by hand", False, machine(disk_write=1e8)))
-    text = "\n".join(plan_lines(plan))
+    text = "\n".join(detail_lines(plan))
     assert "the steps lose" in text
     assert ("save_steps: " in text) == named
 

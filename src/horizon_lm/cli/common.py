@@ -22,7 +22,7 @@ from horizon_lm.paths import exists
 from horizon_lm.quantities import parse_size
 from horizon_lm.resources import threads_left, usable_cores
 from horizon_lm.signals import arrived_signal
-from horizon_lm.visible import visible
+from horizon_lm.visible import fitted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,7 +107,7 @@ def _print_error(text: str) -> None:
 
 def _print_line(text: str) -> None:
     with suppress(OSError, ValueError):  # a closed terminal must not change the exit code
-        print(visible(text), file=sys.stderr, flush=True)
+        print(fitted(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def require_threads() -> None:

@@ -1,7 +1,8 @@
 """``horizon-lm plan``: plan a run, or find the largest known models that fit."""
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -14,8 +15,9 @@ from horizon_lm.cli.plan_arguments import Size, other_hardware, read_amounts, re
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.catalog import published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
-from horizon_lm.planning.render import plan_as_json, plan_lines
-from horizon_lm.visible import visible
+from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.render import detail_lines, plan_as_json, plan_lines
+from horizon_lm.visible import fitted
 from horizon_lm.waiting import announced
 
 
@@ -30,6 +32,22 @@ def _without_advice() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+def _lines(plans: Sequence[Plan], prices: Prices, details: bool) -> Iterator[str]:
+    """Yield the lines of a plan, and those of a second one with decoded weights. Without details, those about energy are its costs."""
+    for plan in plans:
+        if plan is not plans[0]:
+            yield "or all weights, decoded while they are read (--dequantize true):"
+        yield from plan_lines(plan)
+        if len(plans) > 1 and plan is plans[0]:
+            yield f"note: {plan.step.outline.name} has quantized weights, so adapters on them are planned (--use_peft true)"
+        if details:
+            yield from ("", *detail_lines(plan))
+        if details or prices != Prices():
+            yield from energy_lines(plan, prices)
+    if not details:
+        yield "--details lists every byte and the settings."
 
 
 @exits
@@ -67,6 +85,9 @@ def plan(
     price_per_kwh: Annotated[
         float | None, typer.Option(min=0, help="Price of a kilowatt-hour, for the cost of a million tokens.")
     ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Add every byte, the settings that were chosen, and where the time goes.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     if list_names:
@@ -87,16 +108,20 @@ def plan(
         return
     config, hardware = read_arguments(run or [], model, device, host_memory)
     with announced("planning..."), without_garbage_collection():
-        from horizon_lm.cli.planned_run import plan_one
+        from horizon_lm.cli.planned_run import alternative_as_json, plan_each
         from horizon_lm.preflight.admission import does_not_fit
 
         with _without_advice():
-            result = plan_one(config, hardware, size)
+            result, *others = plan_each(config, hardware, size)
     prices = Prices(price_per_hour, price_per_kwh)
     if as_json:
         content = plan_as_json(result.plan, result.device, result.remedies)
-        print(json.dumps(content | {"energy": energy_as_json(result.plan, prices)}, indent=2))
+        content["energy"] = energy_as_json(result.plan, prices)
+        if others:
+            content["alternatives"] = [alternative_as_json(each) for each in others]
+        print(json.dumps(content, indent=2))
     else:
-        print(visible("\n".join([*plan_lines(result.plan), *energy_lines(result.plan, prices)])))
-    if not result.plan.fits:
+        plans = [each.plan for each in (result, *others)]
+        print(fitted("\n".join(_lines(plans, prices, details)), sys.stdout))
+    if not any(each.plan.fits for each in (result, *others)):
         raise does_not_fit(result.plan, result.remedies)

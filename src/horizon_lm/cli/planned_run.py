@@ -7,7 +7,7 @@ from typing import Any
 from horizon_lm.cli.plan_arguments import Size
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import LANGUAGE_MODEL
-from horizon_lm.errors import HorizonError
+from horizon_lm.errors import HorizonError, QuantizedWeightsError
 from horizon_lm.model.known_models import find_known
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.plan import Plan
@@ -36,6 +36,30 @@ class Result:
     remedies: Sequence[Remedy]
 
 
+_ADAPTERS: dict[str, Any] = {"use_peft": True, "trainable": None}
+_DECODED = {"dequantize": True}
+
+
+def plan_each(run: RunConfig, hardware: Hardware | None, size: Size) -> list[Result]:
+    """Plan a run as `plan_one` does. Quantized weights that it would train are planned in both ways to train the model: with adapters, and
+    decoded.
+    """
+    try:
+        return [plan_one(run, hardware, size)]
+    except QuantizedWeightsError as error:
+        try:
+            adapted = plan_one(run.model_copy(update=_ADAPTERS), hardware, size)
+        except HorizonError:  # PEFT is not installed, or has no adapters for this model
+            raise error from None
+    return [adapted, plan_one(run.model_copy(update=_DECODED), hardware, size)]
+
+
+def alternative_as_json(other: Result) -> dict[str, Any]:
+    """Return the bytes of the plan with decoded weights as JSON values."""
+    bytes_of = {place: budget.bytes for place, budget in other.plan.budgets.items()}
+    return {"settings": _DECODED, "fits": other.plan.fits, "bytes": bytes_of}
+
+
 def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
     """Plan a run for a machine; None for this one. A plan that does not fit is returned, not raised."""
     source = open_source(run)
@@ -49,7 +73,14 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
     def with_shard(shard: Shard) -> Plan:
         """Return the plan of a process that owns this range."""
         return plan_run(
-            run, source, machine, num_steps=num_steps, saves=saves, shard=shard, num_ranks=size.num_ranks, tokenizer=tokenizer
+            run,
+            source,
+            machine,
+            num_steps=num_steps,
+            saves=saves,
+            shard=shard,
+            num_ranks=size.num_ranks,
+            tokenizer=tokenizer,
         )
 
     shard = own_shard(run, size)

@@ -16,7 +16,7 @@ from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.int4 import Int4
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
-from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.errors import ConfigError, ModelNotSupportedError, QuantizedWeightsError
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
 from horizon_lm.units import block
@@ -48,11 +48,11 @@ def take_quantization(config: Any) -> dict[str, Any] | None:
 
 
 def require_adapters(config: Any, run: Any) -> None:
-    """Raise ConfigError if a run would train weights that are quantized, or decode some that are not."""
+    """Raise QuantizedWeightsError if a run would train weights that are quantized, and ConfigError if it would decode some that are not."""
     if run.dequantize:
         require_dequantizable(quantization_of(config), {}, f"dequantize: {run.model_name_or_path}")
     elif quantization_of(config) and not run.use_peft:
-        raise ConfigError(
+        raise QuantizedWeightsError(
             f"model_name_or_path: the weights of {run.model_name_or_path} are quantized, and cannot be trained; set dequantize: true "
             "to decode them while they are read, or train adapters on them with use_peft: true"
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.disk import Disk, write_file
-from horizon_lm.planning.budgets import describe_deficit
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.plan_file import PlanFile, PlannedModel, PlannedRun, PlannedStep
@@ -21,12 +20,67 @@ from horizon_lm.schedule.trace import write_chrome
 _TITLES = {
     "host": "host memory", "device": "device memory", "buffers": "device buffers", "disk": "disk", "download": "download disk",
 }  # fmt: skip
-_WIDTH = 40
+_TOKENS = 1_000_000  # whose hours are stated if the number of steps is unknown
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the full text of a plan, after a line for each place that it does not fit into."""
-    yield from (f"does not fit: {describe_deficit(*each)}" for each in plan.lacking.items())
+    """Yield the answer of a plan in about five lines: whether it fits, the bytes in each place, and the time."""
+    adapters = ", adapters" if plan.step.outline.base_is_frozen else ""
+    yield f"{'fits' if plan.fits else 'does not fit'}: {plan.step.outline.name}{adapters}, on {plan.machine.name}"
+    for place, budget in plan.budgets.items():
+        if place == "device" and plan.machine.on_host:
+            yield _row("device", "part of host memory")
+        elif _is_shown(place, budget):
+            yield _row(place, f"{_of_limit(budget)}{_of_each(plan, place)}")
+    yield _row("time", _time(plan))
+    yield from (f"note: {note}" for note in (*plan.machine.notes, plan.step.outline.unproven) if note)
+
+
+def _row(place: str, text: str) -> str:
+    return f"{_TITLES.get(place, place):15}{text}"
+
+
+def _is_shown(place: str, budget: Budget) -> bool:
+    """Return whether something is needed in a place, and for the buffers, whether they are limited themselves."""
+    return bool(budget.items) and (place != "buffers" or bool(budget.limits))
+
+
+def _of_limit(budget: Budget) -> str:
+    """Return the needed bytes of a place beside those that it has."""
+    if budget.available is None:
+        return format_bytes(budget.bytes)
+    of_limit = f"{format_bytes(budget.bytes)} of {format_bytes(budget.available)}"
+    return f"{of_limit}, {format_bytes(budget.deficit)} short" if budget.deficit else of_limit
+
+
+def _of_each(plan: Plan, place: str) -> str:
+    """Return " for each of 8 processes" if the processes of a machine share the place; empty otherwise."""
+    num_processes = plan.machine.num_processes
+    return f" for each of {num_processes} processes" if place == "host" and num_processes > 1 else ""
+
+
+def _time(plan: Plan) -> str:
+    """Return the rate of a plan, and the time of all steps or of a million tokens; or why they are unknown."""
+    time, steps = plan.time, plan.request.num_steps
+    if time is None:
+        return _why_unknown(plan)
+    rate = f"{time.tokens_per_second:,.0f} tokens/s, {_seconds(time.seconds)}/step"
+    if time.run_seconds is not None and steps is not None:
+        return f"{rate}; {counted(steps, 'step')}: {format_seconds(time.run_seconds)}"
+    return f"{rate}; a million tokens: {format_seconds(_TOKENS / time.tokens_per_second)}"
+
+
+def _why_unknown(plan: Plan) -> str:
+    """Return why a plan has no times."""
+    if plan.step.outline.unknown:
+        return "unknown, as the model cannot be tried without weights"
+    if plan.request.num_ranks > 1:
+        return "the links between the GPUs are unknown; name a profile with --device"
+    return "unknown, as this machine was not measured; run horizon-lm doctor"
+
+
+def detail_lines(plan: Plan) -> Iterator[str]:
+    """Yield the items of all places, the settings that were chosen, and the times of a step."""
     outline, request = plan.step.outline, plan.request
     active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
     yield (
@@ -44,7 +98,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
             yield f"key-value cache of sample_prompts: {format_bytes(batch.kept_bytes)} for {rows} of {batch.length:,} tokens"
     yield f"on {plan.machine.name}"
     for place, budget in plan.budgets.items():
-        if budget.items and (place != "buffers" or budget.limits):
+        if _is_shown(place, budget):
             yield ""
             yield from _budget_lines(place, budget, plan.machine.num_processes if place == "host" else 1)
     yield ""
@@ -71,8 +125,10 @@ def _and_process(plan: Plan) -> str:
 def _budget_lines(place: str, budget: Budget, num_processes: int) -> Iterator[str]:
     """Yield the items of a place, of one of the processes that share it."""
     yield _TITLES[place] + (" of each process" if num_processes > 1 else "")
+    of_all = f"all {num_processes} processes of a machine"
+    width = max(map(len, (*(item.name for item in budget.items), of_all if num_processes > 1 else "total")))
     for item in budget.items:
-        yield f"  {item.name:{_WIDTH}} {format_bytes(item.bytes):>12}  {item.note}".rstrip()
+        yield f"  {item.name:{width}} {format_bytes(item.bytes):>12}  {item.note}".rstrip()
     limit = budget.limit
     if limit is None:
         verdict = ""
@@ -81,22 +137,16 @@ def _budget_lines(place: str, budget: Budget, num_processes: int) -> Iterator[st
     else:
         left = limit.bytes - budget.bytes
         verdict = f"of {format_bytes(limit.bytes)} ({limit.name}): fits, {format_bytes(left)} left"
-    yield f"  {'total':{_WIDTH}} {format_bytes(budget.bytes):>12}  {verdict}".rstrip()
+    yield f"  {'total':{width}} {format_bytes(budget.bytes):>12}  {verdict}".rstrip()
     if num_processes > 1:
-        total = format_bytes(budget.bytes * num_processes)
-        yield f"  {f'all {num_processes} processes of a machine':{_WIDTH}} {total:>12}"
+        yield f"  {of_all:{width}} {format_bytes(budget.bytes * num_processes):>12}"
 
 
 def _time_lines(plan: Plan) -> Iterator[str]:
     """Yield the times of a step, of a checkpoint, of loading the weights and of the run, or why they are unknown."""
     time, hardware = plan.time, plan.machine.hardware
-    if plan.step.outline.unknown:
-        return
-    if time is None and plan.request.num_ranks > 1:
-        yield "time: unknown, because the links between the GPUs are unknown; name a profile with --device"
-        return
     if time is None or hardware is None:
-        yield "time: unknown, because this machine was not measured; horizon-lm doctor measures it"
+        yield f"time: {_why_unknown(plan)}"
         return
     yield f"time, simulated with the rates of {hardware.name}{_links(plan)}"
     on_each = " per GPU" if plan.request.num_ranks > 1 else ""
@@ -160,10 +210,8 @@ def summary_lines(plan: Plan) -> Iterator[str]:
     yield from plan.reasons
     for place, budget in plan.budgets.items():
         if budget.items and budget.limit is not None:
-            shared = place == "host" and plan.machine.num_processes > 1
-            of_each = f" for each of {plan.machine.num_processes} processes" if shared else ""
             yield (
-                f"{_TITLES[place]}: {format_bytes(budget.bytes)} planned{of_each}, "
+                f"{_TITLES[place]}: {format_bytes(budget.bytes)} planned{_of_each(plan, place)}, "
                 f"{format_bytes(budget.limit.bytes)} available ({budget.limit.name})"
             )
     if plan.time is not None and plan.time.run_seconds is not None:

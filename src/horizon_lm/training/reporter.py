@@ -12,7 +12,7 @@ from horizon_lm.quantities import counted
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.metrics_text import format_line
 from horizon_lm.training.printing import Printer, encodable, print_to_stdout
-from horizon_lm.visible import visible
+from horizon_lm.visible import visible, wrapped
 
 _SILENT_SECONDS = 30  # without a line, where there is no progress bar
 _PROGRESS_SECONDS = 10  # between lines about long work, in the same case
@@ -43,7 +43,10 @@ class Reporter:
             console = Console()
             if console.is_terminal:  # elsewhere, rich would wrap the lines of a file at the width of a window
                 print_fn = lambda text: console.print(  # noqa: E731
-                    encodable(text, console.encoding), markup=False, highlight=False
+                    wrapped(encodable(text, console.encoding), console.width),
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
                 )
                 self._bar = _progress_bar(console)
         self._print = Printer(print_fn)
