@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import horizon_lm
+from horizon_lm import errors
 from horizon_lm.model import adapters
 from tests.e2e import tiny
 
@@ -73,6 +74,46 @@ def test_a_plan_of_a_model_with_kernels_of_other_packages() -> None:
     """transformers recommends packages that make its code faster. A plan runs none of it."""
     model = ("--model", "Qwen/Qwen3-Next-80B-A3B-Instruct", "--device", "h200", "--host-memory", "4TB")
     assert stderr_of("plan", *model, "--expert_tile", "64") == ""
+
+
+def run_program(program: str, *options: str) -> str:
+    done = subprocess.run([sys.executable, *options, "-c", program], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_warnings_of_a_command_are_lines_of_its_own(model: Path) -> None:
+    """With another version of transformers than the one whose models were compared, every command that opens a model warns."""
+    command = ["horizon-lm", "generate", str(model), "hello", "--max-new-tokens", "2", "--device", "cpu"]
+    program = (
+        f"import sys; from horizon_lm.model import proven; proven._table()['transformers'] = '1.0'; sys.argv = {command!r}\n"
+        "from horizon_lm.cli import main; main()"
+    )
+    first, *others = run_program(program).splitlines()
+    assert first.startswith("warning: models were compared with plain autograd in transformers 1.0, and ")
+    assert all(line.startswith("key-value cache: ") for line in others)
+
+
+EACH = (
+    "import warnings; from horizon_lm import cli, errors; cli.show_warnings_as_lines()\n"
+    "kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Warning)]\n"
+    "for kind in (*kinds, UserWarning, RuntimeWarning, FutureWarning): warnings.warn(kind.__name__, kind)"
+)
+
+
+@pytest.mark.parametrize(("options", "shown"), [((), set()), (("-W", "default"), {"FutureWarning"})])
+def test_warnings_of_all_kinds_and_of_libraries(options: tuple[str, ...], shown: set[str]) -> None:
+    ours = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Warning)}
+    expected = ours | {"UserWarning", "RuntimeWarning"} | shown
+    assert sorted(run_program(EACH, *options).splitlines()) == sorted(f"warning: {name}" for name in expected)
+
+
+def test_warnings_in_python_name_the_line_of_the_caller(tmp_path: Path) -> None:
+    """A control: outside of commands they are Python's, at the line of other code that has led to them."""
+    script = tmp_path / "script.py"
+    script.write_text("import horizon_lm.errors\n\nhorizon_lm.errors.warn('look')\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)
+    assert done.stderr.splitlines()[0] == f"{script}:3: UserWarning: look"
 
 
 def test_a_command_that_fails() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from importlib import import_module
 from typing import Annotated, Any
@@ -103,10 +104,18 @@ def options(
     """Train large language models from host RAM."""
 
 
+def show_warnings_as_lines() -> None:
+    """Let warnings be lines of a command, as its errors are, without the place in the code. Those to programmers, of what a library will
+    remove, are left out unless Python's own options ask for them.
+    """
+    warnings.formatwarning = lambda message, *place, **line: f"{visible(f'warning: {message}')}\n"
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)
+
+
 def main() -> None:
     """Run the installed command."""
-    format_warning = warnings.formatwarning
-    warnings.formatwarning = lambda *args, **kwargs: visible(format_warning(*args, **kwargs))
+    show_warnings_as_lines()
     # transformers and PEFT import it. On some machines it logs that it lacks a library or kernels, which nothing here needs.
     logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
     interrupt_on_stop_signals()
