@@ -54,8 +54,15 @@ class StepCost:
         self._dtype = "float32" if step.outline.compute_bytes == 4 else "bfloat16"
         # Seconds of a computation, by what they depend on: its kind, the block's kind, whether its graph is kept, and the share of experts.
         self._known: dict[tuple[Kind, int, bool, float], float] = {}
+        self._costs: dict[tuple[Kind, Unit], float] = {}  # an operation is repeated in every step that is simulated
 
     def __call__(self, op: Op) -> float:
+        key = (op.kind, op.unit)
+        if key not in self._costs:
+            self._costs[key] = self._cost(op)
+        return self._costs[key]
+
+    def _cost(self, op: Op) -> float:
         if op.kind in UPDATES:
             return self._update(op)
         if op.stream == Stream.COMPUTE:

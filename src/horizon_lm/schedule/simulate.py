@@ -97,6 +97,7 @@ def _run(
     left: dict[int, float] = {}  # remaining cost of the running operations
     start: dict[int, float] = {}
     end: dict[int, float] = {}
+    known: dict[tuple[tuple[Stream, Kind], ...], list[float]] = {}  # the speeds of operations that run together
     now = 0.0
     while len(end) < len(ops):
         for first in (queue[0] for queue in queues.values() if queue):
@@ -105,7 +106,10 @@ def _run(
         if not left:
             stuck = ", ".join(f"{ops[queue[0]]} on {stream}" for stream, queue in queues.items() if queue)
             raise ScheduleError(f"deadlock: no operation runs; waiting: {stuck}")
-        speeds = _speeds([ops[i] for i in left], rates)
+        together = tuple((ops[i].stream, ops[i].kind) for i in left)
+        if together not in known:
+            known[together] = _speeds([ops[i] for i in left], rates)
+        speeds = known[together]
         # Speeds change only when an operation starts or ends, so advance to the next end.
         seconds = {i: _seconds(left[i], speed) for i, speed in zip(left, speeds, strict=True)}
         elapsed = min(seconds.values())

@@ -2,9 +2,11 @@
 
 import json
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -195,25 +197,32 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
     causes_of_waiting = {"copy_in": copies_in, "update": updates, "copy_out": copies_out, **collectives}
     causes_of_lateness = {"copy_out": copies_out, **({"reduce": sums} if collectives else {})}
     found = dict.fromkeys([*causes_of_waiting, "host"], 0.0)
+    waiting, lateness = (
+        {cause: _union(spans) for cause, spans in each.items()} for each in (causes_of_waiting, causes_of_lateness)
+    )
     computed = sorted((s for s in spans if s.op.stream == Stream.COMPUTE), key=lambda s: s.start)
     for before, span in pairwise(computed):
         # Before this moment of the gap the computation was not enqueued, which is the host's doing; after it, it waited for other
         # operations. One that was enqueued before the gap was only waiting in it.
         enqueued = min(max(span.reached, before.end), span.start)
-        for gap, causes in (
-            ((before.end, enqueued), causes_of_lateness), ((enqueued, span.start), causes_of_waiting),
-        ):  # fmt: skip
+        for gap, causes in (((before.end, enqueued), lateness), ((enqueued, span.start), waiting)):
             for cause, seconds in _seconds_by_cause(gap, causes).items():
                 found[cause] += seconds
     return found
 
 
-def _seconds_by_cause(gap: Interval, causes: Mapping[str, Sequence[Span]]) -> dict[str, float]:
-    """Return the seconds of a gap by the first cause that was busy in them, and those without any as ``host``."""
+def _seconds_by_cause(gap: Interval, causes: Mapping[str, Sequence[Interval]]) -> dict[str, float]:
+    """Return the seconds of a gap by the first cause that was busy in them, and those without any as ``host``.
+
+    Args:
+        gap: start and end, in seconds.
+        causes: for each cause the disjoint intervals in which it was busy, in order.
+    """
     found: dict[str, float] = {}
     left = [gap] if gap[0] < gap[1] else []
-    for cause, spans in causes.items():
-        remaining = _without(left, _union(spans))
+    for cause, busy in causes.items():
+        first, last = bisect_right(busy, gap[0], key=itemgetter(1)), bisect_left(busy, gap[1], key=itemgetter(0))
+        remaining = _without(left, busy[first:last])
         found[cause] = _length(left) - _length(remaining)
         left = remaining
     return found | {"host": _length(left)}
