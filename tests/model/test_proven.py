@@ -4,11 +4,12 @@ import copy
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import CONFIG_MAPPING, LlamaForCausalLM, T5Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import horizon_lm
 from horizon_lm.errors import ModelNotSupportedError, UnprovenModelWarning
-from horizon_lm.model import proven
+from horizon_lm.model import hf_config, proven
 from tests.support import tiny_models
 
 
@@ -44,6 +45,22 @@ def test_a_type_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
     table(monkeypatch, lambda types: types.pop("llama"))
     with pytest.raises(ModelNotSupportedError, match=r"LlamaForCausalLM of type 'llama' is not in the table"):
         horizon_lm.stream(tiny_models.build("llama"))
+
+
+def test_models_of_images_and_text_are_rejected_with_the_way_to_train_them() -> None:
+    """The commands open causal language models; every other type that the table has with images is streamed from Python."""
+    types = [kind for kind, entry in proven._table()["types"].items() if proven.IMAGES in entry["features"]]
+    configs = {kind: CONFIG_MAPPING[kind] for kind in types if kind in CONFIG_MAPPING}
+    others = {kind: cls for kind, cls in configs.items() if cls not in MODEL_FOR_CAUSAL_LM_MAPPING}
+    assert {"qwen2_5_vl", "llava", "internvl"} <= others.keys()
+    for kind, cls in others.items():
+        with pytest.raises(ModelNotSupportedError, match=r"from Python: horizon_lm\.stream") as caught:
+            hf_config.require_model(cls(), "the folder", hf_config.auto_class(None))
+        assert proven._table()["types"][kind]["class"] in str(caught.value), kind
+    with pytest.raises(
+        ModelNotSupportedError, match="no causal language model in transformers; Horizon-LM trains decoders"
+    ):
+        hf_config.require_model(T5Config(), "the folder", hf_config.auto_class(None))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def require_model(config: Any, place: str, model_class: Any) -> Any:
     if type(config) not in mapping and model_class.__name__ not in auto_map:
         kind = "causal language model" if causal else "sequence classification model"
         raise ModelNotSupportedError(
-            f"{place}: {config.model_type!r} has no {kind} in transformers; Horizon-LM trains decoders"
+            f"{place}: {config.model_type!r} has no {kind} in transformers{_image_text_remedy(config)}"
         )
     if causal and (name := _classifier_name(config)):
         raise ModelNotSupportedError(
@@ -113,6 +113,19 @@ def require_model(config: Any, place: str, model_class: Any) -> Any:
             "from_pretrained(..., model_class=AutoModelForSequenceClassification)"
         )
     return config
+
+
+def _image_text_remedy(config: Any) -> str:
+    """Return the way to train a model of images and text, whose class is not opened from a folder; empty for other models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return "; Horizon-LM trains decoders"
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+    return (
+        f", but {name}, a model of images and text; it is trained from Python: "
+        "horizon_lm.stream(AutoModelForImageTextToText.from_pretrained(...))"
+    )
 
 
 def _reject_hub_kernels(config: Any, place: str) -> None:
