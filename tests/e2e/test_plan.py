@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from horizon_lm import resources
-from horizon_lm.cli import app
+from horizon_lm.cli import app, planned_run
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.model.known_models import known_models
 from horizon_lm.planning.catalog import own_profile_path
@@ -230,6 +231,28 @@ def test_names_are_listed() -> None:
 def test_language_model_of_a_multimodal_one_is_named() -> None:
     reasons = plan("--model", "gemma-3-4b-it", "--device", "h100")["run"]["reasons"]
     assert "model: only the language model of gemma-3-4b-it is planned, not its vision tower" in reasons
+
+
+@pytest.mark.parametrize(("name", "needed"), [("Kimi-K2-Thinking", True), ("DeepSeek-V3", False)])
+def test_needs_of_a_published_folder_are_said(monkeypatch: pytest.MonkeyPatch, name: str, needed: bool) -> None:
+    """The folder of Kimi-K2 is not opened as it is published. A small model is planned in its place, as its own plan takes long."""
+    own = planned_run.find_known(name)
+    assert own is not None
+    small = replace(known_models()[0], needs=own.needs)
+    monkeypatch.setattr(planned_run, "find_known", lambda _name: small)
+    said = " ".join(run("plan", "--model", small.name, "--device", "h100").stdout.split())
+    assert ("set model_type: deepseek_v3 in its config.json and remove auto_map there" in said) == needed
+    assert ("trust_remote_code: true" in said) == needed
+
+
+def test_a_tokenizer_whose_code_may_not_run_is_named(tmp_path: Path) -> None:
+    folder = tiny.save_model(tmp_path)
+    assert not [reason for reason in plan("--model", folder)["run"]["reasons"] if reason.startswith("tokenizer:")]
+    path = folder / "tokenizer_config.json"
+    code = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | code))
+    (reason,) = [each for each in plan("--model", folder)["run"]["reasons"] if each.startswith("tokenizer:")]
+    assert "allow it with trust_remote_code: true" in reason
 
 
 def test_known_model_is_planned_without_download() -> None:

@@ -8,6 +8,7 @@ from horizon_lm.cli.plan_arguments import Size
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import LANGUAGE_MODEL
 from horizon_lm.errors import HorizonError, QuantizedWeightsError
+from horizon_lm.model.folder import code_remedy
 from horizon_lm.model.known_models import find_known
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.plan import Plan
@@ -64,9 +65,9 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
     """Plan a run for a machine; None for this one. A plan that does not fit is returned, not raised."""
     source = open_source(run)
     notes = _notes_on_weights(run, source)
-    loaded, tokenizer = _load_as_training_does(run, source) if hardware is None else ((), None)
+    loaded, tokenizer, lacks = _load_as_training_does(run, source) if hardware is None else ((), None, [])
     run, machine = place_run(run, hardware, size)
-    machine = replace(machine, notes=[*machine.notes, *notes])
+    machine = replace(machine, notes=[*machine.notes, *notes, *lacks])
     del loaded  # only needed while the memory of this process was measured
     num_steps, saves = _steps_and_saves(run, size.num_ranks)
 
@@ -106,14 +107,18 @@ def own_shard(run: RunConfig, size: Size) -> Shard:
 
 
 def _notes_on_weights(run: RunConfig, source: Source) -> list[str]:
-    """Return warnings about the headers of the weight files, or about a config that is known for a part of the model."""
+    """Return warnings about the headers of the weight files, or about the published folder of a model that is known by name."""
     folder = source.model.folder
+    if folder is not None:
+        return check_weights(run, source.model) if Checkpoint.is_in(folder) else []
     known = find_known(run.model_name_or_path)
-    if folder is None and known is not None and known.name.endswith(LANGUAGE_MODEL):
-        return [
-            f"model: only the language model of {run.model_name_or_path.removesuffix(LANGUAGE_MODEL)} is planned, not its vision tower"
-        ]
-    return check_weights(run, source.model) if folder is not None and Checkpoint.is_in(folder) else []
+    if known is None:
+        return []
+    notes = [f"model: to open the published folder, {known.needs}"] if known.needs else []
+    if known.name.endswith(LANGUAGE_MODEL):
+        name = run.model_name_or_path.removesuffix(LANGUAGE_MODEL)
+        notes.append(f"model: only the language model of {name} is planned, not its vision tower")
+    return notes
 
 
 def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]:
@@ -130,21 +135,21 @@ def _steps_and_saves(run: RunConfig, num_ranks: int) -> tuple[int | None, Saves]
     return num_steps, Intervals(run, num_steps, steps_per_epoch).planned_saves()
 
 
-def _load_as_training_does(run: RunConfig, source: Source) -> tuple[Sequence[object], Any]:
+def _load_as_training_does(run: RunConfig, source: Source) -> tuple[Sequence[object], Any, list[str]]:
     """Load the objects that a run holds before its first step, so that this process uses as much memory as a run would. Return
-    them, and the tokenizer of the run; None if there is none.
+    them, the tokenizer of the run (None if there is none), and warnings about it.
     """
     import datasets
 
     from horizon_lm.data.trl_compat import training_template
 
     if source.model.folder is None:  # a plan downloads nothing
-        return (datasets,), None
+        return (datasets,), None, []
     try:
         tokenizer = load_tokenizer(run.model_copy(update={"chat_template_path": None}), source.model)
-        return (datasets, training_template(tokenizer)), tokenizer
-    except HorizonError:  # a plan needs no tokenizer
-        return (datasets,), None
+    except HorizonError as error:  # a plan needs no tokenizer; a run is rejected until it may run the tokenizer's code
+        return (datasets,), None, [f"tokenizer: {error}"] if code_remedy(error) else []
+    return (datasets, training_template(tokenizer)), tokenizer, []
 
 
 def place_run(run: RunConfig, hardware: Hardware | None, size: Size) -> tuple[RunConfig, Machine]:

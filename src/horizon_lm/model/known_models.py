@@ -24,6 +24,7 @@ class KnownModel:
             receives.
         quantization: the ``quantization_config`` of its published weights; None if they are not quantized.
         differences: the settings of its config that aliases have otherwise, by alias: the range of their positions.
+        needs: what its published folder needs to be opened, as an instruction; empty if it is opened as it is.
     """
 
     name: str
@@ -32,6 +33,7 @@ class KnownModel:
     config: Mapping[str, Any]
     quantization: Mapping[str, Any] | None = None
     differences: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    needs: str = ""
 
     def released_as(self, alias: str) -> "KnownModel":
         """Return the model with the config of an alias."""
@@ -47,6 +49,7 @@ def _read() -> tuple[KnownModel, ...]:
         KnownModel(
             name=entry["name"], aliases=tuple(entry["aliases"]), parameters=entry["parameters"], config=entry["config"],
             quantization=entry.get("quantization_config"), differences=entry.get("differences", {}),
+            needs=entry.get("needs", ""),
         )
         for entry in entries
     ]  # fmt: skip
