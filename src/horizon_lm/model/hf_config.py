@@ -121,9 +121,9 @@ def _image_text_remedy(config: Any) -> str:
 
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return "; Horizon-LM trains decoders"
-    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__
+    cls: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     return (
-        f", but {name}, a model of images and text; it is trained from Python: "
+        f", but {cls.__name__}, a model of images and text; it is trained from Python: "
         "horizon_lm.stream(AutoModelForImageTextToText.from_pretrained(...))"
     )
 
