@@ -19,6 +19,9 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.model.known_models import known_models
 from horizon_lm.planning.catalog import own_profile_path
 from horizon_lm.preflight.inputs import Source
+from horizon_lm.quantities import format_bytes
+from horizon_lm.report.run_files import load_run, read_plan
+from horizon_lm.report.summary import summarise
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support import tiny_models
@@ -868,3 +871,39 @@ def test_largest_models_are_planned_to_fit() -> None:
         assert plan("--model", first["name"], "--device", "h200", "--host-memory", "16GB", "--precision", precision)[
             "fits"
         ]
+
+
+def bytes_of(text: str) -> float:
+    """Return the bytes of a rounded size in KiB."""
+    value, unit = text.split()
+    assert unit == "KiB"
+    return (float(value) + 0.005) * 2**10
+
+
+def test_device_buffers_have_one_name_and_one_number(tmp_path: Path) -> None:
+    """The plan, the plan that a run saves, its log, its metrics and its report say the same bytes in the same words."""
+    model, rows = tiny.save_model(tmp_path / "model"), tiny.write_jsonl(tmp_path / "rows.jsonl", tiny.alpaca_rows(4))
+    file = tmp_path / "run.yaml"
+    settings = {
+        "model_name_or_path": str(model), "datasets": [str(rows)], "output_dir": str(tmp_path / "run"), "device": "cpu",
+        "max_steps": 1, "max_length": 64, "device_memory": "50MiB"
+    }  # fmt: skip
+    file.write_text(json.dumps(settings))
+    size = r"[\d.]+ [KM]iB"
+    planned = re.search(rf"^device buffers +({size}) of 50.00 MiB$", run("plan", file).stdout, re.MULTILINE)
+    logged = re.search(rf"  device buffers ({size})  ", run("train", file).stdout)
+    assert planned is not None
+    assert logged is not None
+    saved = read_plan(tmp_path / "run" / "plan.json").buffers
+    (line,) = (
+        each
+        for each in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        if "loss" in each
+    )
+    assert saved is not None
+    # A plan without the rows counts the longest that max_length allows, and as many distinct tokens as there can be.
+    assert line["device_bytes_peak"] <= saved.bytes <= bytes_of(planned[1])
+    assert format_bytes(line["device_bytes_peak"]) == logged[1]
+    (reported,) = (each for each in summarise(load_run(tmp_path / "run")) if each.name == "Device buffers")
+    assert (reported.value, f"planned {format_bytes(saved.bytes)}" in reported.comparison) == (logged[1], True)
+    assert line["of_planned_device"] == pytest.approx(line["device_bytes_peak"] / saved.bytes, abs=1e-3)

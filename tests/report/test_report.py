@@ -121,7 +121,7 @@ def test_run_memory_compared_with_the_plan(tmp_path: Path, complete: Path) -> No
     assert (host.y, device.y) == ((99.0, 20.0), (1.0, 2.0))
     assert (figure.layout.yaxis.title.text, figure.layout.yaxis2.title.text) == (
         "host memory, GiB",
-        "device memory, GiB",
+        "device buffers, GiB",
     )
     # A line at the 139 GiB of the device would flatten the figure, so there is a note instead.
     lines = [(line.yref, line.y0) for line in figure.layout.shapes]
@@ -187,7 +187,7 @@ def test_summary(tmp_path: Path, complete: Path) -> None:
         "Tokens per second": ("203", "median; predicted 101 (+101.0%)"),
         "Step": ("1.97 s", "median; predicted 1.6 s (+23.2%)"),
         "Host peak": ("30.00 GiB", "planned 40.00 GiB (-25.0%)"),
-        "Device peak": ("3.00 GiB", "planned 2.00 GiB (+50.0%)"),
+        "Device buffers": ("3.00 GiB", "planned 2.00 GiB (+50.0%)"),
     }
 
 
@@ -226,7 +226,7 @@ def test_cpu_run_has_no_device_memory(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     metrics = read_metrics(metrics_file(tmp_path, training(1)))
     run = load_run(tmp_path)
-    assert {figure.name: figure.comparison for figure in summarise(run)}["Device peak"] == ""
+    assert {figure.name: figure.comparison for figure in summarise(run)}["Device buffers"] == ""
     assert {line.yref for line in run_memory_figure(metrics, run.plan).layout.shapes} == {"y"}
     assert "Device" not in Page(build_page(run)).words["Where the bytes go"]  # it is part of the host
 
@@ -236,7 +236,9 @@ def test_device_peak_is_compared_with_limited_buffers(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(report_run.plan() | {"buffers": limited}))
     metrics = read_metrics(metrics_file(tmp_path, training(1)))
     run = load_run(tmp_path)
-    assert {figure.name: figure.comparison for figure in summarise(run)}["Device peak"] == "planned 2.00 GiB (-50.0%)"
+    assert {figure.name: figure.comparison for figure in summarise(run)}[
+        "Device buffers"
+    ] == "planned 2.00 GiB (-50.0%)"
     lines = run_memory_figure(metrics, run.plan).layout.shapes
     assert [line.y0 for line in lines if line.yref == "y2"] == [2.0, 3.0]
     assert "figure-bytes-buffers" in Page(build_page(run)).figures

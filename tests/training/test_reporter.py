@@ -42,7 +42,7 @@ def test_steps_much_slower_than_planned_are_reported(of_planned: float | None, r
 
 def test_energy_where_it_is_known() -> None:
     assert "J/token" not in format_line(LINE | {"host_joules_per_token": None, "device_joules_per_token": None}, 8)
-    assert "  0.25 J/token  device" in format_line(
+    assert "  0.25 J/token  device buffers " in format_line(
         LINE | {"host_joules_per_token": 0.05, "device_joules_per_token": 0.2}, 8
     )
 

@@ -89,13 +89,13 @@ def tokens_figure(metrics: MetricsFile) -> Figure:
 
 
 def run_memory_figure(metrics: MetricsFile, plan: PlanFile | None) -> Figure:
-    """Plot host and device memory over the run, with lines at the planned and available bytes."""
+    """Plot host memory and device buffers over the run, with lines at the planned and available bytes."""
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1)
     steps = [line.step for line in metrics.training]
     host, device = (None, None) if plan is None else (plan.host, plan.device_peak)
     rows = [
         ("host memory", "resident", FIRST, [line.host_bytes for line in metrics.training], host),
-        ("device memory", "peak of buffers", SECOND, [line.device_bytes_peak for line in metrics.training], device),
+        ("device buffers", "peak", SECOND, [line.device_bytes_peak for line in metrics.training], device),
     ]
     for row, (title, quantity, colour, used, place) in enumerate(rows, start=1):
         unit, name = byte_scale([*used, *_limits(used, place)])

@@ -130,7 +130,7 @@ def _places(run: Run) -> list[tuple[str, str, Any]]:
         return []
     places = [("host", "Host", run.plan.host), ("device", "Device", run.plan.device)]
     if run.plan.buffers is not None:
-        places.append(("buffers", "Buffers, part of the device", run.plan.buffers))
+        places.append(("buffers", "Device buffers, part of the device", run.plan.buffers))
     places.append(("disk", "Disk", run.plan.disk))
     return [each for each in places if each[-1].items]  # on a CPU, the device's memory is the host's
 

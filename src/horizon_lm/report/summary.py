@@ -130,7 +130,7 @@ def _memory(run: Run) -> list[Statistic]:
     host, device = (None, None) if run.plan is None else (run.plan.host, run.plan.device_peak)
     for name, peaks, place in (
         ("Host peak", [line.host_bytes for line in lines], host),
-        ("Device peak", [line.device_bytes_peak for line in lines], device),
+        ("Device buffers", [line.device_bytes_peak for line in lines], device),
     ):
         if peaks:
             expected = None if place is None else place.bytes

@@ -48,7 +48,7 @@ def _of_training(line: dict[str, Any]) -> dict[str, str]:
         "rate": f"  tokens/s {_format_rate(line['tokens_per_second'])}",
         "trained": f" ({_format_rate(line['trained_tokens_per_second'])} trained)",
         "energy": _energy_of_tokens(line),
-        "device": f"  device {format_bytes(line['device_bytes_peak'])}",
+        "device": f"  device buffers {format_bytes(line['device_bytes_peak'])}",
         "host": f"  host {format_bytes(line['host_bytes'])}",
         "eta": f"  ETA {format_seconds(line['eta_seconds'])}",
         "slow": _slow_note(line["of_planned_speed"]),
