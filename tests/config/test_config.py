@@ -10,7 +10,7 @@ from horizon_lm.config import SCHEMAS
 from horizon_lm.config.load import parse_overrides, read_run_config, split_arguments
 from horizon_lm.config.text import describe_settings, page, to_yaml
 from horizon_lm.config.translate.tables import remedies
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.optimizers import by_other_name
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sft.yaml"
@@ -152,6 +152,19 @@ def test_invalid_values_are_rejected(write, text: str, message: str) -> None:
     error = error_of(write(text))
     assert message in error
     assert f"run.yaml:{2 + len(text.splitlines())}:1: " in error
+
+
+def test_errors_of_checks_follow_those_of_settings() -> None:
+    """An error of several lines stays one; the kind is that of all errors, or ConfigError."""
+    rows, model = DataError("2 invalid rows:\nrows.jsonl:1: a\nrows.jsonl:2: b"), ConfigError("model: c")
+    with pytest.raises(ConfigError) as raised:
+        read_run_config(None, ["--model", "m", "--max_steps", "x"], without_rows=True, checks=lambda _: [rows, model])
+    assert str(raised.value).splitlines() == [
+        "3 mistakes:", "--max_steps: 'x': must be a valid integer", "2 invalid rows:", "  rows.jsonl:1: a", "  rows.jsonl:2: b",
+        "model: c",
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"^2 invalid rows:\nrows.jsonl:1: a\nrows.jsonl:2: b$"):
+        read_run_config(None, ["--model", "m"], without_rows=True, checks=lambda _: [rows])
 
 
 def test_an_optimizer_may_have_the_name_of_transformers(write) -> None:

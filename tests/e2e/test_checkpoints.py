@@ -20,6 +20,7 @@ from horizon_lm.store.checkpoint_reader import Checkpoint
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support import tiny_models
+from tests.support.prepared_rows import write_late_fault
 from tests.support.thinned_cases import thinned
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -125,8 +126,7 @@ def opened(folder: Path) -> None:
 
 def run_command(command: str) -> Callable[[Path], None]:
     def use(folder: Path) -> None:
-        rows = folder.parent / "rows.jsonl"
-        rows.write_text("no JSON\n")  # reading the rows would raise another error
+        rows = write_late_fault(folder.parent / "rows.jsonl")  # reading the rows would raise another error
         arguments = ["--model", folder] if command == "plan" else ["--model_name_or_path", folder, "--datasets", rows]
         result = run(command, *arguments, "--device", "cpu", "--output_dir", folder.parent / "run")
         if result.exit_code:

@@ -139,15 +139,15 @@ def missing_model(files: Path) -> list[str]:
 
 
 def not_a_causal_lm(files: Path) -> list[str]:
-    (files / "t5").mkdir()
+    tiny.save_model(files / "t5")
     (files / "t5" / "config.json").write_text('{"model_type": "t5"}')
     return ["--model_name_or_path", str(files / "t5")]
 
 
 def cross_layer_state(files: Path) -> list[str]:
-    tiny.build_tokenizer().save_pretrained(files / "gemma3n")
+    tiny.save_model(files / "gemma3n")
     config = {
-        "model_type": "gemma3n_text", "hidden_size": 32, "intermediate_size": [48] * 4, "num_hidden_layers": 4,
+        "model_type": "gemma3n_text", "tie_word_embeddings": False, "hidden_size": 32, "intermediate_size": [48] * 4, "num_hidden_layers": 4,
         "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "activation_sparsity_pattern": [0.0] * 4,
     }  # fmt: skip

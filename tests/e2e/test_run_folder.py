@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 import horizon_lm
 from horizon_lm import disk
-from horizon_lm.checkpoints.manifest import is_checkpoint, read_manifest, verify
+from horizon_lm.checkpoints.finding import checkpoints_in, is_checkpoint
+from horizon_lm.checkpoints.manifest import read_manifest, verify
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DataError, DoesNotFitError
 from horizon_lm.training import callbacks as run_callbacks
 from horizon_lm.training import last_resort, saver, train
 from horizon_lm.training.line_file import LineFile
-from horizon_lm.training.resume import checkpoints_in
 from horizon_lm.training.run_checkpoints import RunCheckpoints
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.samples import SamplePrompts

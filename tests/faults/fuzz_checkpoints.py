@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from horizon_lm.checkpoints.checkpoint import ARRAYS, BUFFERS, load_checkpoint, read_tensors, save_checkpoint
-from horizon_lm.checkpoints.manifest import MANIFEST
+from horizon_lm.checkpoints.finding import MANIFEST
 from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.checkpoints.unit_file import hash_file
 from horizon_lm.config.load import as_config

@@ -20,7 +20,7 @@ import horizon_lm
 from horizon_lm.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, InterruptedRunError
-from horizon_lm.training import last_resort
+from horizon_lm.training import last_resort, output_folder, run_dir
 from horizon_lm.training.last_resort import LastResort
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_dir import RunDir
@@ -346,7 +346,8 @@ def test_a_model_to_be_overwritten_is_deleted_only_as_it_was(
     run.run_dir._lock.release()
     settings = {"model_name_or_path": "m", "datasets": "d", "output_dir": str(run.output), "overwrite_output_dir": True}
     (run.output / "config.yaml").write_text("# horizon-lm\n")
-    monkeypatch.setattr(RunDir, "_holds_a_run", lambda self: True)
+    for module in (run_dir, output_folder):
+        monkeypatch.setattr(module, "holds_a_run", lambda folder: True)
     run.run_dir = RunDir(as_config(settings))
     run.run_dir.take()
     if changed:

@@ -18,6 +18,7 @@ from horizon_lm.training.setup import check_weights, load_tokenizer
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.security.folder_edits import Edit, changed, link, text
+from tests.support.prepared_rows import write_late_fault
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -217,8 +218,7 @@ def test_train_rejects(name: str, folder: Path) -> None:
     edit, message = CASES.get(name) or (UNBUILDABLE[name], "")
     Path("elsewhere").write_bytes((folder / WEIGHTS).read_bytes())
     edit(folder)
-    rows = Path("rows.jsonl")
-    rows.write_text("no JSON\n")  # reading the rows would raise another error
+    rows = write_late_fault(Path("rows.jsonl"))  # reading the rows would raise another error
     result = run("train", "--model_name_or_path", folder, "--datasets", rows, "--device", "cpu", "--max_steps", 1)
     assert result.exit_code == 2, (result.stdout, result.stderr)
     assert "\n" not in result.stderr.strip()

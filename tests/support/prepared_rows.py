@@ -7,7 +7,7 @@ from typing import Any
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data.chat_template import TokenizedConversation
 from horizon_lm.data.conversations import Conversation
-from horizon_lm.data.preprocess import PreprocessConfig, pack_rows, prepare
+from horizon_lm.data.preprocess import ROWS_INSPECTED, PreprocessConfig, pack_rows, prepare
 from tests.e2e.tiny import CHATML, build_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Who?\nNow"}, {"role": "assistant", "content": "The keeper."}
@@ -18,6 +18,12 @@ def write(tmp_path: Path, rows: Any, name: str = "rows.jsonl") -> Path:
     path.write_text(
         rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
     )
+    return path
+
+
+def write_late_fault(path: Path) -> Path:
+    """Write rows that are valid as far as they are looked at before a model is, and no JSON behind these."""
+    path.write_text('{"text": "a"}\n' * ROWS_INSPECTED + "no JSON\n")
     return path
 
 

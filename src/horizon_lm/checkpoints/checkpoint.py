@@ -9,13 +9,14 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from horizon_lm.checkpoints.finding import UNITS
 from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
 from horizon_lm.checkpoints.manifest import Manifest, read_json, verify_copies
 from horizon_lm.checkpoints.part_reader import PartReader, unit_of
 from horizon_lm.checkpoints.plain_state import from_plain, to_plain
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file
-from horizon_lm.checkpoints.unit_file import LOW, UNITS, UnitFile
+from horizon_lm.checkpoints.unit_file import LOW, UnitFile
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.disk import Disk, restore_folder
 from horizon_lm.engine.passes.executor import Engine

@@ -14,8 +14,9 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.gguf_architectures import Architecture, Layout, in_block
 from horizon_lm.model.gguf_rotary import frequency_factors
-from horizon_lm.store.checkpoint_reader import Checkpoint, Header
+from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.checkpoint_writer import dtype_of
+from horizon_lm.store.weight_files import Header
 
 _OWN_MODULE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
@@ -157,9 +158,9 @@ def _sources(headers: Mapping[str, Header], folder: Path) -> dict[str, _Source]:
             stacks.setdefault(f"{experts}.{projection}", {})[int(number)] = name
         elif match := _FUSED.fullmatch(name):
             experts, kind = match.groups()
-            sources.update(_fused(name, header.shape, experts, kind))
+            sources.update(_fused(name, torch.Size(header.shape), experts, kind))
         else:
-            sources[name] = _Source(header.shape, [_Piece(name)])
+            sources[name] = _Source(torch.Size(header.shape), [_Piece(name)])
     for stack, names in stacks.items():
         # A missing expert gets a name that no header has, for the message.
         ordered = [names.get(number, f"{stack} of expert {number}") for number in range(max(names) + 1)]

@@ -16,14 +16,13 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, TypeAdapter
 
-from horizon_lm.checkpoints.unit_file import UNITS, hash_file
+from horizon_lm.checkpoints.finding import MANIFEST, require_manifest
+from horizon_lm.checkpoints.unit_file import hash_file
 from horizon_lm.distributed.mesh import Mesh, fail_together
 from horizon_lm.distributed.same_files import SeenFiles
 from horizon_lm.errors import ConfigError, first_line
-from horizon_lm.paths import near_path
 from horizon_lm.resources import usable_cores
 
-MANIFEST = "manifest.json"
 FORMAT, VERSION = "horizon-lm checkpoint", 1
 _PACKAGES = ("horizon-lm", "torch", "transformers", "numpy", "numba", "datasets", "trl", "tokenizers")
 _MAX_BYTES = 1 << 30  # of a JSON file
@@ -127,22 +126,14 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} is damaged: {first_line(error)}") from error
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, complete or damaged, and not an exported model."""
-    return (folder / MANIFEST).exists() or (folder / UNITS).is_dir()
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint, after checking that its files exist and have their sizes.
 
     Raises:
         ConfigError: the folder is no checkpoint, or it is damaged or of another format version.
     """
+    require_manifest(folder)
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder{near_path(folder)}")
-    if not path.exists():
-        raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}")
     outer = read_json(path)
     try:
         content = outer["checkpoint"]

@@ -11,8 +11,9 @@ import torch
 
 from horizon_lm.checkpoints.new_folder import require_new, write_new_folder
 from horizon_lm.disk import Disk
-from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import hf_config, hub, skeletons
+from horizon_lm.model.adapter_config import require_adapter_config
 from horizon_lm.model.adapters import base_of_adapters, open_base
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.folder import TEMPLATES, require_model_files
@@ -65,9 +66,9 @@ def merge_adapter(
     """
     folder, adapter = Path(folder), hub.local_folder(adapter)
     require_new(folder)
+    require_adapter_config(adapter)
     name = base_of_adapters(adapter)
-    if name is None:
-        raise ConfigError(f"{adapter} has no adapter_config.json; it is not the folder of adapters")
+    assert name is not None
     require_model_files(adapter)  # its tokenizer is copied
     source = open_base(adapter, name) if base is None else hub.local_folder(base)
     config = hf_config.load_config(source, trust_remote_code)
@@ -271,7 +272,7 @@ class _MergedFolder:
                     yielded.add(id(unit))
                     yield unit
                 continue
-            size = self._headers[name].shape.numel() * 4  # bytes, at most
+            size = self._headers[name].numel * 4  # bytes, at most
             if copies.copies and (num_bytes + size > _CHUNK or file != self._checkpoint.file_of(name)):
                 yield copies
                 copies, num_bytes = _Unit(), 0

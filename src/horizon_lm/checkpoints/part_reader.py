@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+from horizon_lm.checkpoints.finding import UNITS
 from horizon_lm.checkpoints.manifest import Manifest, TensorEntry
-from horizon_lm.checkpoints.unit_file import UNITS, Part, UnitFile
+from horizon_lm.checkpoints.unit_file import Part, UnitFile
 from horizon_lm.errors import ConfigError
 
 _NAME = re.compile(rf"{UNITS}/(.*?)(?:\.rank\d+)?\.safetensors")

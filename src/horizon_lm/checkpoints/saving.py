@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 import xxhash
 
-from horizon_lm.checkpoints.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, is_checkpoint, read_json
-from horizon_lm.checkpoints.unit_file import LOW, UNITS, WEIGHT, Part, Section, UnitFile, hash_file
+from horizon_lm.checkpoints.finding import MANIFEST, UNITS, is_checkpoint
+from horizon_lm.checkpoints.manifest import FileEntry, Manifest, TensorEntry, read_json
+from horizon_lm.checkpoints.unit_file import LOW, WEIGHT, Part, Section, UnitFile, hash_file
 from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder, write_file

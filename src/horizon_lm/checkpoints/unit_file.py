@@ -24,7 +24,6 @@ from horizon_lm.constants import PAGE
 from horizon_lm.quantities import page_aligned
 from horizon_lm.store.checkpoint_reader import DTYPE_NAMES
 
-UNITS = "units"  # the folder of these files
 WEIGHT, LOW = "", ".low"
 _CHUNK_BYTES = 8 << 20  # of one write: large enough for any disk, small enough to limit its rate
 

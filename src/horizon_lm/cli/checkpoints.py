@@ -18,7 +18,8 @@ def checkpoints(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run, or one checkpoint.")],
     quick: Annotated[bool, typer.Option("--quick", help="Compare sizes only, without reading the files.")] = False,
 ) -> None:
-    from horizon_lm.checkpoints.manifest import is_checkpoint, read_manifest, verify
+    from horizon_lm.checkpoints.finding import is_checkpoint
+    from horizon_lm.checkpoints.manifest import read_manifest, verify
 
     found = [folder] if is_checkpoint(folder) else sorted(folder.glob("checkpoint-*"), key=_step)
     if not folder.is_dir():

@@ -17,7 +17,9 @@ def inspect(
     rows: Annotated[int, typer.Option(min=1, help="Rows to show of each batch.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics and findings as JSON.")] = False,
 ) -> None:
-    config = read_run_config(*run_arguments(run, model=model))
+    from horizon_lm.training.early_mistakes import mistakes_in_rows
+
+    config = read_run_config(*run_arguments(run, model=model), checks=mistakes_in_rows)
     from horizon_lm.cli.inspection import inspect_run, show  # imports torch, which takes seconds
 
     inspection = inspect_run(config)

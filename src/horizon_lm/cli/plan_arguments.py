@@ -9,6 +9,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.catalog import Hardware, find_profile
+from horizon_lm.training.early_mistakes import mistakes_in_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def read_arguments(
     hardware = other_hardware(device)
     if device is not None and hardware is None:
         overrides += ["--device", device]
-    return read_run_config(path, overrides, without_rows=True), hardware
+    return read_run_config(path, overrides, without_rows=True, checks=mistakes_in_plan), hardware
 
 
 def read_amounts(host_memory: str | None) -> list[tuple[str, int]]:

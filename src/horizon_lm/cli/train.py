@@ -21,6 +21,7 @@ def train(
 ) -> None:
     from horizon_lm.config.load import read_run_config
     from horizon_lm.config.text import describe_settings
+    from horizon_lm.training.early_mistakes import mistakes_in_run
 
     if settings:
         print(describe_settings())
@@ -31,6 +32,6 @@ def train(
 
         starting = failing_together()
     with starting:
-        config = read_run_config(*run_arguments(run, model=model))
+        config = read_run_config(*run_arguments(run, model=model), checks=mistakes_in_run)
         from horizon_lm.training.train import train as run_training
     run_training(config)

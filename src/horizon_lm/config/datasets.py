@@ -1,5 +1,6 @@
 """Settings of the rows that a run is trained and evaluated on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -113,6 +114,13 @@ def _as_entries(value: Any) -> Any:
     return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
+def _unused_name(name: str, names: Sequence[str]) -> str:
+    """Return a name for an eval set that no other has: this name, if it is not taken, or with a number appended."""
+    if name not in names:
+        return name
+    return next(numbered for i in range(2, 1000) if (numbered := f"{name}_{i}") not in names)
+
+
 DatasetList = Annotated[list[DatasetConfig], BeforeValidator(_as_entries), Field(min_length=1)]
 
 
@@ -167,6 +175,14 @@ class DataSettings(Settings):
         if value is not None and value >= 1 and value != int(value):
             raise ValueError("must be a whole number of rows, or a fraction of them below 1")
         return value
+
+    @property
+    def eval_set_names(self) -> list[str]:
+        """The names of the eval sets, in the order of their metrics."""
+        names = [] if self.test_split_size is None else ["held_out"]
+        for dataset in self.eval_datasets or ():
+            names.append(_unused_name(Path(dataset.path).stem, names))
+        return names
 
     @property
     def has_held_out(self) -> bool:

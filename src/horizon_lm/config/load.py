@@ -1,6 +1,6 @@
 """Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +12,7 @@ from horizon_lm.config.run import SCHEMAS, RunConfig
 from horizon_lm.config.setting_paths import path_problems
 from horizon_lm.config.translate.tables import foreign_trainer, our_name, remedies
 from horizon_lm.config.yaml_file import SettingPlaces, parse_yaml, read_yaml
-from horizon_lm.errors import ConfigError
+from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.near_misses import closest_setting
 
 _OPTIONS = {"model": "model_name_or_path"}  # options of commands whose setting has another name
@@ -23,21 +23,33 @@ _RENAMED = {  # earlier names of settings
 }
 
 
-def read_run_config(path: str | None, overrides: Sequence[str] = (), *, without_rows: bool = False) -> RunConfig:
+Checks = Callable[[RunConfig], Iterable[HorizonError]]  # the errors of what settings name
+
+
+def _no_checks(config: RunConfig) -> Iterable[HorizonError]:
+    """Return no errors."""
+    return ()
+
+
+def read_run_config(
+    path: str | None, overrides: Sequence[str] = (), *, without_rows: bool = False, checks: Checks = _no_checks
+) -> RunConfig:
     """Read a run file, apply the overrides, and validate the result once.
 
     Args:
         path: a YAML 1.2 file, or None to use only the overrides.
         overrides: command-line tokens, ``--key value`` or ``--key=value``, with values in YAML.
         without_rows: allow ``datasets`` to be missing.
+        checks: yields the errors of what the settings name, such as files.
 
     Raises:
-        ConfigError: all invalid settings, each with its place, value and remedy.
+        ConfigError: all invalid settings, each with its place, value and remedy, and all errors of ``checks``.
+        HorizonError: the only error, if that is one of ``checks``.
     """
     settings, places = _read_file(path) if path is not None else ({}, SettingPlaces("the command line"))
     changes = parse_overrides(overrides)
     places.overridden |= {key: option for option, key, _ in _read_overrides(overrides)}
-    return _validate(_apply(settings, changes), places, without_rows)
+    return _validate(_apply(settings, changes), places, without_rows, checks)
 
 
 def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
@@ -183,24 +195,48 @@ def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:
 # Validation and its messages
 
 
-def _validate(settings: dict[str, Any], places: SettingPlaces, without_rows: bool) -> RunConfig:
-    """Return the settings as a `RunConfig`; raise ConfigError with all that is wrong, in the order of the file."""
-    schema = _schema(settings)
+def _validate(
+    settings: dict[str, Any], places: SettingPlaces, without_rows: bool, checks: Checks = _no_checks
+) -> RunConfig:
+    """Return the settings as a `RunConfig`; raise an error with all that is wrong, invalid settings first, in the order of the file."""
+    schema, problems, errors = _schema(settings), list[str](), list[HorizonError]()
     try:
-        config = schema.model_validate(settings, context=WITHOUT_ROWS if without_rows else None)
-        problems = [f"{places.describe(loc)}: {value!r}: {problem}" for loc, value, problem in path_problems(config)]
+        config: RunConfig | None = schema.model_validate(settings, context=WITHOUT_ROWS if without_rows else None)
     except ValidationError as error:
         details = _merge_by_setting(error.errors(include_url=False))
         details.sort(key=lambda each: places.position(each["loc"]) or (0, 0))
-        raise _all_of([_message(each, places, schema) for each in details]) from error
-    if problems:
-        raise _all_of(problems)
+        problems += [_message(each, places, schema) for each in details]
+        config = _valid_part(schema, settings, {str(each["loc"][0]) for each in details})
+    if config is not None:
+        problems += [f"{places.describe(loc)}: {value!r}: {problem}" for loc, value, problem in path_problems(config)]
+        errors += checks(config)
+    if problems or errors or config is None:
+        raise _all_of(problems, errors)
     return config
 
 
-def _all_of(problems: Sequence[str]) -> ConfigError:
-    heading = "" if len(problems) == 1 else f"{len(problems)} invalid settings:\n"
-    return ConfigError(heading + "\n".join(problems))
+def _valid_part(schema: type[RunConfig], settings: dict[str, Any], invalid: Collection[str]) -> RunConfig | None:
+    """Return the settings without the invalid ones; None if these decide how others are meant, or others are invalid without them."""
+    if not {"objective", "gguf_file"}.isdisjoint(invalid):
+        return None
+    try:
+        rest = {name: value for name, value in settings.items() if name not in invalid}
+        return schema.model_validate(rest, context=WITHOUT_ROWS)
+    except ValidationError:
+        return None
+
+
+def _all_of(problems: Sequence[str], errors: Sequence[HorizonError]) -> HorizonError:
+    """Return one error for invalid settings and other errors: of the kind that the others have, if there are no invalid settings."""
+    lines = [*problems, *map(str, errors)]
+    kinds = {type(each) for each in errors} | ({ConfigError} if problems else set())
+    kind = kinds.pop() if len(kinds) == 1 else ConfigError
+    if len(lines) == 1:
+        return kind(lines[0])
+    heading = f"{len(lines)} {'mistakes' if errors else 'invalid settings'}:"
+    return kind(
+        "\n".join([heading, *(line.replace("\n", "\n  ") for line in lines)])
+    )  # one may be a list of rows itself
 
 
 def _merge_by_setting(details: Sequence[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,14 @@ def reaches_behind(position: int, ids: np.ndarray, offsets: np.ndarray, strippin
     """
     is_header = (offsets[:, 0] < position) & np.isin(ids, stripping)
     return np.asarray((offsets[:, 1] > position) & ~is_header)
+
+
+def read_template(path: Path, name: str) -> str:
+    """Return the chat template in a file; raise ConfigError if it cannot be read. ``name``: the path as it is set."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template_path: {name} cannot be read ({first_line(error)})") from error
 
 
 def today() -> str:

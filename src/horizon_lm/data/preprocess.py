@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from horizon_lm.config import DatasetConfig
 from horizon_lm.data import trl_compat
 from horizon_lm.data.chat_template import prints_date, today
-from horizon_lm.data.conversations import RowError
+from horizon_lm.data.conversations import Example, RowError
 from horizon_lm.data.formats import OPTIONAL_FIELDS, RowFormat, find_format, rename_fields, require_fields
 from horizon_lm.data.packing import pack, rows_without_targets
 from horizon_lm.data.places import ExampleCounts
@@ -34,7 +34,7 @@ _PROBLEM = (
     "fault",
     "problem",
 )  # columns of a token table for what is wrong with an invalid row: its kind, and a message
-_ROWS_INSPECTED = 1000  # rows searched for optional fields
+ROWS_INSPECTED = 1000  # rows searched for optional fields
 _TYPED = 0.01  # largest share of rows in whose answers an end token is taken for a part of the text
 
 
@@ -91,14 +91,24 @@ class Report:
         return [token for token, count in ends.most_common() if inner[token] <= _TYPED * count]
 
 
-class _Problems:
+class Rows(Protocol):
+    """Rows of one entry of ``datasets``, each of which has a place."""
+
+    @property
+    def config(self) -> DatasetConfig: ...
+    def __len__(self) -> int: ...
+    def row(self, index: int) -> Any: ...
+    def place(self, index: int) -> str: ...
+
+
+class Problems:
     """Invalid rows, counted by their fault."""
 
     def __init__(self) -> None:
         self._messages: dict[str, list[str]] = {}  # by fault: the first message, and another one if there is any
         self._rows: dict[str, ExampleCounts] = {}
 
-    def add(self, source: Source, rows: Iterable[tuple[int, str, str]]) -> None:
+    def add(self, source: Rows, rows: Iterable[tuple[int, str, str]]) -> None:
         """Count invalid rows of a dataset, given the index, the fault and the message of each."""
         indices: dict[str, list[int]] = {}
         for index, fault, message in rows:
@@ -153,12 +163,12 @@ def prepare(
         ConfigError: the rows need a chat template, character offsets or TRL, which are missing.
         DataError: files or rows are invalid.
     """
-    report, parts, problems = Report(), [], _Problems()
+    report, parts, problems = Report(), [], Problems()
     with progress_bars(), ending_with_us():
         for number, config in enumerate(datasets):
             source = open_source(config)
             try:
-                row_format = _find_row_format(source, options.objective)
+                row_format = find_row_format(source, options.objective)
             except RowError as error:  # every further row would give the same error
                 problems.add(source, [(0, error.fault, str(error))])
                 continue
@@ -199,36 +209,47 @@ def summary(rows: TokenTable, packed: TokenTable) -> str:
     return f"{count}, {tokens:,} tokens, {targets:,} trained on ({targets / max(1, tokens):.0%})"
 
 
-def _find_row_format(source: Source, objective: str) -> RowFormat:
+def find_row_format(source: Rows, objective: str) -> RowFormat:
     """Return the format of a dataset, recognized from its first row. Raise RowError if no format matches."""
     first, config = source.row(0), source.config
     _require_optional_columns(source)
-    return find_format(_renamed(first, source), config.format, objective, config.columns or ())
+    return find_format(_renamed(first, config), config.format, objective, config.columns or ())
 
 
-def _require_optional_columns(source: Source) -> None:
+def _require_optional_columns(source: Rows) -> None:
     """Raise RowError if ``columns`` names an optional field that none of the first rows has."""
     optional = {theirs for ours, theirs in (source.config.columns or {}).items() if ours in OPTIONAL_FIELDS}
-    for index in range(min(_ROWS_INSPECTED, len(source))):
+    for index in range(min(ROWS_INSPECTED, len(source))):
         if not optional:
             return
         row = source.row(index)
         optional -= set(row) if isinstance(row, dict) else set()
     if optional:
-        raise RowError(f"field {min(optional)!r} of columns is in none of the first {_ROWS_INSPECTED:,} rows")
+        raise RowError(f"field {min(optional)!r} of columns is in none of the first {ROWS_INSPECTED:,} rows")
 
 
 def _count_unused(source: Source, row_format: RowFormat, report: Report) -> None:
     """Count the rows with fields that are not used, among the first ones, in the report."""
     used = {*row_format.fields(), *(source.config.columns or {}).values()}
-    first = [unused_fields(source.row(index), used) for index in range(min(_ROWS_INSPECTED, len(source)))]
+    first = [unused_fields(source.row(index), used) for index in range(min(ROWS_INSPECTED, len(source)))]
     report.unused_fields.update(*first)
     report.unused.add(np.flatnonzero([bool(unused) for unused in first]), source.place)
 
 
-def _renamed(row: Any, source: Source) -> Any:
+def read_example(row: Any, config: DatasetConfig, row_format: RowFormat, objective: str) -> Example:
+    """Return the example in a row of a dataset; raise RowError if it is invalid."""
+    require_fields(row)
+    _reject_huge(row)
+    renamed = _renamed(row, config)
+    reject_other_rows(renamed, objective)
+    example = row_format.convert(renamed)
+    reject_placeholders(example)
+    return example
+
+
+def _renamed(row: Any, config: DatasetConfig) -> Any:
     """Return a row with the expected names of its fields, as ``columns`` gives them; other values than objects as they are."""
-    return rename_fields(row, source.config.columns) if source.config.columns and isinstance(row, dict) else row
+    return rename_fields(row, config.columns) if config.columns and isinstance(row, dict) else row
 
 
 def _tokenize_source(source: Source, row_format: RowFormat, tokenizer: Any, options: PreprocessConfig) -> Any:
@@ -317,12 +338,7 @@ def _tokenize_rows(
     tokenized: list[tuple[list[Tokens], tuple[str, str] | tuple[None, None]]] = []
     for row in source.rows(columns):
         try:
-            require_fields(row)
-            _reject_huge(row)
-            renamed = _renamed(row, source)
-            reject_other_rows(renamed, objective)
-            example = row_format.convert(renamed)
-            reject_placeholders(example)
+            example = read_example(row, source.config, row_format, objective)
             tokenized.append((tokenizer.tokenize(example), (None, None)))
         except RowError as error:
             tokenized.append((no_tokens, (error.fault, str(error))))

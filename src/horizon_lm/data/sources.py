@@ -284,19 +284,30 @@ def _select(config: DatasetConfig, sources: Mapping[str, Source]) -> Any:
 
 def _read_files(config: DatasetConfig, files: Sequence[Path]) -> Source:
     """Return the rows of files of one type."""
-    if not files:
-        raise DataError(f"{config.path}: no rows found")
+    reader = require_known_type(config, files)
     if files[0].suffix in JSON_SUFFIXES:
         return _read_json(config, files)
+    state = _file_states(files)  # by default, `datasets` mistakes a new file with an old timestamp for the old file
+    table = read_files(config, reader, files, _cache_folder(digest(state)))
+    return Source(config, record(table), digest(table._fingerprint, state), is_json=False)
+
+
+def require_known_type(config: DatasetConfig, files: Sequence[Path]) -> str:
+    """Return the name of the reader of files of one type; raise DataError if there are no files, or no reader of them."""
+    if not files:
+        raise DataError(f"{config.path}: no rows found")
     reader = reader_of(files[0])
     if reader is None:
         others = ", ".join(suffix for suffix in READERS if suffix not in JSON_SUFFIXES)
         raise DataError(
             f"{config.path}: files with suffix {files[0].suffix or '(none)'} are not supported; use .json, .jsonl, {others}"
         )
-    state = _file_states(files)  # by default, `datasets` mistakes a new file with an old timestamp for the old file
-    table = read_files(config, reader, files, _cache_folder(digest(state)))
-    return Source(config, record(table), digest(table._fingerprint, state), is_json=False)
+    return reader
+
+
+def names_in_messages(config: DatasetConfig, files: Sequence[Path]) -> list[str]:
+    """Return the names of JSON files for the places of their rows: as the user wrote it, if the entry is one file."""
+    return [config.path] if Path(config.path).expanduser().is_file() else [str(file) for file in files]
 
 
 # JSON, read by our own reader
@@ -312,8 +323,7 @@ def _read_json(config: DatasetConfig, files: Sequence[Path]) -> Source:
     """Return the rows of JSON files as a table of JSON texts and places, from the cache if they are there."""
     import datasets
 
-    is_file = Path(config.path).expanduser().is_file()
-    names = [config.path] if is_file else [str(file) for file in files]  # as the user wrote it, for places
+    names = names_in_messages(config, files)
     fingerprint = digest(names, _file_states(files))
     if next(_generate_json_rows(names), None) is None:
         raise DataError(f"{', '.join(names)}: no rows found")

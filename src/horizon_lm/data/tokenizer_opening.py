@@ -10,7 +10,7 @@ from horizon_lm.data.gguf_tokenizer import build_tokenizer
 from horizon_lm.data.template_limits import limit_templates
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.gguf_header import read_gguf_header
-from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files
+from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files, require_tokenizer_files
 
 _LARGEST_TOKEN = 2**31 - 1  # rows are kept as int32
 _MAX_GROWTH = 64  # characters made of one; published normalizers make up to three
@@ -26,6 +26,8 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
     _report_panics()
     require_model_files(folder)
     _require_little_growth_of_file(folder / "tokenizer.json")
+    if gguf_file is None:
+        require_tokenizer_files(folder)
     try:
         if gguf_file is not None:
             tokenizer = build_tokenizer(read_gguf_header(gguf_path(folder, gguf_file)))

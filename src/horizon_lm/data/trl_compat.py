@@ -13,7 +13,7 @@ def is_installed() -> bool:
     return find_spec("trl") is not None
 
 
-def _require(feature: str) -> None:
+def require(feature: str) -> None:
     """Raise ConfigError if TRL is not installed; name the feature that needs it."""
     if not is_installed():
         raise ConfigError(
@@ -23,7 +23,7 @@ def _require(feature: str) -> None:
 
 def extract_prompt(pair: dict[str, Any]) -> dict[str, Any]:
     """Return a pair with the common start of ``chosen`` and ``rejected`` moved to ``prompt``."""
-    _require("a preference without a prompt")
+    require("a preference without a prompt")
     from trl.data_utils import extract_prompt as extract
 
     found: dict[str, Any] = extract(pair)
@@ -67,7 +67,7 @@ def pack(table: Any, length: int, strategy: str, **map_options: Any) -> Any:
         A dataset with the same columns, and except for ``wrapped`` also ``seq_lengths``, the lengths of the rows in a
         packed row.
     """
-    _require("packing")
+    require("packing")
     from trl.data_utils import pack_dataset
 
     return pack_dataset(table, length, strategy, map_options)

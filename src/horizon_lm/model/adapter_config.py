@@ -9,10 +9,12 @@ from safetensors import SafetensorError, safe_open
 
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.config_limits import read_settings
+from horizon_lm.model.folder import ADAPTER_CONFIG
 from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
-from horizon_lm.paths import require_own_files
+from horizon_lm.paths import require_inside, require_own_files
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+NO_PEFT = "adapters need PEFT: pip install 'horizon-lm[peft]'"
 _FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 _MAX_NUMBER = 2**20  # of any setting; published adapters have ranks up to 4,096
 _SMALL_RANK = 128  # PEFT takes less where a layer is narrower, as with the default of AdaMSS, 100
@@ -20,6 +22,23 @@ _MAX_HEADER_BYTES = 2**24  # of the weights; published adapters have up to 2**20
 _MAX_ITERATIONS = 1_000  # of an initialization by singular values
 _NO_NAMES = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version")
 _WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")  # PEFT compares these with whole names
+
+
+def require_adapter_config(folder: Path) -> None:
+    """Raise ConfigError if a folder has no config of adapters."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; it is not the folder of adapters")
+
+
+def require_weights(folder: Path) -> Path:
+    """Return the file of the adapters in a folder. Raise ConfigError if there is none in safetensors, because PEFT would
+    read a pickle.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapters as safetensors")
+    require_inside(path, folder)
+    return path
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

@@ -13,13 +13,20 @@ from torch import nn
 
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model import hub
-from horizon_lm.model.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, require_quick_names
+from horizon_lm.model.adapter_config import (
+    ADAPTER_CONFIG,
+    NO_PEFT,
+    read_adapter_config,
+    require_adapter_config,
+    require_quick_names,
+    require_weights,
+)
 from horizon_lm.model.adapter_kinds import require_kind_that_streams
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.generation import read_generation_config
 from horizon_lm.near_misses import closest_setting
-from horizon_lm.paths import lasting_name, require_inside
+from horizon_lm.paths import lasting_name
 
 _COPY, _RANK = ".modules_to_save.", ".ranknum."  # in names of PEFT's tensors
 _OF_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")  # tasks whose adapters come with a head
@@ -187,17 +194,6 @@ def open_base(adapter: Path, name: str) -> Path:
         ) from error
 
 
-def require_weights(folder: Path) -> Path:
-    """Return the file of the adapters in a folder. Raise ConfigError if there is none in safetensors, because PEFT would
-    read a pickle.
-    """
-    path = folder / ADAPTER_WEIGHTS
-    if not path.is_file():
-        raise ConfigError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapters as safetensors")
-    require_inside(path, folder)
-    return path
-
-
 def read_values(folder: Path) -> dict[str, Any]:
     """Return the values of the adapters in a folder.
 
@@ -247,8 +243,7 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 def open_adapter_config(folder: Path, model: Any) -> Any:
     """Return PEFT's config of the adapters in a folder, for a causal language model. Raise ConfigError if it cannot be used."""
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; it is not the folder of adapters")
+    require_adapter_config(folder)
     require_quick_names(read_adapter_config(folder), _module_names(model), folder / ADAPTER_CONFIG)
     config = _peft().PeftConfig.from_pretrained(folder)
     if config.task_type in _OF_OTHER_HEADS:
@@ -284,7 +279,7 @@ def _peft() -> Any:
         with without_bitsandbytes_messages():
             import peft
     except ImportError as error:
-        raise ConfigError("adapters need PEFT: pip install 'horizon-lm[peft]'") from error
+        raise ConfigError(NO_PEFT) from error
     return peft
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.errors import ConfigError, first_line
+from horizon_lm.model.folder import no_model_remedy
 from horizon_lm.paths import require_small_text
 
 _MAX_LAYERS = 2_048  # published models have up to 200
@@ -25,9 +26,13 @@ _LIMITS = (
 
 
 def require_sane_config(path: Path) -> None:
-    """Raise ConfigError if a ``config.json`` is no JSON object, or has a size that no model has. A missing file is accepted."""
-    if path.is_file():
-        require_sane_sizes(read_settings(path), path)
+    """Raise ConfigError if a ``config.json`` is missing or no JSON object, has a size that no model has, or names no type of model."""
+    if not path.is_file():
+        raise ConfigError(f"{path.parent}: no usable config.json (there is none){no_model_remedy(path.parent)}")
+    content = read_settings(path)
+    require_sane_sizes(content, path)
+    if "model_type" not in content and "auto_map" not in content:
+        raise ConfigError(f"{path.parent}: no usable config.json (it has no model_type); download it again")
 
 
 def read_settings(path: Path) -> dict[str, Any]:

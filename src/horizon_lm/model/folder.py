@@ -8,7 +8,9 @@ from horizon_lm.paths import near_path, require_inside, require_own_files, requi
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer*", "*.model", "*.py")
 TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's templates beside the default one
 _ALSO_READ = ("*.gguf", TEMPLATES, f"{TEMPLATES}/*")  # in a local folder
+_OF_TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json", "merges.txt", "*.py")  # one of these
 WEIGHTS = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -31,6 +33,25 @@ def gguf_remedy(folder: Path) -> str:
         return ""
     name = files[0].name
     return f"; read it from {name} with gguf_file: {name} (--gguf-file {name})"
+
+
+def require_tokenizer_files(folder: Path) -> None:
+    """Raise ConfigError if a folder has no file from which a tokenizer could be made."""
+    if not any(path.suffix != ".gguf" for pattern in _OF_TOKENIZERS for path in folder.glob(pattern)):
+        remedy = gguf_remedy(folder) or "; copy tokenizer.json and tokenizer_config.json into it"
+        raise ConfigError(f"{folder} has no tokenizer that can be read (there are no files of one){remedy}")
+
+
+def no_model_remedy(folder: Path) -> str:
+    """Return the remedy for a folder without a model's config: it may hold adapters, a GGUF file, or the folder of a model."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return "; it holds adapters: name their base, and this folder with adapter_name_or_path"
+    if remedy := gguf_remedy(folder):
+        return remedy
+    inner = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]
+    if len(inner) == 1:
+        return f"; did you mean {inner[0].parent}?"
+    return "; name the folder of a model, or download it again"
 
 
 def require_model_files(folder: Path) -> None:

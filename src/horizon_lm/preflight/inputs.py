@@ -15,7 +15,8 @@ from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hf_config, hub
-from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, require_weights
+from horizon_lm.model.adapter_config import ADAPTER_CONFIG, require_weights
+from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.generation import Generation
 from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.opening import opened_dtype

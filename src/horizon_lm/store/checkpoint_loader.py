@@ -13,10 +13,11 @@ from horizon_lm.model.finite import require_finite
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.units import TRAINED_DTYPES
 from horizon_lm.store.buffers import fill_buffer
-from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, Checkpoint, Header
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, Checkpoint
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
 from horizon_lm.store.store import Store
+from horizon_lm.store.weight_files import Header
 from horizon_lm.units import HEAD
 
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # saved by old versions of transformers, now computed

@@ -24,8 +24,9 @@ from horizon_lm.model.tying import true_config
 from horizon_lm.quantities import parse_bytes
 from horizon_lm.store.buffers import unrounded_buffers
 from horizon_lm.store.checkpoint_loader import parameter_names
-from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, DTYPES, Header
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, DTYPES
 from horizon_lm.store.store import Store
+from horizon_lm.store.weight_files import Header
 from horizon_lm.units import Unit
 
 

@@ -8,9 +8,10 @@ import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.model.finite import require_finite
-from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, Header
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES
 from horizon_lm.store.conversion import Conversion, Target
 from horizon_lm.store.quantized_checkpoint import QuantizedCheckpoint
+from horizon_lm.store.weight_files import Header
 
 
 class DecodedCheckpoint(QuantizedCheckpoint):

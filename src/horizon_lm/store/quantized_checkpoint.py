@@ -15,9 +15,10 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.quantization import expected_codecs, matrix_codec
-from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, DTYPES, Checkpoint, Header
+from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, DTYPES, Checkpoint
 from horizon_lm.store.conversion import Conversion, Target, find_conversion
 from horizon_lm.store.quantized_layouts import STATE, QuantizedWeight, find_weights
+from horizon_lm.store.weight_files import Header
 from horizon_lm.units import block
 
 
@@ -131,9 +132,9 @@ class QuantizedCheckpoint(Checkpoint):
                     f"{self.folder}: {source} is missing, without which {name} cannot be decoded; download it again"
                 )
             header = headers[source]
-            fits = header.shape.numel() == expected.shape.numel() and header.dtype == DTYPE_NAMES[expected.dtype]
+            fits = header.numel == expected.shape.numel() and header.dtype == DTYPE_NAMES[expected.dtype]
             if _are_codes(weight.codec, component) and header.dtype in DTYPES:
-                fits = header.shape.numel() * DTYPES[header.dtype].itemsize == expected.num_bytes
+                fits = header.numel * DTYPES[header.dtype].itemsize == expected.num_bytes
             if not fits:
                 raise ConfigError(
                     f"{super().file_of(source)}: {source} is {header.dtype} of shape {tuple(header.shape)}, but {name} "

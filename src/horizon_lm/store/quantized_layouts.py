@@ -19,7 +19,8 @@ from horizon_lm.codecs.int4 import CODES_OF_WORD, Int4
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.units import TRAINED_DTYPES
-from horizon_lm.store.checkpoint_reader import Checkpoint, Header
+from horizon_lm.store.checkpoint_reader import Checkpoint
+from horizon_lm.store.weight_files import Header
 
 STATE = ".quant_state.bitsandbytes__"
 _LONGEST_STATE = 4096  # bytes of a description of a weight; published ones have about 200
@@ -85,8 +86,8 @@ def _read_state(
 ) -> QuantizedWeight:
     """Return ``weight`` as its state describes it: the bytes of a JSON object in tensor ``name``, which ends with the format ``kind``."""
     try:
-        if headers[name].shape.numel() > _LONGEST_STATE:
-            raise ValueError(f"{headers[name].shape.numel():,} bytes")
+        if headers[name].numel > _LONGEST_STATE:
+            raise ValueError(f"{headers[name].numel:,} bytes")
         state = json.loads(bytes(checkpoint.read([name])[name].tolist()))
         shape, blocksize = torch.Size(state["shape"]), int(state["blocksize"])
         nested, offset = "nested_blocksize" in state, state.get("nested_offset")
@@ -127,7 +128,7 @@ def _find_fp8(checkpoint: Checkpoint, codec: Fp8, headers: Mapping[str, Header])
         scale = next((stem + each for each in _SCALES if stem + each in headers), stem + _SCALES[0])
         dtype = _SCALE_DTYPES.get(headers[scale].dtype, torch.float32) if scale in headers else torch.float32
         sources = {"weight": name, "weight_scale_inv": scale}
-        found[name] = QuantizedWeight(header.shape, Fp8(codec.tile, dtype), sources)
+        found[name] = QuantizedWeight(torch.Size(header.shape), Fp8(codec.tile, dtype), sources)
     return found
 
 

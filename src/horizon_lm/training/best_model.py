@@ -24,9 +24,9 @@ def eval_metrics(objective: str, eval_sets: Sequence[str]) -> list[str]:
     return [prefix + name for prefix in prefixes for name in _METRICS[objective]]
 
 
-def require_known_metric(config: RunConfig, eval_sets: Sequence[str]) -> None:
+def require_known_metric(config: RunConfig) -> None:
     """Raise ConfigError if the evaluations of a run do not have the metric that decides which model is best."""
-    known = eval_metrics(config.objective, eval_sets)
+    known = eval_metrics(config.objective, config.eval_set_names)
     if config.metric_for_best_model is not None and _full_name(config) not in known:
         raise ConfigError(
             f"metric_for_best_model: evaluations have no {_full_name(config)}; choose one of {', '.join(known)}"

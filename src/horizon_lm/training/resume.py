@@ -3,14 +3,14 @@
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import read_state
-from horizon_lm.checkpoints.manifest import installed_packages, is_checkpoint, read_manifest, verify
+from horizon_lm.checkpoints.finding import checkpoints_in, named_checkpoint, require_checkpoint
+from horizon_lm.checkpoints.manifest import installed_packages, read_manifest, verify
 from horizon_lm.config.rules import OnResume
 from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.chat_template import today
@@ -37,19 +37,15 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
     wanted, output = config.resume_from_checkpoint, Path(config.output_dir).expanduser()
     if wanted is False:
         return None, []
+    require_checkpoint(wanted, output)
     if wanted not in (True, "auto"):
-        folder = Path(str(wanted)).expanduser()  # of a checkpoint, or of a run
-        if not is_checkpoint(folder) and (found := checkpoints_in(folder)):
-            folder = found[-1]
-        point = open_point(folder)
+        point = open_point(named_checkpoint(str(wanted)))
         return point, [_resume_line(point)]
     if wanted == "auto" and (config.overwrite_output_dir or (output / "model").exists()):
         return None, []  # the folder of a finished run, or one to be overwritten
     if found := checkpoints_in(output):
         RunLock(output).require_free()  # or checkpoints that are being deleted would look damaged
         return _newest_undamaged(found)
-    if wanted is True:
-        raise ConfigError(f"resume_from_checkpoint: {output} has no checkpoint; set auto to begin anew")
     was_interrupted = (output / "metrics.jsonl").exists()
     return None, [f"resume: {output} has no checkpoint, so the run begins anew"] if was_interrupted else []
 
@@ -84,15 +80,6 @@ def _rows_of_rank(point: ResumePoint, config: RunConfig) -> int:
     """Return the rows of a step of one rank by the settings of a checkpoint's run."""
     given = _saved_settings(point, "config", config)
     return int(given["per_device_train_batch_size"] * given["gradient_accumulation_steps"])
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run, in the order of their steps. They have been complete, and may be damaged now."""
-    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
-    return sorted(
-        (path for path, match in steps.items() if match and is_checkpoint(path)),
-        key=lambda path: int(path.name.removeprefix("checkpoint-")),
-    )
 
 
 def open_point(folder: Path, verifies: bool = True) -> ResumePoint:

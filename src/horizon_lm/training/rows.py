@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,7 +147,7 @@ def load_data(
         parts.append(prepared("held_out", found_in_eval, eval_rows, eval_preprocess))
     training = prepared(TRAINING, found, rows, preprocess)
     # The names of eval sets from files follow that of the held-out rows, if there are any.
-    for name, dataset in zip(eval_set_names(config)[len(parts) :], config.eval_datasets or (), strict=True):
+    for name, dataset in zip(config.eval_set_names[len(parts) :], config.eval_datasets or (), strict=True):
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
         found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows, eval_length)]
         parts.append(prepared(name, found, eval_report.rows, eval_preprocess))
@@ -168,21 +167,6 @@ def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenT
     held_out = np.zeros(len(rows), dtype=bool)
     held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
     return rows.split(held_out)
-
-
-def eval_set_names(config: RunConfig) -> list[str]:
-    """Return the names of the eval sets of a run, in the order of their metrics."""
-    names = [] if config.test_split_size is None else ["held_out"]
-    for dataset in config.eval_datasets or ():
-        names.append(_unused_name(Path(dataset.path).stem, names))
-    return names
-
-
-def _unused_name(name: str, names: Sequence[str]) -> str:
-    """Return a name for an eval set that no other has: this name, if it is not taken, or with a number appended."""
-    if name not in names:
-        return name
-    return next(numbered for i in range(2, 1000) if (numbered := f"{name}_{i}") not in names)
 
 
 def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | None = None) -> Sampler:

@@ -11,23 +11,19 @@ from typing import Any, Self
 
 from horizon_lm.checkpoints.new_folder import unwritable
 from horizon_lm.config import RunConfig
-from horizon_lm.config.text import RUN_CONFIG_HEADER, to_yaml
+from horizon_lm.config.text import to_yaml
 from horizon_lm.disk import Disk, free_path, part_of, publish_folder, restore_folder, write_file
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, convert_weights, share_weights
 from horizon_lm.model.generation import write_generation_config
-from horizon_lm.paths import exists
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import write_plan
-from horizon_lm.resources import takes_files
 from horizon_lm.training.line_file import LineFile
+from horizon_lm.training.output_folder import holds_a_run, output_folder, reject_finished_run, require_usable
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_lock import RunLock
 from horizon_lm.training.second_place import find_second_place
 
-_RUN_FILES = (
-    "config.yaml", "plan.json", "metrics.jsonl", "samples.jsonl", "trace.json", "predicted_trace.json", "loss.png", "model",
-)  # fmt: skip
 Contents = dict[str, tuple[int, int, int]]  # inode, bytes and time of the last change of each file
 
 
@@ -59,7 +55,7 @@ class RunDir:
         self, config: RunConfig, ranks: Ranks | None = None, resumes: bool = False, disk: Disk | None = None
     ) -> None:
         self._config, self.ranks, self._resumes, self._disk = config, ranks or Ranks(), resumes, disk or Disk()
-        self.path, self.settings = Path(config.output_dir).expanduser(), ""
+        self.path, self.settings = output_folder(config), ""
         self.metrics, self.samples = LineFile(self.path / "metrics.jsonl"), LineFile(self.path / "samples.jsonl")
         self.model_dir, self.is_exported = self.path / "model", False
         self.second: Path | None = None
@@ -89,67 +85,13 @@ class RunDir:
         """Raise ConfigError if the run cannot write into the folder, or may not."""
         config = self._config
         self._lock.require_free()
-        self._held_a_run = self._holds_a_run()
-        if not self._held_a_run:
-            self._reject_foreign_files()
-            self._reject_inputs()
-        with suppress(OSError):  # a folder that cannot be written to is rejected below
-            restore_folder(self._disk, self.model_dir)
-        self._reject_finished_run()
-        checkpoints = sorted(folder.name for folder in self.path.glob("checkpoint-*"))
-        if checkpoints and not config.overwrite_output_dir and not self._resumes:
-            raise ConfigError(
-                f"output_dir: {self.path} holds {checkpoints[0]} of another run; choose another folder, or set "
-                "overwrite_output_dir: true to write beside it"
-            )
-        # The folder, or the one in which it would be created.
-        existing = next(folder for folder in (self.path, *self.path.resolve().parents) if folder.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK) or not takes_files(existing):
-            raise ConfigError(f"output_dir: {existing} cannot be written to; choose another folder")
+        self._held_a_run = holds_a_run(self.path)
+        if self._held_a_run:
+            with suppress(OSError):  # a folder that cannot be written to is rejected below
+                restore_folder(self._disk, self.model_dir)
+        require_usable(config, self._resumes)
         if config.push_to_hub:
             _require_login()
-
-    def _reject_finished_run(self) -> None:
-        """Raise ConfigError if the folder has a trained model that may not be replaced."""
-        if self.model_dir.exists() and not self._config.overwrite_output_dir:
-            raise ConfigError(
-                f"output_dir: {self.path} holds a finished run; choose another folder, or set "
-                "overwrite_output_dir: true to replace its model once the new one is trained"
-            )
-
-    def _holds_a_run(self) -> bool:
-        """Return whether the folder has the settings file of an earlier run."""
-        try:
-            with (self.path / "config.yaml").open(encoding="utf-8") as stream:
-                return stream.readline().strip() == RUN_CONFIG_HEADER
-        except (OSError, UnicodeDecodeError):
-            return False
-
-    def _reject_foreign_files(self) -> None:
-        """Raise ConfigError if a run would overwrite a file that no run has written."""
-        for name in _RUN_FILES:
-            if (self.path / name).exists():
-                raise ConfigError(
-                    f"output_dir: {self.path / name} was not written by horizon-lm and would be overwritten; choose another folder"
-                )
-
-    def _reject_inputs(self) -> None:
-        """Raise ConfigError if the folder is that of the model or of rows: a later run would read this one's files as its own."""
-        config, own = self._config, self.path.resolve()
-        for each in (*(config.datasets or ()), *(config.eval_datasets or ())):
-            if not exists(each.path):
-                continue
-            rows = Path(each.path).expanduser().resolve()
-            is_of_rows = own == rows.parent if rows.is_file() else own.is_relative_to(rows)
-            if is_of_rows:
-                raise ConfigError(
-                    f"output_dir: {self.path} is a folder of the rows in {each.path}; choose another folder"
-                )
-        for name in (config.model_name_or_path, config.adapter_name_or_path):
-            if name is not None and exists(name) and own == Path(name).expanduser().resolve():
-                raise ConfigError(
-                    f"output_dir: {self.path} is the folder of the model to start from; choose another folder"
-                )
 
     def take(self, export_bytes: int = 0) -> None:
         """Create the folder, and lock it until the end of the run. Files of an earlier run are left as they are.
@@ -168,7 +110,7 @@ class RunDir:
             self._lock.take()
         except OSError as error:
             raise self.problem(error) from error
-        self._reject_finished_run()  # by a run that was faster
+        reject_finished_run(self._config)  # by a run that was faster
         folders = [self.model_dir, *(self.path.glob("checkpoint-*") if self._held_a_run else ())]
         self._replaceable = {folder: _contents(folder) for folder in folders}
 

@@ -10,11 +10,12 @@ from torch import nn
 
 from horizon_lm.config import DpoConfig, RunConfig, TextConfig
 from horizon_lm.data.batch import Batch
+from horizon_lm.data.chat_template import read_template
 from horizon_lm.data.tokenizer_opening import open_tokenizer
 from horizon_lm.distributed.rendezvous import is_first_of_machine
 from horizon_lm.energy import EnergyMeter
 from horizon_lm.engine.streamed import engine_of, forward_of
-from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning, first_line
+from horizon_lm.errors import CheckpointWarning, ConfigError, UnprovenModelWarning
 from horizon_lm.model.source import ModelSource
 from horizon_lm.paths import exists
 from horizon_lm.quantities import counted
@@ -68,10 +69,7 @@ def _chat_template(path: str) -> Any:
     from horizon_lm.model import hub
 
     if exists(path) and (file := Path(path).expanduser()).is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template_path: {path} cannot be read ({first_line(error)})") from error
+        return read_template(file, path)
     try:
         template = open_tokenizer(hub.local_folder(path)).chat_template
     except ConfigError as error:

@@ -16,14 +16,11 @@ def open_trackers(report_to: str | Sequence[str]) -> list[Any]:
     """Return the callbacks of the trackers that ``report_to`` names; raise ConfigError if the package of one is not installed."""
     if report_to in ("none", ["none"]):
         return []
+    require_packages(report_to)
     from transformers.integrations import get_reporting_integration_callbacks
 
-    names = [report_to] if isinstance(report_to, str) else list(report_to)
-    if names != ["all"]:
-        for name in names:
-            _require_package(name)
     callbacks = []
-    for callback in get_reporting_integration_callbacks("all" if names == ["all"] else names):
+    for callback in get_reporting_integration_callbacks("all" if report_to in ("all", ["all"]) else report_to):
         try:
             callbacks.append(callback())
         except (RuntimeError, ImportError, ValueError) as error:  # an installation that transformers does not accept
@@ -31,11 +28,13 @@ def open_trackers(report_to: str | Sequence[str]) -> list[Any]:
     return callbacks
 
 
-def _require_package(name: str) -> None:
-    """Raise ConfigError if none of a tracker's modules is installed."""
-    if not any(map(find_spec, _MODULES.get(name, (name,)))):
-        package = _PACKAGES.get(name, name)
-        raise ConfigError(f"report_to: {name}: its package is not installed; pip install {package}")
+def require_packages(report_to: str | Sequence[str]) -> None:
+    """Raise ConfigError if a tracker that ``report_to`` names has none of its modules installed."""
+    for name in [report_to] if isinstance(report_to, str) else report_to:
+        if name not in ("none", "all") and not any(map(find_spec, _MODULES.get(name, (name,)))):
+            raise ConfigError(
+                f"report_to: {name}: its package is not installed; pip install {_PACKAGES.get(name, name)}"
+            )
 
 
 def place_lines(callbacks: Sequence[Any]) -> Iterator[str]:

@@ -32,7 +32,7 @@ from horizon_lm.training.objectives import make_objectives, require_callable
 from horizon_lm.training.optimizer import SchedulePosition, build_optimizer, require_sane_schedule
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.reporter import Reporter
-from horizon_lm.training.rows import RunData, eval_set_names, load_data, require_rows
+from horizon_lm.training.rows import RunData, load_data, require_rows
 from horizon_lm.training.run import Run, RunResult, RunSettings, Session, Training
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
@@ -116,7 +116,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
         ConfigError, DataError, DoesNotFitError: the run cannot be trained.
     """
     ranks, reporter = session.ranks, session.reporter
-    require_known_metric(config, eval_set_names(config))
+    require_known_metric(config)
     admission = Admission(config, current_shard(ranks.mesh), ranks.size, partial(agree_on_machine, ranks.mesh))
     admission.reject_if_impossible()
     if admission.downloads_model:
