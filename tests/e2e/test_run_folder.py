@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import shutil
 import signal
@@ -20,6 +21,7 @@ import horizon_lm
 from horizon_lm import disk
 from horizon_lm.checkpoints.finding import checkpoints_in, is_checkpoint
 from horizon_lm.checkpoints.manifest import read_manifest, verify
+from horizon_lm.checkpoints.new_folder import unwritable
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DataError, DoesNotFitError
 from horizon_lm.training import callbacks as run_callbacks
@@ -111,11 +113,20 @@ def until_it_waits(said: list[str]) -> Callable[[str], None]:
 def test_a_full_disk_at_the_export(base: dict[str, Any], full_disk: list[int]) -> None:
     """Nothing can be written anywhere: the run waits until a signal, and says what is lost."""
     said: list[str] = []
-    lost = r"interrupted by SIGTERM while .* no space is left .* the exported model takes .* are free\. The trained weights are lost\. Kept: "
+    lost = r"interrupted by SIGTERM while .* no space is left .* make room; .* are free\. The trained weights are lost\. Kept: "
     with pytest.raises(DoesNotFitError, match=lost):
         horizon_lm.train(base, print_fn=until_it_waits(said))
     assert any("the second place: no space is left for" in line for line in said)
     assert sorted(path.name for path in folder_of(base).iterdir()) == ["config.yaml", "metrics.jsonl", "plan.json"]
+
+
+def test_the_size_of_a_model_that_does_not_fit_is_said(tmp_path: Path) -> None:
+    """Where there is room for it, another limit holds, such as a quota."""
+    for num_bytes, said in (
+        (2**60, r"the exported model takes 1048576.00 TiB; .* are free"),
+        (1, "make room; .* are free"),
+    ):
+        assert re.search(said, str(unwritable("output_dir", tmp_path, FULL, num_bytes)))
 
 
 def test_a_full_disk_keeps_the_model_of_an_earlier_run(base: dict[str, Any], full_disk: list[int]) -> None:
@@ -249,6 +260,7 @@ def test_a_full_disk_at_a_checkpoint_lets_the_run_go_on(base: dict[str, Any], fu
 def test_a_limit_on_the_size_of_files(base: dict[str, Any], tmp_path: Path) -> None:
     """A real process that cannot write more than 40 kB to a file waits, is not killed by SIGXFSZ, and leaves no partial file."""
     setup = f"""
+import re
 import resource
 from horizon_lm.training.last_resort import LastResort
 export = LastResort.export

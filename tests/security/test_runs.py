@@ -138,8 +138,9 @@ def test_too_many_rows_in_a_step(model: Path) -> None:
 
 def test_a_billion_saves_are_counted_at_once(model: Path) -> None:
     result = run(
-        "plan", "--model", model, "--device", "cpu", "--max_steps", 2**31, "--save_steps", 1, "--save_total_limit", 3
-    )
+        "plan", "--model", model, "--device", "cpu", "--max_steps", 2**31, "--save_steps", 1, "--save_total_limit", 3,
+        "--logging_steps", 10**6,
+    )  # fmt: skip
     assert result.exit_code == 0, result.stderr
 
 
