@@ -126,6 +126,21 @@ def test_keys_that_are_not_followed(exported: bytes, tmp_path: Path, keys: dict[
         opened(folder)
 
 
+def test_tokens_that_are_not_found_in_text(exported: bytes, tmp_path: Path) -> None:
+    """transformers finds special tokens in text, and llama.cpp only those that have such a type."""
+    expected = opened(with_keys(tmp_path, exported))("keeper of the dome").input_ids
+    letter = metadata(tmp_path / FILE)["tokenizer.ggml.tokens"].index("e")
+    for name in ("bos", "eos"):
+        folder = with_keys(tmp_path, exported, **{f"{name}_token_id": letter})
+        with pytest.raises(
+            ConfigError, match=f"tokenizer.ggml.{name}_token_id: {letter}: 'e' .*tokenizer.ggml.token_type"
+        ):
+            opened(folder)
+    for name in ("padding", "unknown"):
+        found = opened(with_keys(tmp_path, exported, **{f"{name}_token_id": letter}))
+        assert found("keeper of the dome").input_ids == expected
+
+
 def test_a_token_that_is_there_twice(exported: bytes, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(exported)
     tokens = metadata(tmp_path / FILE)["tokenizer.ggml.tokens"]

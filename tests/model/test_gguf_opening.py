@@ -170,7 +170,9 @@ APPLIED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("llama", {"llama.attention.head_count_kv": None}, {"num_key_value_heads": 4}),
     ("llama", {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [48, 48]}, {}),
-    ("llama", {"llama.vocab_size": None}, {}),  # the number of tokens
+    ("llama", {"llama.vocab_size": None}, {}),
+    ("llama", {"llama.vocab_size": 7}, {}),  # llama.cpp takes the number of tokens
+    ("llama", {"llama.attention.layer_norm_rms_epsilon": 0.0}, {"rms_norm_eps": 0.0}),
     ("llama", {"llama.attention.layer_norm_rms_epsilon": 1e-3}, {"rms_norm_eps": 1e-3}),
     ("llama", {"llama.rope.scaling.finetuned": False, "llama.expert_count": 0, "general.author": "x", "x.y": 1}, {}),
     ("gemma2", {"gemma2.attention.sliding_window": None}, {"sliding_window": 4096}),
@@ -184,6 +186,7 @@ APPLIED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "layer_types": ["full_attention", "sliding_attention"],
     }),
     ("gemma3_text", {"gemma3.attention.sliding_window": None}, {"layer_types": ["full_attention"] * 2}),
+    ("gemma3_text", {"gemma3.final_logit_softcapping": 0.0}, {}),  # none
     ("gemma3_text", {"gemma3.rope.freq_base_swa": 2e4}, {"rope_parameters": {
         "full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
     }}),
@@ -228,6 +231,7 @@ REJECTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"adapter.lora.alpha": 2.0}, "adapter.lora.alpha"),
     ("llama", {"split.count": 3, "split.no": 1}, "is part 2 of 3 of a model; join all parts first"),
     ("llama", {"llama.context_length": None}, "llama.context_length is missing"),
+    ("llama", {"llama.attention.layer_norm_rms_epsilon": None}, "llama.attention.layer_norm_rms_epsilon is missing"),
     ("llama", {"llama.rope.dimension_count": 4}, "llama.rope.dimension_count: 4"),
     ("llama", {"llama.rope.scaling.type": "longer"}, "llama.rope.scaling.type: 'longer'"),
     ("llama", {"llama.rope.scaling.attn_factor": 2.0}, "llama.rope.scaling.attn_factor: 2.0"),
@@ -240,7 +244,13 @@ REJECTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"llama.logit_scale": 0.5}, "llama.logit_scale: 0.5"),
     ("llama", {"llama.unheard_of": 1}, "llama.unheard_of: 1 is not supported for this file; open the model's Hugging Face folder"),
     ("gemma2", {"gemma2.rope.freq_base_swa": 2e4}, "gemma2.rope.freq_base_swa: 20000.0"),
+    ("gemma2", {"gemma2.attention.sliding_window": 0}, "gemma2.attention.sliding_window: 0"),  # of no tokens
+    ("gemma2", {"gemma2.attn_logit_softcapping": 0.0}, "gemma2.attn_logit_softcapping: 0.0"),
+    ("gemma2", {"gemma2.final_logit_softcapping": 0.0}, "gemma2.final_logit_softcapping: 0.0"),
     ("gemma3_text", {"gemma3.attention.sliding_window_pattern": [True]}, "sliding_window_pattern"),
+    ("granite", {"granite.attention.scale": 0.0}, "granite.attention.scale: 0.0"),  # not 0 in llama.cpp
+    ("granite", {"granite.embedding_scale": 0.0}, "granite.embedding_scale: 0.0"),
+    ("granite", {"granite.residual_scale": -0.5}, "granite.residual_scale: -0.5"),
     ("granite", {"granite.rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned: False"),
     ("qwen2", {"qwen2.attention.sliding_window": 9}, "qwen2.attention.sliding_window: 9"),
     ("qwen2_moe", {"qwen2moe.expert_feed_forward_length": None}, "qwen2moe.expert_feed_forward_length is missing"),
@@ -306,6 +316,25 @@ def test_biases(tmp_path: Path) -> None:
     change(folder / FILE, weights={"blk.1.attn_output.bias": None})
     with pytest.raises(ConfigError, match=r"has no tensor blk\.1\.attn_output\.bias"):
         opened(folder)
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_gemma_3_without_windows(tmp_path: Path, window: int | None) -> None:
+    """All layers have full attention then, as in Rnj-1."""
+    rotary = {"full_attention": LINEAR, "sliding_attention": LINEAR}
+    layers = {"layer_types": ["full_attention"] * 2, "rope_parameters": rotary}
+    folder = written(tmp_path, "gemma3_text", **GEMMA | {"rope_parameters": rotary | {"sliding_attention": DEFAULT}})
+    change(folder / FILE, {"gemma3.attention.sliding_window": window})
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, **layers)
+    assert torch.allclose(logits(opened(folder)), logits(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_of_heads_that_tensors_do_not_have(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    for number in (3, 2.0):
+        change(folder / FILE, {"llama.attention.head_count_kv": number})
+        with pytest.raises(ConfigError, match=FILE):
+            opened(folder)
 
 
 def test_tensors_that_have_no_place(tmp_path: Path) -> None:

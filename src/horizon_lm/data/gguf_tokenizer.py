@@ -83,7 +83,7 @@ def build_tokenizer(header: GgufHeader) -> Any:
     _add_tokens(backend, header, metadata.get("token_type", []), tokens)
     around = {"bos_token": metadata.get("add_bos_token", adds_bos), "eos_token": metadata.get("add_eos_token", False)}
     _add_around(backend, header, {name: ids[name] for name, adds in around.items() if adds}, tokens)
-    special = {name: tokens[number] for name, number in ids.items() if number is not None}
+    special = _special_tokens(header, ids, metadata.get("token_type", []), tokens)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
     tokenizer.chat_template = _templates(header.metadata)
     return tokenizer
@@ -117,6 +117,32 @@ def _tokens(header: GgufHeader, metadata: Mapping[str, Any]) -> list[str]:
     return tokens
 
 
+def _special_tokens(
+    header: GgufHeader, ids: Mapping[str, int | None], types: list[int], tokens: list[str]
+) -> dict[str, str]:
+    """Return the special tokens for transformers, which finds each of them in text.
+
+    Raises:
+        ConfigError: llama.cpp does not find one that begins or ends a text.
+    """
+    found = {}
+    for name, number in ids.items():
+        if number is None:
+            continue
+        if _is_found(tokens[number], types[number] if types else _NORMAL):
+            found[name] = tokens[number]
+        elif name in ("bos_token", "eos_token"):
+            raise _rejected(
+                header, f"{_IDS[name]}_token_id: {number}: {tokens[number]!r} with {_PREFIX}token_type", _NORMAL
+            )
+    return found
+
+
+def _is_found(text: str, kind: int) -> bool:
+    """Return whether llama.cpp finds a token in text before it is split."""
+    return kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or text in _ENDS
+
+
 def _add_tokens(backend: Any, header: GgufHeader, types: list[int], tokens: list[str]) -> None:
     """Add the tokens to a tokenizer that are found in text before it is split."""
     from tokenizers import AddedToken
@@ -124,7 +150,7 @@ def _add_tokens(backend: Any, header: GgufHeader, types: list[int], tokens: list
     found = [
         (text, kind != _USER_DEFINED or text in _ENDS)
         for text, kind in zip(tokens, types or [_NORMAL] * len(tokens), strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or text in _ENDS
+        if _is_found(text, kind)
     ]
     name = str(header.metadata.get("general.name", "")).lower()
     takes_spaces = (
@@ -222,7 +248,7 @@ def _with_scores(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[s
     joined = {
         text: score
         for text, score, kind in zip(tokens, metadata["scores"], types, strict=True)
-        if kind not in (_UNKNOWN, _CONTROL, _USER_DEFINED) and text not in _ENDS
+        if not _is_found(text, kind)
     }
     merges = _merges(header, joined, vocab)
     unknown = metadata.get("unknown_token_id", _IDS_OF_LLAMA["unk_token"])

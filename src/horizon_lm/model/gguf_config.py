@@ -62,9 +62,10 @@ def architecture_of(header: GgufHeader) -> tuple[str, Architecture]:
         raise ConfigError(
             f"gguf_file: {header.path}: general.architecture: {name} is not supported; files of {known} are opened"
         )
-    # Mixtures share the name of the dense models without experts, whose numbers are among theirs.
-    whole = [item for item in found if all(header.metadata.get(f"{name}.{key}") for key in item[1].numbers.values())]
-    return max(whole or found, key=lambda item: len(item[1].numbers))
+    # Mixtures may share their name with models that have no experts.
+    has_experts = bool(header.metadata.get(f"{name}.expert_count"))
+    fitting = [item for item in found if ("expert_count" in item[1].numbers.values()) == has_experts]
+    return (fitting or found)[0]
 
 
 def _require_whole_model(header: GgufHeader) -> None:
@@ -83,15 +84,23 @@ def _require_whole_model(header: GgufHeader) -> None:
 
 def _numbers(keys: Keys, architecture: Architecture, header: GgufHeader) -> dict[str, Any]:
     """Return the settings that a file has under names of their own."""
-    num_tokens = len(header.metadata.get(_TOKENS, ()))
-    absent = {"num_key_value_heads": keys.one("attention.head_count"), "vocab_size": num_tokens, **architecture.absent}
+    absent = {"num_key_value_heads": keys.one("attention.head_count"), **architecture.absent}
     found = dict(architecture.read(keys))
+    if tokens := header.metadata.get(_TOKENS):  # which count, whatever `vocab_size` is
+        found["vocab_size"] = len(tokens)
+        keys.take("vocab_size")
     for key, name in {**NUMBERS, **architecture.numbers}.items():
         if key in found:
             continue
         found[key] = keys.one(name, absent[key]) if key in absent else keys.require(name)
         if isinstance(found[key], str):
             raise keys.rejected(name)
+        if name.endswith("scale") and found[key] <= 0.0:
+            raise keys.rejected(name)  # as if it was not there in llama.cpp, where it is 0
+        if name.endswith("_softcapping") and found[key] == 0.0:
+            if absent[key] is not None:
+                raise keys.rejected(name)  # llama.cpp divides by it, or does not, depending on its kernel
+            found[key] = None
     return found
 
 
@@ -110,8 +119,12 @@ def _attention(keys: Keys, architecture: Architecture, header: GgufHeader, numbe
         found["rope_parameters"] = read | numbers.get("rope_parameters", {})
     if "sliding_window" in numbers:
         found["sliding_window"] = numbers["sliding_window"] or None
+        if not numbers["sliding_window"] and architecture.absent["sliding_window"]:
+            raise keys.rejected("attention.sliding_window")  # in which a token does not even see itself
     if architecture.window_pattern is not None:
         found["layer_types"] = _layer_types(keys, architecture.window_pattern, {**numbers, **found})
+        # Without windows, transformers needs the size of one all the same.
+        found["sliding_window"] = found["sliding_window"] or numbers["max_position_embeddings"]
         rotary = found["rope_parameters"]
         own_theta = architecture.window_theta
         theta = keys.take("rope.freq_base_swa", rotary["rope_theta"] if own_theta is None else own_theta)

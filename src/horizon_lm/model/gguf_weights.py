@@ -35,10 +35,7 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
     for name, tensor in _tensors(model):
         values = _joined([_read(header, source, layouts) for source in sources[name]])
         if values.shape != tensor.shape:
-            raise ConfigError(
-                f"gguf_file: {header.path}: tensor {sources[name][0]} is of shape {tuple(values.shape)}, but the metadata make "
-                f"it {tuple(tensor.shape)}; make the file again"
-            )
+            raise _other_shape(header, sources[name][0], tuple(values.shape), str(tuple(tensor.shape)))
         values = values.to(tensor.dtype)
         require_finite(name, values, header.path)
         path, _, attribute = name.rpartition(".")
@@ -119,7 +116,17 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 def _read(header: GgufHeader, name: str, layouts: Mapping[str, Layout]) -> torch.Tensor:
     """Return the values of a tensor in float32 and in the layout of transformers."""
     values, layout = _dequantized(header, name), layouts.get(in_block(name))
-    return values if layout is None else layout.read(values)
+    try:
+        return values if layout is None else layout.read(values)
+    except (IndexError, RuntimeError, TypeError) as error:  # of views that it does not have
+        raise _other_shape(header, name, tuple(values.shape), "another") from error
+
+
+def _other_shape(header: GgufHeader, name: str, shape: tuple[int, ...], expected: str) -> ConfigError:
+    """Return the error of a tensor whose shape is not that of the model that the metadata describe."""
+    return ConfigError(
+        f"gguf_file: {header.path}: tensor {name} is of shape {shape}, but the metadata make it {expected}; make the file again"
+    )
 
 
 def _dequantized(header: GgufHeader, name: str) -> torch.Tensor:
