@@ -252,6 +252,9 @@ REJECTED: list[tuple[str, dict[str, Any], str]] = [
     ("granite", {"granite.embedding_scale": 0.0}, "granite.embedding_scale: 0.0"),
     ("granite", {"granite.residual_scale": -0.5}, "granite.residual_scale: -0.5"),
     ("granite", {"granite.rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned: False"),
+    ("phi3", {"phi3.rope.scaling.type": "yarn"}, "phi3.rope.scaling.type: 'yarn'"),  # transformers has one scaling of Phi-3
+    ("phi3", {"phi3.rope.scaling.factor": 2.0}, "phi3.rope.scaling.factor: 2.0"),
+    ("phi3", {"phi3.rope.scale_linear": 2.0}, "phi3.rope.scale_linear: 2.0"),
     ("qwen2", {"qwen2.attention.sliding_window": 9}, "qwen2.attention.sliding_window: 9"),
     ("qwen2_moe", {"qwen2moe.expert_feed_forward_length": None}, "qwen2moe.expert_feed_forward_length is missing"),
     ("qwen2_moe", {"qwen2moe.expert_gating_func": 2}, "qwen2moe.expert_gating_func: 2"),
@@ -265,8 +268,9 @@ def test_metadata_that_are_not_known(
     (tmp_path / FILE).write_bytes(files[model_type])
     change(tmp_path / FILE, keys)
     for read in (lambda: load_config(tmp_path, False, FILE), lambda: opened(tmp_path)):
-        with pytest.raises(ConfigError, match=f"gguf_file: .*{message}"):
+        with pytest.raises(ConfigError, match=f"gguf_file: .*{message}") as error:
             read()
+        assert "download it again" not in str(error.value)  # for it is as it was made
 
 
 @pytest.mark.parametrize("value", ["many", [1, 2], [1, 2, 3, 4], -1.5, 0], ids=str)

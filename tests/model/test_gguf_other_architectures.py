@@ -28,10 +28,10 @@ TWO = {"attention.head_count_kv": 2}
 HALF = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 LINEAR_ATTENTION = {
     "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
-    "rms_norm_eps": 1e-3, "rope_parameters": HALF | {"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+    "rms_norm_eps": 1e-6, "rope_parameters": HALF | {"mrope_section": [1, 1, 0], "mrope_interleaved": True},
 }  # fmt: skip
-LINEAR_KEYS = RMS_EPS | TWO | {
-    "attention.key_length": 8, "rope.dimension_count": 4, "rope.dimension_sections": [1, 1, 0, 0], "rope.freq_base": 1e4,
+LINEAR_KEYS = TWO | {
+    "attention.layer_norm_rms_epsilon": 1e-6, "attention.key_length": 8, "rope.dimension_count": 4, "rope.dimension_sections": [1, 1, 0, 0], "rope.freq_base": 1e4,
     "ssm.conv_kernel": 4, "ssm.state_size": 6, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 20,
     "full_attention_interval": 4,
 }  # fmt: skip
@@ -198,4 +198,25 @@ def test_falcon_with_several_key_heads(tmp_path: Path) -> None:
     model_type, name, settings, metadata, changes = CASES["falcon"]
     write(tmp_path / "model.gguf", build(model_type, settings), name, metadata | TWO, changes)
     with pytest.raises(ConfigError, match=r"falcon\.attention\.head_count_kv: 2 is not supported"):
+        load_gguf(tmp_path, "model.gguf", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.layer_norm_rms_epsilon", 1e-2), ("ssm.group_count", 0), ("ssm.group_count", 3), ("full_attention_interval", 0),
+        ("full_attention_interval", "4"), ("rope.dimension_sections", [0, 1, 1, 2]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_qwen3_5_with_other_keys(tmp_path: Path, key: str, value: Any) -> None:
+    """They are rejected by name; the interval counts only in files that do not name the layers."""
+    model_type, name, settings, metadata, changes = CASES["qwen3_5"]
+    file = tmp_path / "model.gguf"
+    write(file, build(model_type, settings), name, metadata, changes)
+    change(file, {"qwen35.attention.recurrent_layers": None, f"qwen35.{key}": value})
+    with pytest.raises(ConfigError, match=rf"qwen35\.{key}: "):
+        load_gguf(tmp_path, "model.gguf", torch.float32)
+    if key == "full_attention_interval":
+        change(file, {"qwen35.attention.recurrent_layers": [True, True, True, False]})
         load_gguf(tmp_path, "model.gguf", torch.float32)

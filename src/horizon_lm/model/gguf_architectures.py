@@ -53,6 +53,7 @@ class Architecture:
         read: function that returns settings of a file that are not single numbers of it.
         has_rotary: whether there are rotary embeddings.
         partial_rotary: whether a part of each head may be rotated.
+        only_longrope: whether transformers has no other scaling of rotary embeddings for this type.
         in_transformers: whether transformers reads such files.
     """
 
@@ -69,6 +70,7 @@ class Architecture:
     read: Callable[[Keys], Mapping[str, Any]] = lambda keys: {}
     has_rotary: bool = True
     partial_rotary: bool = False
+    only_longrope: bool = False
     in_transformers: bool = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
@@ -224,6 +226,7 @@ ARCHITECTURES = {
         assumed=lambda config: {"sliding_window": None, **_square_heads(config)},
         factors=FACTORS - {FREQUENCIES},
         partial_rotary=True,
+        only_longrope=True,
     ),
     "qwen2": Architecture("qwen2", assumed=_square_heads),
     "qwen2_moe": Architecture(

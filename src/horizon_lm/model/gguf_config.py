@@ -28,6 +28,8 @@ def config_of(header: GgufHeader) -> Any:
         model_type, architecture = architecture_of(header)
         keys = Keys(header, architecture.name)
         values = _settings(keys, architecture, header)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, ArithmeticError) as error:  # of values of another type than they should have
         raise ConfigError(
             f"gguf_file: {header.path} cannot be read ({first_line(error)}); download it again"
@@ -116,6 +118,9 @@ def _attention(keys: Keys, architecture: Architecture, header: GgufHeader, numbe
     if architecture.has_rotary:
         context = numbers["max_position_embeddings"]
         read = read_rotary(keys, header, head_dim, context, architecture.partial_rotary, architecture.factors)
+        if architecture.only_longrope and read["rope_type"] in ("linear", "yarn"):
+            names = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear")
+            raise keys.rejected(next(name for name in names if keys.take(name) is not None))
         found["rope_parameters"] = read | numbers.get("rope_parameters", {})
     if "sliding_window" in numbers:
         found["sliding_window"] = numbers["sliding_window"] or None

@@ -79,19 +79,25 @@ def _lfm2(keys: Keys) -> Mapping[str, Any]:
 def _qwen35(keys: Keys) -> Mapping[str, Any]:
     """Return the settings of the linear attention of a Qwen3.5, and of its rotary embeddings in several dimensions."""
     num_layers = keys.require("block_count") - keys.take("nextn_predict_layers", 0)
-    value_heads, interval = keys.require("ssm.time_step_rank"), keys.take("full_attention_interval", 4)
-    is_linear = keys.take("attention.recurrent_layers", [(layer + 1) % interval != 0 for layer in range(num_layers)])
+    value_heads, key_heads = keys.require("ssm.time_step_rank"), keys.require("ssm.group_count")
+    if not isinstance(key_heads, int) or key_heads < 1 or value_heads % key_heads:
+        raise keys.rejected("ssm.group_count")
+    interval, is_linear = keys.take("full_attention_interval", 4), keys.take("attention.recurrent_layers")
+    if is_linear is None:
+        if not isinstance(interval, int) or interval < 1:
+            raise keys.rejected("full_attention_interval")
+        is_linear = [(layer + 1) % interval != 0 for layer in range(num_layers)]
     if not isinstance(is_linear, list) or len(is_linear) < num_layers:
         raise keys.rejected("attention.recurrent_layers")
     sections = keys.take("rope.dimension_sections")
-    if not isinstance(sections, list) or len(sections) < 3:
+    if not isinstance(sections, list) or len(sections) < 3 or any(sections[3:]):  # at position 0 in llama.cpp
         raise keys.rejected("rope.dimension_sections")
     return {
         "num_hidden_layers": num_layers,
         "layer_types": ["linear_attention" if linear else "full_attention" for linear in is_linear[:num_layers]],
         "linear_conv_kernel_dim": keys.require("ssm.conv_kernel"),
         "linear_key_head_dim": keys.require("ssm.state_size"),
-        "linear_num_key_heads": keys.require("ssm.group_count"),
+        "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
         "linear_value_head_dim": keys.require("ssm.inner_size") // value_heads,
         "rope_parameters": {
@@ -122,6 +128,9 @@ def _qwen35_layouts(config: Any) -> Mapping[str, Layout]:
         "ssm_out.weight": _swapped(*heads, axis=1),
     }
 
+
+# llama.cpp takes the number of all norms for those of queries and keys in linear attention, too, which have this in transformers.
+_QWEN35_NORMS = {"attention.layer_norm_rms_epsilon": 1e-6}
 
 OTHER_ARCHITECTURES = {
     "bloom": Architecture(
@@ -178,10 +187,13 @@ OTHER_ARCHITECTURES = {
         numbers=RMS_NORM | MIXTURE | EXPERT_SIZE | SHARED_EXPERT_SIZE,
         absent=_NO_FULL_WIDTH,
         layouts=_qwen35_layouts,
+        switches=_QWEN35_NORMS,
         read=_qwen35,
         partial_rotary=True,
     ),
-    "qwen3_5_text": Architecture("qwen35", layouts=_qwen35_layouts, read=_qwen35, partial_rotary=True),
+    "qwen3_5_text": Architecture(
+        "qwen35", layouts=_qwen35_layouts, switches=_QWEN35_NORMS, read=_qwen35, partial_rotary=True
+    ),
     "stablelm": Architecture(
         "stablelm",
         numbers={"layer_norm_eps": LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
