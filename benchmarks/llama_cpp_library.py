@@ -49,6 +49,7 @@ class LlamaCpp:
             ctypes.c_void_p,
         )
         self._lib.llama_batch_init.restype = _Batch
+        self._lib.llama_set_n_threads.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
         self._lib.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
         self._lib.llama_get_logits_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
         self._lib.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
@@ -76,6 +77,9 @@ class LlamaCpp:
         params = self._lib.llama_context_default_params()
         params.numbers[:3] = [CONTEXT, CONTEXT, CONTEXT]  # context, logical and physical batch
         context, batch = self._lib.llama_init_from_model(model, params), self._lib.llama_batch_init(len(ids), 0, 1)
+        if not context:
+            raise RuntimeError("llama.cpp makes no context for the model")
+        self._lib.llama_set_n_threads(context, 1, 1)  # tiny models are slower with more
         batch.num_tokens = len(ids)
         for index, token in enumerate(ids):
             batch.token[index], batch.position[index], batch.num_sequences[index] = token, index, 1
