@@ -99,7 +99,7 @@ class IgnoredCastWarning(UserWarning):
 
 
 class IgnoredArgumentWarning(UserWarning):
-    """An argument had no effect, because the model was saved rather than lost."""
+    """An argument of transformers had no effect: the model was saved rather than lost, or opened in spite of it."""
 
 
 class InterruptedRunError(HorizonError):

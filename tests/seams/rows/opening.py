@@ -38,6 +38,7 @@ TAKEN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "low_cpu_mem_usage": lambda config: {"low_cpu_mem_usage": True},
     "use_safetensors": lambda config: {"use_safetensors": True},
     "device_map": lambda config: {"device_map": "auto"},
+    "device_map-host": lambda config: {"device_map": {"": "cpu"}},
     "without-effect": lambda config: {
         "from_tf": False,
         "from_flax": False,
@@ -56,7 +57,7 @@ TAKEN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "opening.arguments",
     SECTION,
     "`from_pretrained` with transformers' arguments: `dtype`, `revision`, `cache_dir`, `token`, `local_files_only`, `trust_remote_code`, "
-    "`attn_implementation`, `low_cpu_mem_usage`, `use_safetensors`, `device_map='auto'`, and others that change nothing",
+    "`attn_implementation`, `low_cpu_mem_usage`, `use_safetensors`, a `device_map` to anywhere or to host memory, and others that change nothing",
     cases={each: Case(arguments={"which": each}) for each in TAKEN},
 )
 def open_arguments(model: Any, which: str) -> Any:
@@ -92,10 +93,9 @@ def open_more(model: Any, which: str) -> Any:
 
 
 ELSEWHERE: dict[str, dict[str, Any]] = {
-    "device_map-cpu": {"device_map": {"": "cpu"}},
+    "device_map": {"device_map": {"model": 0, "lm_head": "cpu"}},
     "load_in_8bit": {"load_in_8bit": True},
     "quantization_config": {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
-    "max_memory": {"max_memory": {"cpu": "1GB"}},
     "tp_plan": {"tp_plan": "auto"},
     "unknown": {"unknown_argument": 1},
 }
@@ -104,7 +104,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 @row(
     "opening.elsewhere",
     SECTION,
-    "`from_pretrained` with arguments that streaming replaces or does not support: a `device_map` of places, `max_memory`, `load_in_8bit`, "
+    "`from_pretrained` with arguments that streaming replaces or does not support: a `device_map` of several devices, `load_in_8bit`, "
     "`quantization_config` of anything but 4 bits or `dequantize=True`, `tp_plan`, and unknown arguments",
     REJECTED,
     cases={each: Case(arguments={"which": each}) for each in ELSEWHERE},

@@ -57,6 +57,8 @@ FROM_PRETRAINED: dict[str, Rule] = {
             "load_in_4bit",
             "attn_implementation",
             "device_mesh",
+            "device_map",
+            "max_memory",
             "generation_config",
             "use_auth_token",
             *DOWNLOAD,
@@ -90,10 +92,6 @@ FROM_PRETRAINED: dict[str, Rule] = {
     ),
     "allow_all_kernels": Unsupported(_KERNELS, (None, False)),
     "code_revision": Unsupported("the code of a model is that of its revision; leave it out", (None, "main")),
-    "device_map": Unsupported(
-        "the weights stay in host memory; leave it out, and choose the device with device='cuda'",
-        (None, "auto", "balanced", "balanced_low_0", "sequential"),
-    ),
     "distributed_config": Unsupported(_PARALLEL),
     "experts_implementation": Unsupported("experts are computed with the default of transformers; leave it out"),
     "from_flax": Unsupported(_SINCE_SAFETENSORS, (None, False)),
@@ -107,7 +105,6 @@ FROM_PRETRAINED: dict[str, Rule] = {
     "load_in_8bit": Unsupported(
         "weights are quantized to 4 bits; use load_in_4bit=True, or leave it out", (None, False)
     ),
-    "max_memory": Unsupported("use device_memory to limit the bytes on the device", (None, {})),
     "output_loading_info": Unsupported("missing weights are an error; leave it out", (None, False)),
     "proxies": Unsupported("set HTTPS_PROXY in the environment, or download the model first", (None, {})),
     "state_dict": Unsupported("load the folder's weights first, then use model.load_state_dict()"),

@@ -14,6 +14,7 @@ from horizon_lm.engine.opening.attaching import attach
 from horizon_lm.engine.opening.filling import add_adapters, draw, stream_loaded, with_store
 from horizon_lm.engine.opening.hf_arguments import config_arguments, download_arguments, read_precision
 from horizon_lm.engine.opening.options import StreamArguments
+from horizon_lm.engine.opening.placement import settle_placement
 from horizon_lm.engine.opening.quantized_opening import open_weights, read_quantization
 from horizon_lm.engine.opening.same_weights import SameWeights
 from horizon_lm.errors import ConfigError
@@ -74,6 +75,7 @@ def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
     """Return the streamed model of a request, with the generation config of its folder."""
     request, folder = _find(request, **download_arguments(options))
     precision = read_precision(options)
+    settle_placement(options)
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
         config = hf_config.load_config(folder, request.trust_remote_code, model_class=request.model_class)
