@@ -78,6 +78,14 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
             _require_streamed(trainer.model)
         _reject_watched_gradients(trainer.callback_handler.callbacks)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, and let one of several GPUs train a model that may be placed anywhere, as if it were split."""
+        super().create_accelerator_and_postprocess()
+        trainer: Any = self
+        # Here, because TRL's trainers check it as soon as Trainer's own __init__ has ended, and may replace the arguments before it.
+        if trainer.args.n_gpu > 1 and getattr(trainer.model, "placed_anywhere", False):
+            trainer.args._n_gpu = 1
+
     def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Check the model that is trained, and prepare it for several ranks, before the Trainer would wrap it."""
         trainer: Any = self

@@ -65,7 +65,9 @@ def open_model(request: OpenRequest) -> Any:
     """
     options = dict(request.options)  # each of the calls below removes its own
     generation = options.pop("generation_config", None)
+    placed_anywhere = settle_placement(options)
     model = _open(request, options)
+    adapted_model(model).placed_anywhere = placed_anywhere
     if generation is not None and model.can_generate():
         adapted_model(model).generation_config = copy.deepcopy(generation)
     return model
@@ -75,7 +77,6 @@ def _open(request: OpenRequest, options: dict[str, Any]) -> Any:
     """Return the streamed model of a request, with the generation config of its folder."""
     request, folder = _find(request, **download_arguments(options))
     precision = read_precision(options)
-    settle_placement(options)
     config = request.config if request.source is None else request.source.config
     if config is None and request.gguf_file is None:
         config = hf_config.load_config(folder, request.trust_remote_code, model_class=request.model_class)

@@ -19,8 +19,10 @@ _ANYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 _OTHER_KEYS = ("", "cpu", "disk", "mps")
 
 
-def settle_placement(options: dict[str, Any]) -> None:
+def settle_placement(options: dict[str, Any]) -> bool:
     """Remove ``device_map`` and ``max_memory`` from the options, and set ``device`` and ``device_memory`` by them.
+
+    Return whether the map leaves the place open.
 
     Raises:
         ConfigError: an argument is invalid, names several devices, or contradicts ``device``.
@@ -33,6 +35,7 @@ def settle_placement(options: dict[str, Any]) -> None:
     limit = None if max_memory is None else _read_limit(max_memory, device)
     if limit is not None and options.get("device_memory") is None:
         options["device_memory"] = limit
+    return device_map is not None and named is None
 
 
 def _read_map(device_map: Any) -> torch.device | None:

@@ -82,7 +82,12 @@ def named_weights(model: Any, dtype: torch.dtype | None = None) -> Iterator[tupl
 class StreamedModel:
     """The class that `attach` mixes into the model's class. It overrides what streaming changes, and rejects what is
     not supported.
+
+    Attributes:
+        placed_anywhere: the model was opened with a ``device_map`` that leaves the place open.
     """
+
+    placed_anywhere = False
 
     @property
     def _horizon(self) -> ModelForward:
