@@ -189,7 +189,10 @@ class HostGrads:
         """
         grad = landing_grad(self._refs[name].param)
         if grad is not None and grad.data_ptr() != self._store.grad_address(name):
-            raise StreamingError(f"{name}.grad was replaced by another tensor; set it to None or change it in place")
+            raise StreamingError(
+                f"{name}.grad was replaced by another tensor; set it to None or change it in place. Call the backward of a loss on the "
+                "weights themselves, such as a penalty, on its own and after that of the model"
+            )
         return grad is None
 
     def begin_landings(self, unit: Unit) -> None:
@@ -256,10 +259,10 @@ class HostGrads:
     def publish(self, names: Iterable[str]) -> None:
         """Set ``grad`` of these parameters to their gradients in host memory, which may still be landing."""
         for name in names:
-            param = self._refs[name].param
-            # A gradient that is there is this memory already (`is_empty`), and other code may hold the tensor.
-            if landing_grad(param) is None:
-                set_landing_grad(param, self._store.grad(name))
+            # A gradient that is there is this memory already, and other code may hold the tensor. Autograd may have set one of its own
+            # during the pass.
+            if self.is_empty(name):
+                set_landing_grad(self._refs[name].param, self._store.grad(name))
 
     def track_landings(self, tasks: list[Task]) -> None:
         """Remember the landing tasks of a backward pass, for `wait`."""

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from horizon_lm.engine.host.parameters import METADATA, StreamedParameter, is_wider_copy
+from horizon_lm.engine.host.parameters import METADATA, StreamedParameter
+from horizon_lm.engine.host.same_values import is_wider_copy
 from horizon_lm.errors import MissingQuantStateError, StreamingError
 from horizon_lm.store.store import Store
 

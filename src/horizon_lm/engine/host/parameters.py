@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.hooks import RemovableHandle
 
+from horizon_lm.engine.host.same_values import is_same_memory, is_wider_copy
 from horizon_lm.errors import StreamingError
 
 # torch's own properties, under the ones that streamed parameters put in their place.
@@ -100,6 +101,7 @@ class StreamedParameter(nn.Parameter):
     # Weak: parameters that a user holds must not keep the slabs of a whole model alive.
     _owner: "weakref.ref[ParameterOwner] | None" = None
     _after_grad: "OrderedDict[int, Callable[[nn.Parameter], None]] | None" = None  # post-backward hooks
+    _is_followed = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +112,17 @@ class StreamedParameter(nn.Parameter):
                 _hand_out_weights(kwargs.values())
         # Without this class, so that the call ends here, and its results are plain tensors, whose uses wait for nothing.
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if func not in METADATA and torch.is_grad_enabled():
+            _follow_graph(result, (*args, *(kwargs or {}).values()))
+        return result
+
+    def follow_accumulation(self) -> None:
+        """Wait, from now on, before torch's own autograd adds to the gradient, as before other code changes it."""
+        if not self._is_followed:
+            self._is_followed, this = True, weakref.ref(self)
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.Tensor.register_hook(self, lambda _: _before_accumulation(this()))
 
     def owner(self) -> ParameterOwner | None:
         """Return the engine that updates this parameter, or None once the engine is gone."""
@@ -132,7 +144,7 @@ class StreamedParameter(nn.Parameter):
                 _DATA.__set__(self, value)
                 return
             # The same memory is accepted: torch's `Module.to` assigns it if it changes nothing.
-            if _is_same_memory(self, value):
+            if is_same_memory(self, value):
                 return
             owner.hand_out_weight()
             if _copies_data and value.shape == self.shape:
@@ -232,36 +244,35 @@ class PartOfGrad(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
+def _before_accumulation(param: nn.Parameter | None) -> None:
+    if isinstance(param, StreamedParameter):  # PEFT may have removed it from the model
+        param._hand_out_grad()
+
+
 def _hand_out_weights(values: Iterable[Any]) -> None:
     """Wait for the updates of all streamed parameters among these values."""
+    for param in _streamed_in(values):
+        owner = param.owner()
+        if owner is not None:
+            owner.hand_out_weight()
+
+
+def _follow_graph(result: Any, values: Iterable[Any]) -> None:
+    """Follow the gradients of the streamed parameters among these values, if a graph of other code has been made of them."""
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    if any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in results):
+        for param in _streamed_in(values):
+            param.follow_accumulation()
+
+
+def _streamed_in(values: Iterable[Any]) -> Iterator[StreamedParameter]:
+    """Yield the streamed parameters among these values."""
     for value in values:
         if isinstance(value, StreamedParameter):
-            owner = value.owner()
-            if owner is not None:
-                owner.hand_out_weight()
+            yield value
         # torch.cat and the _foreach functions of optimizers take lists.
         elif isinstance(value, (list, tuple)):
-            _hand_out_weights(value)
-
-
-def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same view of the same memory."""
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.device == other.device
-    )
-
-
-def is_wider_copy(value: torch.Tensor, present: torch.Tensor) -> bool:
-    """Return whether a tensor has the present values, on the host, in a dtype with more bits."""
-    widens = value.is_floating_point() and value.dtype.itemsize > present.dtype.itemsize
-    if not widens or value.shape != present.shape or value.device != present.device:
-        return False
-    pairs = zip(value.reshape(-1).split(_AT_ONCE), present.reshape(-1).split(_AT_ONCE), strict=True)
-    return all(torch.equal(each, other.to(each.dtype)) for each, other in pairs)
+            yield from _streamed_in(value)
 
 
 _copies_data = False  # a tensor that replaces the values of a weight is copied
@@ -278,7 +289,6 @@ def copying_data() -> Iterator[None]:
         _copies_data = before
 
 
-_AT_ONCE = 1 << 22  # elements that are compared at once
 _PRODUCTS = {
     F.linear, torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.mm,
     torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.addmm, torch.Tensor.bmm,
@@ -363,7 +373,9 @@ def require_plain(param: nn.Parameter) -> None:
         )
     if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
         raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")
-    if param._backward_hooks:
+    if len(param._backward_hooks or ()) > getattr(
+        param, "_is_followed", False
+    ):  # besides that of `follow_accumulation`
         raise StreamingError(
             "a parameter has a hook (register_hook), which a streamed model would never call; remove it before "
             "horizon_lm.stream(), and use register_post_accumulate_grad_hook"
