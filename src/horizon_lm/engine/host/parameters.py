@@ -373,9 +373,8 @@ def require_plain(param: nn.Parameter) -> None:
         )
     if type(param) is not nn.Parameter and not isinstance(param, StreamedParameter):
         raise StreamingError(f"a parameter of type {type(param).__name__} cannot be streamed; load the model plainly")
-    if len(param._backward_hooks or ()) > getattr(
-        param, "_is_followed", False
-    ):  # besides that of `follow_accumulation`
+    own_hooks = int(getattr(param, "_is_followed", False))  # that of `follow_accumulation`
+    if len(param._backward_hooks or ()) > own_hooks:
         raise StreamingError(
             "a parameter has a hook (register_hook), which a streamed model would never call; remove it before "
             "horizon_lm.stream(), and use register_post_accumulate_grad_hook"

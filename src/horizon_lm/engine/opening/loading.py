@@ -135,7 +135,8 @@ def from_pretrained(
             whose ``score`` is newly initialised if the folder has none; None for a causal language model.
         options: other arguments of `stream` and of transformers' ``from_pretrained``: ``dtype``, ``revision``,
             ``cache_dir``, ``token``, ``force_download``, ``local_files_only``, and attributes of the model's config.
-            A ``device_map`` to one GPU is ``device``, and its ``max_memory`` is ``device_memory``. Arguments that streaming does not support are rejected; the message names an alternative.
+            A ``device_map`` to one GPU is ``device``, and its ``max_memory`` is ``device_memory``. Arguments that streaming does
+            not support are rejected; the message names an alternative.
 
     Raises:
         ConfigError: an argument or the folder is invalid.
