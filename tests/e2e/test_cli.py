@@ -314,17 +314,38 @@ def test_system_prompt_of_generate(model: Path, tmp_path: Path, monkeypatch: pyt
         assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
-def test_generate_points_to_the_model_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-4").mkdir()
-    stopped = run("generate", tmp_path, "Who?")
-    assert f"has not exported its model yet; its last checkpoint is {tmp_path / 'checkpoint-4'}" in stopped.stderr
-    (tmp_path / "config.json").write_text("{}")  # a model next to checkpoints, as transformers writes them
-    assert "has not exported its model yet" not in run("generate", tmp_path, "Who?").stderr
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    finished = run("generate", tmp_path, "Who?")
-    assert f"is the folder of a run; its model is in {tmp_path / 'model'}" in finished.stderr
-    assert (stopped.exit_code, finished.exit_code) == (2, 2)
+# Files of the folder that a user names, and the remedy. A run of adapters has no config.json anywhere.
+_OF_RUNS = {
+    "finished": (["model/config.json", "checkpoint-4/manifest.json"], "is the folder of a run; its model is in {}/model"),
+    "adapters": (["model/adapter_config.json", "checkpoint-4/manifest.json"], "is the folder of a run; its model is in {}/model"),
+    "stopped": (["checkpoint-4/manifest.json"], "its last checkpoint is {0}/checkpoint-4 (horizon-lm export {0}/checkpoint-4 OUT)"),
+    "checkpoint": (["manifest.json", "config.json", "adapter_config.json"], "horizon-lm export {} OUT"),
+}  # fmt: skip
+_COMMANDS = {
+    "generate": ["generate", "{}", "Who?"], "merge": ["merge", "{}", "{}-out"], "export": ["export", "{}", "{}-out"],
+    "export to GGUF": ["export", "{}", "{}-out.gguf", "--format", "gguf"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize("kind", _OF_RUNS)
+def test_commands_point_to_the_model_of_a_run(kind: str, command: str, tmp_path: Path) -> None:
+    folder, (files, remedy) = tmp_path / "run", _OF_RUNS[kind]
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    if (kind, command) == ("checkpoint", "export"):
+        return  # this is the remedy
+    result = run(*(word.format(folder) for word in _COMMANDS[command]))
+    assert (result.exit_code, remedy.format(folder) in result.stderr) == (2, True), result.stderr
+
+
+def test_a_model_beside_checkpoints_is_no_folder_of_a_run(tmp_path: Path) -> None:
+    """As transformers' Trainer writes them."""
+    for name in ("config.json", "checkpoint-4/manifest.json", "checkpoint-4/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert "checkpoint-4" not in run("generate", tmp_path, "Who?").stderr
 
 
 def test_non_finite_loss_leaves_the_weights(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 import horizon_lm
 from horizon_lm import disk
-from horizon_lm.checkpoints.finding import checkpoints_in, is_checkpoint
 from horizon_lm.checkpoints.manifest import read_manifest, verify
 from horizon_lm.checkpoints.new_folder import unwritable
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, DataError, DoesNotFitError
+from horizon_lm.run_folders import checkpoints_in, is_checkpoint
 from horizon_lm.training import callbacks as run_callbacks
 from horizon_lm.training import last_resort, saver, train
 from horizon_lm.training.line_file import LineFile

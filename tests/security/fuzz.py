@@ -17,7 +17,6 @@ from pathlib import Path
 
 import xxhash
 
-from horizon_lm.checkpoints.finding import MANIFEST
 from horizon_lm.checkpoints.manifest import FORMAT, VERSION, read_manifest, verify
 from horizon_lm.config.load import read_run_config
 from horizon_lm.config.translate import translate_file
@@ -29,6 +28,7 @@ from horizon_lm.objective.reference import PairFile
 from horizon_lm.planning.catalog import published, read_profile
 from horizon_lm.report.page import write_report
 from horizon_lm.report.run_files import PLAN, SETTINGS, load_run
+from horizon_lm.run_folders import MANIFEST
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.weight_files import read_headers
 from tests.report import report_run

@@ -9,7 +9,6 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from horizon_lm.checkpoints.finding import UNITS
 from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
 from horizon_lm.checkpoints.manifest import Manifest, read_json, verify_copies
 from horizon_lm.checkpoints.part_reader import PartReader, unit_of
@@ -23,6 +22,7 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
+from horizon_lm.run_folders import UNITS
 from horizon_lm.store.buffers import fill_buffer, persistent_buffers, unrounded_buffers
 from horizon_lm.store.checkpoint_writer import main_dtype, write_configs
 from horizon_lm.store.store import Store

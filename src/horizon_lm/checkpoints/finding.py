@@ -1,26 +1,10 @@
-"""Find checkpoints by the names of their files. Nothing here needs torch."""
+"""Find the checkpoint that a user names. Nothing here needs torch."""
 
-import re
 from pathlib import Path
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.paths import near_path
-
-MANIFEST, UNITS = "manifest.json", "units"  # the last file that is written, and the folder of the units' files
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, complete or damaged, and not an exported model."""
-    return (folder / MANIFEST).exists() or (folder / UNITS).is_dir()
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run, in the order of their steps. They have been complete, and may be damaged now."""
-    steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
-    return sorted(
-        (path for path, match in steps.items() if match and is_checkpoint(path)),
-        key=lambda path: int(path.name.removeprefix("checkpoint-")),
-    )
+from horizon_lm.run_folders import MANIFEST, checkpoints_in, is_checkpoint, place_of_model
 
 
 def require_manifest(folder: Path) -> None:
@@ -28,7 +12,8 @@ def require_manifest(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder{near_path(folder)}")
     if not (folder / MANIFEST).exists():
-        raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}")
+        place = "" if is_checkpoint(folder) else place_of_model(folder)
+        raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}{place and f'. {place}'}")
 
 
 def named_checkpoint(name: str) -> Path:

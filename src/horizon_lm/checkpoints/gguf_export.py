@@ -22,6 +22,7 @@ from horizon_lm.model.adapters import base_of_adapters
 from horizon_lm.model.gguf_architectures import ARCHITECTURES
 from horizon_lm.model.gguf_rotary import frequency_factors
 from horizon_lm.model.quantization import quantization_of
+from horizon_lm.run_folders import require_model_folder
 from horizon_lm.store.checkpoint_loader import check_headers
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.conversion import find_conversion
@@ -55,6 +56,7 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
     """
     target, source = Path(target), hub.local_folder(model)
     require_new(target)
+    require_model_folder(source)
     if base_of_adapters(source) is not None:
         raise ConfigError(f"{source} has adapters; merge them first: horizon-lm merge {source} OUT")
     checkpoint, config = Checkpoint(source), hf_config.load_config(source, trust_remote_code=False)

@@ -16,12 +16,13 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, TypeAdapter
 
-from horizon_lm.checkpoints.finding import MANIFEST, require_manifest
+from horizon_lm.checkpoints.finding import require_manifest
 from horizon_lm.checkpoints.unit_file import hash_file
 from horizon_lm.distributed.mesh import Mesh, fail_together
 from horizon_lm.distributed.same_files import SeenFiles
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.resources import usable_cores
+from horizon_lm.run_folders import MANIFEST
 
 FORMAT, VERSION = "horizon-lm checkpoint", 1
 _PACKAGES = ("horizon-lm", "torch", "transformers", "numpy", "numba", "datasets", "trl", "tokenizers")

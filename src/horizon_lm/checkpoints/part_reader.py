@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from horizon_lm.checkpoints.finding import UNITS
 from horizon_lm.checkpoints.manifest import Manifest, TensorEntry
 from horizon_lm.checkpoints.unit_file import Part, UnitFile
 from horizon_lm.errors import ConfigError
+from horizon_lm.run_folders import UNITS
 
 _NAME = re.compile(rf"{UNITS}/(.*?)(?:\.rank\d+)?\.safetensors")
 

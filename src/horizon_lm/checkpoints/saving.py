@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import xxhash
 
-from horizon_lm.checkpoints.finding import MANIFEST, UNITS, is_checkpoint
 from horizon_lm.checkpoints.manifest import FileEntry, Manifest, TensorEntry, read_json
 from horizon_lm.checkpoints.unit_file import LOW, WEIGHT, Part, Section, UnitFile, hash_file
 from horizon_lm.device.host_threads import DISK_THREADS
@@ -27,6 +26,7 @@ from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder, write_file
 from horizon_lm.errors import first_line, warn
 from horizon_lm.optim.moments import Moments, MomentSlabs, scale_name
+from horizon_lm.run_folders import MANIFEST, UNITS, is_checkpoint
 from horizon_lm.slabs import num_scales
 from horizon_lm.store.store import Store
 from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs

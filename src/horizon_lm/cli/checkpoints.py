@@ -18,8 +18,8 @@ def checkpoints(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run, or one checkpoint.")],
     quick: Annotated[bool, typer.Option("--quick", help="Compare sizes only, without reading the files.")] = False,
 ) -> None:
-    from horizon_lm.checkpoints.finding import is_checkpoint
     from horizon_lm.checkpoints.manifest import read_manifest, verify
+    from horizon_lm.run_folders import MANIFEST, is_checkpoint
 
     found = [folder] if is_checkpoint(folder) else sorted(folder.glob("checkpoint-*"), key=_step)
     if not folder.is_dir():
@@ -40,7 +40,7 @@ def checkpoints(
             print(visible(f"{path.name}  DAMAGED: {first_line(error)}"))
             continue
         size = format_bytes(sum(each.size for each in manifest.files.values()))
-        written = datetime.fromtimestamp((path / "manifest.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+        written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
         state = "complete" if quick else "verified"
         print(visible(f"{path.name}  step {manifest.step}  {size}  {written}  {manifest.precision}  {state}"))
     if damaged:

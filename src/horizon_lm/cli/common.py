@@ -21,6 +21,7 @@ from horizon_lm.near_misses import closest_setting
 from horizon_lm.paths import exists
 from horizon_lm.quantities import parse_size
 from horizon_lm.resources import threads_left, usable_cores
+from horizon_lm.run_folders import require_model_folder
 from horizon_lm.signals import arrived_signal
 from horizon_lm.visible import fitted
 
@@ -184,7 +185,8 @@ def find_model(
     from horizon_lm.model.hub import local_folder
     from horizon_lm.training.setup import choose_device
 
-    _reject_folder_of_run(name)
+    if exists(name):
+        require_model_folder(Path(name).expanduser())
     try:
         folder: Path = local_folder(name)
     except ConfigError as error:
@@ -208,22 +210,6 @@ def find_model(
     if base_folder and not (folder / "tokenizer_config.json").is_file():
         folder = base_folder
     return request, open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
-
-
-def _reject_folder_of_run(name: str) -> None:
-    """Raise ConfigError, naming its model or its last checkpoint, if a name is not that of a model but of a run's folder."""
-    if exists(str(Path(name) / "model" / "config.json")):
-        raise ConfigError(f"{name} is the folder of a run; its model is in {Path(name) / 'model'}")
-    if not exists(name):
-        return
-    folder = Path(name).expanduser()
-    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-    if checkpoints and not (folder / "config.json").is_file():
-        last = checkpoints[-1]
-        hint = f" (horizon-lm export {last} OUT)" if (last / "manifest.json").is_file() else ""
-        raise ConfigError(
-            f"{name} is the folder of a run that has not exported its model yet; its last checkpoint is {last}{hint}"
-        )
 
 
 def find_base(name: str | None) -> Path | None:

@@ -12,6 +12,7 @@ from horizon_lm.model.config_limits import read_settings
 from horizon_lm.model.folder import ADAPTER_CONFIG
 from horizon_lm.model.pattern_trial import is_pattern, require_few_pairs, require_quick
 from horizon_lm.paths import require_inside, require_own_files
+from horizon_lm.run_folders import require_model_folder
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NO_PEFT = "adapters need PEFT: pip install 'horizon-lm[peft]'"
@@ -26,6 +27,7 @@ _WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")  # PEFT co
 
 def require_adapter_config(folder: Path) -> None:
     """Raise ConfigError if a folder has no config of adapters."""
+    require_model_folder(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; it is not the folder of adapters")
 

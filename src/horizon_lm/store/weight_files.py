@@ -12,6 +12,7 @@ from typing import Any
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.folder import WEIGHTS
 from horizon_lm.paths import require_inside, require_regular
+from horizon_lm.run_folders import require_model_folder
 
 _INDEX = "model.safetensors.index.json"
 _LONGEST = 32 * 2**20  # bytes of a header; published files have up to 2 MB
@@ -51,9 +52,8 @@ class WeightFiles:
             self._file_of = dict.fromkeys(read_headers(folder / WEIGHTS), WEIGHTS)
         elif (folder / _INDEX).is_file():
             self._file_of = _read_index(folder / _INDEX)
-        elif (folder / "manifest.json").is_file() and (folder / "units").is_dir():
-            raise ConfigError(f"{folder} is a checkpoint of a run; make a model of it: horizon-lm export {folder} OUT")
         else:
+            require_model_folder(folder)
             pickle = next((path.name for kind in _PICKLES for path in sorted(folder.glob(kind))), None)
             found = f", but {pickle}, which may run code when it is read" if pickle else ""
             remedy = "convert the weights to safetensors first" if pickle else "download the weights"

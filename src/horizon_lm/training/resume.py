@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import read_state
-from horizon_lm.checkpoints.finding import checkpoints_in, named_checkpoint, require_checkpoint
+from horizon_lm.checkpoints.finding import named_checkpoint, require_checkpoint
 from horizon_lm.checkpoints.manifest import installed_packages, read_manifest, verify
 from horizon_lm.config.rules import OnResume
 from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.chat_template import today
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.request import Request
+from horizon_lm.run_folders import checkpoints_in
 from horizon_lm.training.rows import RunData
 from horizon_lm.training.run_lock import RunLock
 from horizon_lm.training.run_state import FORMAT, ResumePoint, reading

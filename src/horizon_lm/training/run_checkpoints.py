@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import restore
-from horizon_lm.checkpoints.finding import checkpoints_in, is_checkpoint
 from horizon_lm.checkpoints.manifest import verify_copies
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
@@ -15,6 +14,7 @@ from horizon_lm.disk import Disk, part_of
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.quantities import format_bytes, format_seconds
+from horizon_lm.run_folders import checkpoints_in, is_checkpoint
 from horizon_lm.training.ranks import Ranks
 from horizon_lm.training.run_state import ResumePoint, reading
 
