@@ -523,3 +523,15 @@ def test_the_last_lines_of_a_run_work_as_they_are_printed(
     with contextlib.redirect_stdout(io.StringIO()) as output:
         exec("\n".join(line for line in printed if not line.startswith("horizon-lm ")), {})
     assert "generated_text" in output.getvalue()
+
+
+def test_train_and_inspect_print_the_same_findings(tmp_path: Path, run_file: Path) -> None:
+    tiny.write_jsonl(tmp_path / "train.jsonl", [*tiny.alpaca_rows(6), *tiny.alpaca_rows(2)])
+    inspected, trained = (
+        [line for line in run(command, run_file, "--max_steps", 1).stdout.splitlines() if " rows that " in line]
+        for command in ("inspect", "train")
+    )
+    assert [
+        line for line in inspected if line.startswith("warning: training data: rows that are copies of others: 2 (")
+    ]
+    assert trained == inspected

@@ -12,7 +12,7 @@ from rich.text import Text
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
-from horizon_lm.data.checks import describe, reject_errors
+from horizon_lm.data.checks import reject_errors
 from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.model.positions import positions_of
 from horizon_lm.preflight.inputs import fetch_source
@@ -112,10 +112,9 @@ def show(inspection: Inspection, num_batches: int, num_rows: int) -> None:
     console.print(table)
     if line := end_line(inspection.tokenizer, inspection.generation_config, list(ends.values())):
         console.print(Text(visible(line)))
-    found = inspection.data.findings()
-    for (name, finding), text in zip(found, describe(finding for _, finding in found), strict=True):
-        style = "bold red" if finding.is_error else "yellow"
-        console.print(Text(visible(f"{'error' if finding.is_error else 'warning'}: {name}: {text}"), style=style))
+    found = inspection.data.finding_lines()
+    for finding, line in found:
+        console.print(Text(visible(line), style="bold red" if finding.is_error else "yellow"))
     if not found:
         console.print("no likely mistakes found")
 

@@ -64,13 +64,20 @@ class RunData:
 
     def lines(self) -> list[str]:
         """Return summaries and findings as lines for people."""
-        found = self.findings()
-        texts = describe(finding for _, finding in found)
         date = [f"chat template: prints the date of the run, {self.origin['date']}"] if "date" in self.origin else []
         return [
             *date,
             *(f"{part.name}: {summary(part.rows, part.packed)}" for part in self.parts),
-            *(f"{name}: {text}" for (name, _), text in zip(found, texts, strict=True)),
+            *(line for _, line in self.finding_lines()),
+        ]
+
+    def finding_lines(self) -> list[tuple[Finding, str]]:
+        """Return each finding with its line for people."""
+        found = self.findings()
+        texts = describe(finding for _, finding in found)
+        return [
+            (finding, f"{'error' if finding.is_error else 'warning'}: {name}: {text}")
+            for (name, finding), text in zip(found, texts, strict=True)
         ]
 
 
