@@ -21,6 +21,7 @@ import horizon_lm
 from horizon_lm import cli
 from horizon_lm.cli import generate
 from horizon_lm.planning.catalog import published
+from horizon_lm.quantities import format_bytes
 from horizon_lm.store import checkpoint_loader
 from horizon_lm.training import busy_cores
 from tests.e2e import tiny
@@ -535,3 +536,12 @@ def test_train_and_inspect_print_the_same_findings(tmp_path: Path, run_file: Pat
         line for line in inspected if line.startswith("warning: training data: rows that are copies of others: 2 (")
     ]
     assert trained == inspected
+
+
+def test_a_checkpoint_has_one_size(tmp_path: Path, run_file: Path) -> None:
+    """That of all its files, also of the tokenizer and the manifest."""
+    trained = run("train", run_file, "--max_steps", 2, "--save_steps", 1).stdout
+    folder = tmp_path / "run" / "checkpoint-1"
+    size = format_bytes(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    assert f"\n{folder}: {size} in " in trained
+    assert f"  {size}  " in run("checkpoints", folder).stdout

@@ -101,6 +101,11 @@ class Manifest:
     base: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=installed_packages)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all files of the checkpoint, of all ranks, with the manifest."""
+        return sum(each.size for each in self.files.values()) + len(self.to_json())
+
     def to_json(self) -> bytes:
         """Return the manifest as the contents of its file."""
         content = {"format": FORMAT, "version": VERSION, **_JSON.dump_python(self)}

@@ -112,7 +112,7 @@ class Saving:
 
     Attributes:
         folder: the folder that it will have.
-        num_bytes: bytes of the units' files.
+        num_bytes: bytes of all its files, of all ranks, once the first rank has written it; otherwise 0.
         error: the reason why it could not be written; its files are removed, and earlier checkpoints are intact.
         seconds: time from the beginning to the end.
         issue: issues the writing of units that were left to a later pass.
@@ -175,7 +175,7 @@ class CheckpointWriter:
         num_ranks: int = 1,
     ) -> None:
         self._rank, self._num_ranks = rank, num_ranks
-        self.saving = Saving(folder, sum(file.num_bytes for file in files.values()))
+        self.saving = Saving(folder)
         self._part = part_of(folder)  # the folder under its temporary name
         self._files, self._manifest, self._contents, self._published = files, manifest, contents, published
         self._disk, self._rate_limit = disk, rate_limit
@@ -309,8 +309,10 @@ class CheckpointWriter:
             if name not in self._entries:
                 self._entries[name] = FileEntry(path.stat().st_size, hash_file(path))
         tensors = [entry for unit in self._files for entry in self._tensors[unit]] + others
+        manifest = replace(self._manifest, files=self._entries, tensors=tensors)
         with disk.create(part / MANIFEST) as output:
-            output.write(replace(self._manifest, files=self._entries, tensors=tensors).to_json())
+            output.write(manifest.to_json())
+        self.saving.num_bytes = manifest.num_bytes
         if (kept := publish_folder(disk, folder, _is_replaceable)) is not None:
             warn(f"{folder} was no checkpoint, and is now {kept}", RuntimeWarning)
         self._published()

@@ -39,7 +39,7 @@ def checkpoints(
             damaged += 1
             print(visible(f"{path.name}  DAMAGED: {first_line(error)}"))
             continue
-        size = format_bytes(sum(each.size for each in manifest.files.values()))
+        size = format_bytes(manifest.num_bytes)
         written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
         state = "complete" if quick else "verified"
         print(visible(f"{path.name}  step {manifest.step}  {size}  {written}  {manifest.precision}  {state}"))

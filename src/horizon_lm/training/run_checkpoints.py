@@ -11,7 +11,6 @@ from horizon_lm.checkpoints.manifest import verify_copies
 from horizon_lm.checkpoints.saving import RateLimit, Saving
 from horizon_lm.config import RunConfig
 from horizon_lm.disk import Disk, part_of
-from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError, StreamingError, first_line
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.run_folders import checkpoints_in, is_checkpoint
@@ -160,9 +159,8 @@ class RunCheckpoints:
         if saving.error is not None:
             self._report_failure(step, saving.error)
             return
-        num_bytes = saving.num_bytes * engine_of(self._model).store.shard.count
         self._seconds = saving.seconds
-        self._print(f"{saving.folder}: {format_bytes(num_bytes)} in {format_seconds(saving.seconds)}")
+        self._print(f"{saving.folder}: {format_bytes(saving.num_bytes)} in {format_seconds(saving.seconds)}")
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the running checkpoint is on disk, or at most these seconds, and report it."""
