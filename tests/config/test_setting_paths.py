@@ -1,5 +1,6 @@
 """A setting whose path does not exist is named before anything is loaded, with the path that was meant."""
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -17,6 +18,8 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in ("train.jsonl", "chat.jinja", "tiny.gguf", "models/tiny/tiny.gguf", "models/rows/part/a.jsonl"):
         Path(file).touch()
     Path("models/tiny/tiny.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    Path("models/tiny/linked.gguf").symlink_to(Path("models/tiny.gguf").absolute())
+    Path("models/tiny.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
     Path("models/tiny/damaged.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0))
 
 
@@ -40,6 +43,7 @@ def read(*changes: str) -> None:
         ("--model_name_or_path=train.jsonl", "'train.jsonl': is a file; name the folder of a model"),
         ("--gguf_file=tinny.gguf", "'tinny.gguf': no such file; did you mean tiny.gguf?"),
         ("--gguf_file=damaged.gguf", "'damaged.gguf': cannot be read (its header has more than 100,000 entries); download it again"),
+        ("--gguf_file=linked.gguf", "'linked.gguf': leads to HERE/models/tiny.gguf, outside of HERE/models/tiny; copy the file into the folder if you trust it"),
         ("--gguf_file=other.gguf", "'other.gguf': no such file in models/tiny"),
         ("--chat_template_path=chatt.jinja", "'chatt.jinja': no such file or folder; did you mean chat.jinja?"),
         ("--adapter_name_or_path=out/adaptor", "'out/adaptor': no such folder; did you mean out/adapter?"),
@@ -74,3 +78,13 @@ def test_all_are_named_together() -> None:
 )  # fmt: skip
 def test_other_names_are_accepted(change: str) -> None:
     read(change)
+
+
+def test_links_of_the_hubs_cache_are_accepted() -> None:
+    """The files of a snapshot lead out of its folder, to others of the same repository."""
+    snapshot, blobs = Path("models--o--m/snapshots/1"), Path("models--o--m/blobs")
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    shutil.copy("models/tiny/tiny.gguf", blobs / "a")
+    (snapshot / "tiny.gguf").symlink_to("../../blobs/a")
+    read(f"--model_name_or_path={snapshot}", "--gguf_file=tiny.gguf")

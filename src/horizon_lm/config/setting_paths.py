@@ -8,7 +8,7 @@ from horizon_lm.config.run import RunConfig
 from horizon_lm.constants import LANGUAGE_MODEL
 from horizon_lm.errors import ConfigError
 from horizon_lm.gguf_header import read_gguf_header
-from horizon_lm.paths import exists, may_be_on_hub, near_path
+from horizon_lm.paths import exists, may_be_on_hub, near_path, require_inside
 
 Problem = tuple[tuple[int | str, ...], str, str]
 
@@ -52,9 +52,10 @@ def _model(run: RunConfig) -> Iterator[Problem]:
         yield ("gguf_file",), file, f"no such file{near_path(file, folder)}"
     elif file is not None:
         try:
+            require_inside(folder / file, folder)
             read_gguf_header(folder / file)
         except ConfigError as error:
-            yield ("gguf_file",), file, str(error).removeprefix(f"gguf_file: {folder / file} ")
+            yield ("gguf_file",), file, str(error).removeprefix("gguf_file: ").removeprefix(f"{folder / file} ")
 
 
 def _parts_of_folder(place: tuple[int | str, ...], entry: DatasetConfig) -> Iterator[Problem]:
