@@ -175,6 +175,10 @@ SEVERAL: list[tuple[dict[str, Any], list[str]]] = [
         ["--datasets[0].path: './x': no such file", "--resume_from_checkpoint: './y': no", "adapters need PEFT"],
     ),
     ({"model_name_or_path": "wrap", "output_dir": "finished"}, ["no usable config.json (there is none); did you mean wrap/inner?", "output_dir: finished holds"]),
+    (
+        {"model_name_or_path": "modell", "output_dir": "finished"},
+        ["modell is neither a folder nor a model that could be fetched from the hub; did you mean model? (", "output_dir: finished holds"],
+    ),
     ({"model_name_or_path": "no-tokenizer", "datasets": "bad.jsonl"}, [NO_TOKENIZER, "bad.jsonl:9: field 'output'"]),
     ({"model_name_or_path": "no-weights", "output_dir": "finished"}, [NO_WEIGHTS, "output_dir: finished holds"]),
     ({"datasets": "bad.jsonl", "eval_datasets": "empty.jsonl"}, ["bad.jsonl:9: field 'output'", "empty.jsonl: no rows"]),

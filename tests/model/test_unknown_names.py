@@ -3,12 +3,18 @@
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 
+from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.model import hub
+from horizon_lm.training.early_mistakes import mistakes_in_plan
 
 OPEN: dict[str, Callable[[str], Any]] = {
     "plan": lambda name: hub.fetch_config(name, trust_remote_code=False),
@@ -48,12 +54,38 @@ def reason(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     ],
 )
 def test_one_line_everywhere(name: str, hint: str, reason: str) -> None:
-    expected = (
-        f"{name} is neither a folder nor a model that could be fetched from the hub ({reason}){hint and '; '}{hint}"
-    )
+    meant, names = (f"; {hint}" if hint and is_shown else "" for is_shown in (hint != LIST, hint == LIST))
+    expected = f"{name} is neither a folder nor a model that could be fetched from the hub{meant} ({reason}){names}"
     assert {place: message_about(name, open_model) for place, open_model in OPEN.items()} == dict.fromkeys(
         OPEN, expected
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_found", "mistakes"),
+    [
+        ("tinny", True, 0),
+        ("tinny", False, 1),
+        ("owner/model", False, 0),  # no folder has such a name, so it is asked for when it is needed
+        ("Qwen2.5-7B", False, 0),  # known without the hub
+    ],
+)
+def test_the_hub_is_asked_early_only_beside_a_folder_of_a_similar_name(
+    typed: str, is_found: bool, mistakes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that the hub has is no mistake, whatever folders there are."""
+    for name in ("tiny", "Qwen2.5-7Bs"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", partial(answer, is_found=is_found))
+    config = as_config({"model_name_or_path": typed, "datasets": "owner/rows", "output_dir": "out"})
+    assert len(list(mistakes_in_plan(config))) == mistakes
+
+
+def answer(url: str, is_found: bool) -> None:
+    """Stand for a hub that has every model, or none."""
+    if not is_found:
+        raise RepositoryNotFoundError("404", response=MagicMock(status_code=404))
 
 
 def test_a_known_model_needs_no_hint(reason: str) -> None:

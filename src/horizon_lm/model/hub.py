@@ -6,7 +6,6 @@ from typing import Any
 
 from horizon_lm.errors import ConfigError, first_line
 from horizon_lm.model.folder import PATTERNS, code_remedy
-from horizon_lm.model.hf_config import auto_class, require_model
 from horizon_lm.model.known_models import find_known, full_name, known_models
 from horizon_lm.near_misses import closest_model
 from horizon_lm.paths import exists, may_be_on_hub, near_path, similar_path
@@ -74,8 +73,10 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
     """Return the config of a hub id, fetched without the weights. Raises the same errors as `load_config`."""
     from transformers import AutoConfig
 
+    from horizon_lm.model.hf_config import auto_class, require_model
+
     _require_hub_id(name)
-    _require_answer(name)
+    _rejection(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the network, the hub, or transformers' parsers
@@ -83,19 +84,33 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
     return require_model(config, name, auto_class(None))
 
 
-def _require_answer(name: str) -> None:
-    """Raise ConfigError if a config is not in the cache and the hub does not answer. transformers would try for most of a minute."""
+def require_on_hub(name: str) -> None:
+    """Raise ConfigError if a hub id is not in the cache, and the hub does not know it or does not answer. Nothing heavy is imported."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    error = _rejection(name)
+    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+        raise _not_found(name, name, error) from error
+
+
+def _rejection(name: str) -> Exception | None:
+    """Return the hub's rejection of a request for a config; None if it is there, or in the cache.
+
+    Raises:
+        ConfigError: the hub does not answer. transformers would try for most of a minute.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):  # its path
-        return
+        return None
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except HfHubHTTPError:  # an answer, of which transformers knows the meaning
-        return
+    except HfHubHTTPError as error:  # an answer, of which transformers knows the meaning
+        return error
     except Exception as error:  # no network, or the hub is switched off
         raise _not_found(name, name, error) from error
+    return None
 
 
 def _require_hub_id(name: str) -> None:
@@ -107,10 +122,11 @@ def _require_hub_id(name: str) -> None:
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
     """Return the error for a name, as the user has typed it, that is no folder and whose hub id the hub has rejected with ``error``."""
     known = f" as {hub_id}" if hub_id != typed else ""
-    hint = "" if known else _did_you_mean(typed) or _list_of_names(typed)
+    meant = "" if known else _did_you_mean(typed)
+    names = "" if known or meant else _list_of_names(typed)
     return ConfigError(
-        f"{typed} is neither a folder nor a model that could be fetched from the hub{known} "
-        f"({_reason(error)}){hint}{code_remedy(error)}"
+        f"{typed} is neither a folder nor a model that could be fetched from the hub{known}{meant} "
+        f"({_reason(error)}){names}{code_remedy(error)}"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from horizon_lm.checkpoints.finding import require_checkpoint
 from horizon_lm.config import DatasetConfig, RunConfig, TextConfig
+from horizon_lm.constants import LANGUAGE_MODEL
 from horizon_lm.data import trl_compat
 from horizon_lm.data.chat_template import read_template
 from horizon_lm.data.first_rows import check_first_rows
@@ -16,7 +17,8 @@ from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.model.adapter_config import NO_PEFT, require_adapter_config, require_weights
 from horizon_lm.model.config_limits import require_sane_config
 from horizon_lm.model.folder import require_model_files, require_tokenizer_files
-from horizon_lm.paths import exists
+from horizon_lm.model.known_models import find_known
+from horizon_lm.paths import exists, may_be_on_hub, similar_path
 from horizon_lm.store.weight_files import WeightFiles
 from horizon_lm.training.best_model import require_known_metric
 from horizon_lm.training.output_folder import output_folder, require_usable, require_writable
@@ -28,19 +30,19 @@ Check = Callable[[RunConfig], None]
 
 def mistakes_in_plan(config: RunConfig) -> Iterator[HorizonError]:
     """Yield the errors of what a plan is made from: the model's config, its adapters, and the sizes of its weights."""
-    return _errors(config, [_require_config, _require_peft, _require_adapter, _require_headers])
+    return _errors(config, [_require_name, _require_config, _require_peft, _require_adapter, _require_headers])
 
 
 def mistakes_in_rows(config: RunConfig) -> Iterator[HorizonError]:
     """Yield the errors of what rows are tokenized from: the model's config and tokenizer, the chat template, and the rows."""
-    return _errors(config, [_require_config, *_of_rows(config)])
+    return _errors(config, [_require_name, _require_config, *_of_rows(config)])
 
 
 def mistakes_in_run(config: RunConfig) -> Iterator[HorizonError]:
     """Yield the errors of everything that a run needs."""
     checks = [
-        _require_config, _require_weights, _require_peft, _require_adapter, *_of_rows(config), _require_trackers,
-        require_known_metric,
+        _require_name, _require_config, _require_weights, _require_peft, _require_adapter, *_of_rows(config),
+        _require_trackers, require_known_metric,
     ]  # fmt: skip
     if os.environ.get("RANK", "0") == "0":  # the only one that writes, and may have begun
         checks += [_require_checkpoint, _require_output, _require_fallback]
@@ -76,6 +78,15 @@ def _folder(name: str | None) -> Path | None:
 def _model_folder(config: RunConfig) -> Path | None:
     """Return the local folder whose config, tokenizer and weights a run reads; None if it reads a GGUF file, or the hub."""
     return _folder(config.model_name_or_path) if config.gguf_file is None else None
+
+
+def _require_name(config: RunConfig) -> None:
+    """Raise ConfigError if the model is not found, but a folder of a similar name is. Otherwise the hub is asked when it is needed."""
+    name = config.model_name_or_path.removesuffix(LANGUAGE_MODEL)
+    if config.gguf_file is None and find_known(name) is None and may_be_on_hub(name) and similar_path(name):
+        from horizon_lm.model.hub import require_on_hub
+
+        require_on_hub(name)
 
 
 def _require_config(config: RunConfig) -> None:
