@@ -232,7 +232,7 @@ def no_cuda(files: Path) -> list[str]:
         (no_tokenizer, 2, "has no tokenizer that can be read"),
         (missing_rows, 2, "no such file"),
         (malformed_row, 4, "bad.jsonl:3: field 'output' is missing"),
-        (output_is_a_file, 2, "taken cannot be written to"),
+        (output_is_a_file, 2, "taken is a file"),
         (
             unknown_model_name,
             2,

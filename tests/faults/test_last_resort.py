@@ -401,7 +401,7 @@ def test_the_second_place_is_checked_before_the_training(tmp_path: Path) -> None
     (tmp_path / "new" / "place" / "run-model").mkdir()
     assert chosen.elsewhere("model") == tmp_path / "new" / "place" / "run-model-1"
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"fallback_dir: .*file cannot be written to"):
+    with pytest.raises(ConfigError, match=r"fallback_dir: .*file is a file"):
         find(fallback_dir=str(tmp_path / "file"))
     with pytest.raises(DoesNotFitError, match=r"fallback_dir: .* of free space, and the exported model takes"):
         find(num_bytes=2**60, fallback_dir=str(tmp_path))

@@ -86,5 +86,7 @@ def _reject_checkpoints(config: RunConfig, folder: Path) -> None:
 def require_writable(setting: str, folder: Path) -> None:
     """Raise ConfigError, naming the setting, if a folder, or the one in which it would be created, cannot be written to."""
     existing = next(each for each in (folder, *folder.resolve().parents) if each.exists())
+    if existing.is_file():
+        raise ConfigError(f"{setting}: {existing} is a file; choose another folder")
     if not existing.is_dir() or not os.access(existing, os.W_OK) or not takes_files(existing):
         raise ConfigError(f"{setting}: {existing} cannot be written to; choose another folder")
