@@ -130,7 +130,10 @@ def test_a_plan_answers_in_five_lines(run_file: Path) -> None:
             "128GiB",
             ("fits: Qwen2.5-7B, on RTX 4090 24 GB, desktop with DDR5", "host memory    101.67 GiB of 128.00 GiB"),
         ),
-        ("64GiB", ("does not fit: Qwen2.5-7B, on", "host memory    101.67 GiB of 64.00 GiB, 37.67 GiB short")),
+        (
+            "64GiB",
+            ("does not fit: Qwen2.5-7B, on", "host memory    101.67 GiB of 64.00 GiB (host_memory), 37.67 GiB short"),
+        ),
     ):
         shown = run(*wanted, amount).stdout.splitlines()
         others = ("device memory  ", "disk           ", "time           ", "--details lists every byte")
@@ -300,12 +303,15 @@ def rejected(*arguments: Any) -> str:
 
 
 def test_70b_model_is_rejected_here_and_fits_h200(run_file: Path) -> None:
-    message = rejected("plan", *HUGE)
-    assert "2.00 GiB available (host_memory)" in message
-    assert "No settings make it fit" in message
-    first, host, *_ = run("plan", *HUGE).stdout.splitlines()
+    assert "2.00 GiB available (host_memory)" in rejected("plan", *HUGE, "--json")
+    result = run("plan", *HUGE)
+    first, host, *_ = result.stdout.splitlines()
     assert first == "does not fit: meta-llama/Llama-3.1-70B, on this machine"
-    assert re.fullmatch(r"host memory    \S+ \S+ of 2\.00 GiB, \S+ \S+ short", host)
+    assert re.fullmatch(r"host memory    \S+ \S+ of 2\.00 GiB \(host_memory\), \S+ \S+ short", host)
+    message = result.stderr
+    assert message.startswith("error: this run does not fit\n")
+    assert "No settings make it fit" in message
+    assert " short" not in message  # which the plan has said
     assert "does not fit" not in run("plan", "--model", "Qwen2.5-0.5B", "--device", "h200").stdout
     assert re.search(r"--max_grad_norm 0 it would take [\d.]+ \w+ of host memory", message)
     message = rejected("train", run_file, "--model_name_or_path", "meta-llama/Llama-3.1-70B", "--host_memory", "2GiB")
@@ -418,7 +424,7 @@ def test_small_device_is_rejected_with_remedy(run_file: Path) -> None:
         "plan", "--model", "Qwen2.5-72B", "--device", "rtx-3090", "--host-memory", "2TB", "--max_length", 4096,
         "--device_micro_batch_size", 8,
     )  # fmt: skip
-    assert "device: " in message
+    assert "error: this run does not fit\nIt would fit with" in message
     assert "--device_micro_batch_size 2" in message
 
 
@@ -732,7 +738,16 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 def test_moe_that_does_not_fit_is_reported() -> None:
     """A mixture of experts has no feed-forward layer to chunk, which is one of the changes tried."""
     message = rejected(
-        "plan", "--model", "openai/gpt-oss-20b", "--dequantize", "true", "--device", "cpu", "--host-memory", "2GiB"
+        "plan",
+        "--model",
+        "openai/gpt-oss-20b",
+        "--dequantize",
+        "true",
+        "--device",
+        "cpu",
+        "--host-memory",
+        "2GiB",
+        "--json",
     )
     assert "host: " in message
 

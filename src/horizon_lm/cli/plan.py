@@ -124,4 +124,4 @@ def plan(
         plans = [each.plan for each in (result, *others)]
         print(fitted("\n".join(_lines(plans, prices, details)), sys.stdout))
     if not any(each.plan.fits for each in (result, *others)):
-        raise does_not_fit(result.plan, result.remedies)
+        raise does_not_fit(result.plan, result.remedies, is_shown=not as_json)

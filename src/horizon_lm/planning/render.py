@@ -46,11 +46,11 @@ def _is_shown(place: str, budget: Budget) -> bool:
 
 
 def _of_limit(budget: Budget) -> str:
-    """Return the needed bytes of a place beside those that it has."""
-    if budget.available is None:
+    """Return the needed bytes of a place beside those that it has; if they are too few, also what limits them."""
+    if budget.limit is None:
         return format_bytes(budget.bytes)
-    of_limit = f"{format_bytes(budget.bytes)} of {format_bytes(budget.available)}"
-    return f"{of_limit}, {format_bytes(budget.deficit)} short" if budget.deficit else of_limit
+    of_limit = f"{format_bytes(budget.bytes)} of {format_bytes(budget.limit.bytes)}"
+    return f"{of_limit} ({budget.limit.name}), {format_bytes(budget.deficit)} short" if budget.deficit else of_limit
 
 
 def _of_each(plan: Plan, place: str) -> str:

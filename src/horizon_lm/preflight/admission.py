@@ -188,9 +188,9 @@ def _forwards(run: RunConfig, source: Source, rows: RowShape) -> Iterator[Forwar
         yield ForwardBatch(1, length, kept_bytes=source.cache_bytes(run, length))
 
 
-def does_not_fit(plan: Plan, remedies: Sequence[Remedy]) -> DoesNotFitError:
-    """Return the error for a plan that does not fit, with the numbers and the remedies."""
-    deficits = (f"  {describe_deficit(*each)}" for each in plan.lacking.items())
+def does_not_fit(plan: Plan, remedies: Sequence[Remedy], is_shown: bool = False) -> DoesNotFitError:
+    """Return the error for a plan that does not fit, with the remedies, and with the numbers unless the plan that was shown has them."""
+    deficits = () if is_shown else (f"  {describe_deficit(*each)}" for each in plan.lacking.items())
     return DoesNotFitError("\n".join(["this run does not fit", *deficits, *remedy_lines(plan, remedies)]))
 
 
