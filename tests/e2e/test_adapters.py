@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, get_scheduler, set_seed
 
 import horizon_lm
+from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError
+from horizon_lm.training.early_mistakes import mistakes_in_run
 from horizon_lm.training.seeds import seed_step
 from tests.e2e import resuming, tiny
 from tests.e2e.command import run
@@ -149,12 +151,32 @@ def test_another_base_is_rejected(runs: Runs, base: dict[str, Any], tmp_path: Pa
         horizon_lm.train(changed, print_fn=lambda _: None)
 
 
-def test_a_full_checkpoint_is_not_resumed_with_adapters(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves_adapters", [False, True])
+def test_a_checkpoint_of_another_kind_of_training(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, saves_adapters: bool
+) -> None:
+    """One error, before anything is prepared, without a remedy that cannot help; and the same if the model is loaded in Python."""
     full = {name: value for name, value in base.items() if name not in LORA}
-    runs.interrupt({**full, "output_dir": str(tmp_path / "run")}, stop_after=3)
-    changed = {**base, "output_dir": str(tmp_path / "run"), "resume_with_changes": True}
-    with pytest.raises(ConfigError, match="is of a training of all weights, and this model trains adapters"):
-        horizon_lm.train(changed, print_fn=lambda _: None)
+    cut, other = (base, full) if saves_adapters else (full, base)
+    runs.interrupt({**cut, "output_dir": str(tmp_path / "run")}, stop_after=2)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    saved, own = ("adapters", "all weights") if saves_adapters else ("all weights", "adapters")
+    message = f"{checkpoint} is of a training of {saved}, and this model trains {own}"
+    for wanted, output in (("auto", "run"), (str(checkpoint), "new")):
+        places = {"resume_from_checkpoint": wanted, "output_dir": str(tmp_path / output)}
+        changed, lines = {**other, **places, "resume_with_changes": True}, list[str]()
+        with pytest.raises(ConfigError, match=message) as caught:
+            horizon_lm.train(changed, print_fn=lines.append)
+        told = str(caught.value)
+        assert ("use_peft and the lora settings" in told, "resume_with_changes" in told) == (True, False)
+        assert ("another output_dir" in told) == (wanted == "auto")
+        assert [str(each) for each in mistakes_in_run(as_config(changed))] == [told]
+        assert (lines, (tmp_path / "new").exists()) == ([], False)
+    model = horizon_lm.from_pretrained(base["model_name_or_path"], device="cpu")
+    if not saves_adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    with pytest.raises(ConfigError, match=message):
+        horizon_lm.load_checkpoint(checkpoint, model, horizon_lm.AdamW(model, lr=1e-3))
 
 
 @pytest.mark.parametrize("kind", ["lora", "a copy of the embedding", "lora of the embedding"])

@@ -269,6 +269,17 @@ def test_changes_of_the_trajectory_are_rejected(
     assert (tmp_path / "cut" / "checkpoint-2").is_dir()
 
 
+def test_another_folder_is_a_remedy_only_where_no_checkpoint_is_demanded(
+    runs: Runs, base: dict[str, Any], tmp_path: Path
+) -> None:
+    cut = {**base, "output_dir": str(tmp_path / "cut")}
+    runs.interrupt(cut, stop_after=1)
+    for wanted, is_remedy in (("auto", True), (True, False), (str(tmp_path / "cut"), False)):
+        with pytest.raises(ConfigError, match=r"seed: 42 -> 7\. Remedy: restore them") as caught:
+            horizon_lm.train(cut | {"seed": 7, "resume_from_checkpoint": wanted}, print_fn=lambda line: None)
+        assert ("choose another output_dir" in str(caught.value)) == is_remedy
+
+
 def test_changed_rows_are_rejected_unless_allowed(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     rows = tiny.alpaca_rows(14)
     copy = tiny.write_jsonl(tmp_path / "copy.jsonl", rows)

@@ -266,9 +266,9 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Sl
         raise ConfigError(
             f"{folder} was saved with moments {manifest.moments}, and this optimizer has {optimizer.moments.kind}; use the same"
         )
-    if optimizer is not None:
-        _require_moments(folder, manifest, store, optimizer)
     require_base(folder, manifest, store, engine.mesh)
+    if optimizer is not None:  # last, because the moments of other parameters than these are not found
+        _require_moments(folder, manifest, store, optimizer)
     saved = {unit_of(name) for name in manifest.files if name.startswith(f"{UNITS}/")}
     if saved != (expected := set(_unit_files(engine, None))):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Find the checkpoint that a user names. Nothing here needs torch."""
 
+import json
 from pathlib import Path
 
 from horizon_lm.errors import ConfigError
@@ -14,6 +15,21 @@ def require_manifest(folder: Path) -> None:
     if not (folder / MANIFEST).exists():
         place = "" if is_checkpoint(folder) else place_of_model(folder)
         raise ConfigError(f"{folder} is not a checkpoint of horizon-lm: it has no {MANIFEST}{place and f'. {place}'}")
+
+
+def has_adapters(folder: Path) -> bool | None:
+    """Return whether a checkpoint is of a training of adapters; None if its manifest cannot be read."""
+    try:
+        return bool(json.loads((folder / MANIFEST).read_bytes())["checkpoint"].get("base"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def require_same_kind(folder: Path, saved_adapters: bool, trains_adapters: bool, remedy: str = "") -> None:
+    """Raise ConfigError, with a remedy, if a checkpoint is of a training of adapters and a model trains all weights, or the reverse."""
+    if saved_adapters != trains_adapters:
+        saved, own = ("adapters", "all weights") if saved_adapters else ("all weights", "adapters")
+        raise ConfigError(f"{folder} is of a training of {saved}, and this model trains {own}{remedy}")
 
 
 def named_checkpoint(name: str) -> Path:

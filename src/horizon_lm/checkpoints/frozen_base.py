@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import xxhash
 
+from horizon_lm.checkpoints.finding import require_same_kind
 from horizon_lm.checkpoints.manifest import Manifest
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import borrowing, is_lender, lend
@@ -71,9 +72,7 @@ def require_base(folder: Path, manifest: Manifest, store: Store, mesh: Mesh | No
     """Raise ConfigError if the adapters of a checkpoint were trained on another base than that of a store."""
     if not manifest.base and not store.frozen:
         return
-    if not manifest.base or not store.frozen:
-        saved, own = ("adapters", "all weights") if manifest.base else ("all weights", "adapters")
-        raise ConfigError(f"{folder} is of a training of {saved}, and this model trains {own}")
+    require_same_kind(folder, bool(manifest.base), bool(store.frozen))
     for unit, own_hash in hash_base(store, mesh).items():
         if manifest.base.get(unit) != own_hash:
             raise ConfigError(

@@ -7,7 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from horizon_lm.checkpoints.finding import require_checkpoint
+from horizon_lm.checkpoints.finding import has_adapters, require_checkpoint
 from horizon_lm.config import DatasetConfig, RunConfig, TextConfig
 from horizon_lm.constants import LANGUAGE_MODEL
 from horizon_lm.data import trl_compat
@@ -22,6 +22,7 @@ from horizon_lm.paths import exists, may_be_on_hub, similar_path
 from horizon_lm.store.weight_files import WeightFiles
 from horizon_lm.training.best_model import require_known_metric
 from horizon_lm.training.output_folder import output_folder, require_usable, require_writable
+from horizon_lm.training.resumable import checkpoints_to_resume, names_checkpoint, require_same_training
 from horizon_lm.training.run_lock import RunLock
 from horizon_lm.training.trackers import require_packages
 
@@ -144,8 +145,12 @@ def _require_trackers(config: RunConfig) -> None:
 
 def _require_checkpoint(config: RunConfig) -> None:
     wanted = config.resume_from_checkpoint
-    if wanted is True or (isinstance(wanted, str) and exists(wanted)):  # a path that does not is an invalid setting
-        require_checkpoint(wanted, output_folder(config))
+    if names_checkpoint(config) and not exists(str(wanted)):
+        return  # an invalid setting
+    require_checkpoint(wanted, output_folder(config))
+    for folder in checkpoints_to_resume(config)[-1:]:
+        if (saved_adapters := has_adapters(folder)) is not None:  # or it is damaged
+            require_same_training(config, folder, saved_adapters)
 
 
 def _require_output(config: RunConfig) -> None:

@@ -9,14 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.checkpoints.checkpoint import read_state
-from horizon_lm.checkpoints.finding import named_checkpoint, require_checkpoint
+from horizon_lm.checkpoints.finding import require_checkpoint
 from horizon_lm.checkpoints.manifest import installed_packages, read_manifest, verify
 from horizon_lm.config.rules import OnResume
 from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.chat_template import today
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.request import Request
-from horizon_lm.run_folders import checkpoints_in
+from horizon_lm.training.output_folder import output_folder
+from horizon_lm.training.resumable import (
+    begins_anew,
+    checkpoints_to_resume,
+    names_checkpoint,
+    remedy_of_changes,
+    require_same_training,
+)
 from horizon_lm.training.rows import RunData
 from horizon_lm.training.run_lock import RunLock
 from horizon_lm.training.run_state import FORMAT, ResumePoint, reading
@@ -24,7 +31,6 @@ from horizon_lm.training.run_state import FORMAT, ResumePoint, reading
 # Settings that the plan chooses, unless they are set.
 _OPEN_TO_PLAN = set(Request.names_of_choices()) - settings_with(OnResume.FREE)
 _VERSIONS = ("horizon-lm", "torch", "transformers", "numba")
-_REMEDY = "restore them, choose another output_dir, or set resume_with_changes: true to go on with the changes"
 
 
 def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]:
@@ -35,16 +41,15 @@ def find_resume_point(config: RunConfig) -> tuple[ResumePoint | None, list[str]]
     Raises:
         ConfigError: there is no checkpoint, or none that is not damaged; or another run is writing into ``output_dir``.
     """
-    wanted, output = config.resume_from_checkpoint, Path(config.output_dir).expanduser()
-    if wanted is False:
+    if begins_anew(config):
         return None, []
-    require_checkpoint(wanted, output)
-    if wanted not in (True, "auto"):
-        point = open_point(named_checkpoint(str(wanted)))
+    output = output_folder(config)
+    require_checkpoint(config.resume_from_checkpoint, output)
+    found = checkpoints_to_resume(config)
+    if names_checkpoint(config):
+        point = open_point(found[0])
         return point, [_resume_line(point)]
-    if wanted == "auto" and (config.overwrite_output_dir or (output / "model").exists()):
-        return None, []  # the folder of a finished run, or one to be overwritten
-    if found := checkpoints_in(output):
+    if found:
         RunLock(output).require_free()  # or checkpoints that are being deleted would look damaged
         return _newest_undamaged(found)
     was_interrupted = (output / "metrics.jsonl").exists()
@@ -108,8 +113,9 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
     With another number of ranks, the rows of a step stay those of the checkpoint.
 
     Raises:
-        ConfigError: settings or versions have changed that decide the numbers of a run.
+        ConfigError: settings or versions have changed that decide the numbers of a run, or what it trains.
     """
+    require_same_training(config, point.folder, bool(point.manifest.base))
     with reading(point):
         given, now = _saved_settings(point, "config", config), settings_of(config)
         changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
@@ -255,7 +261,7 @@ def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig) -> li
         return []
     if not config.resume_with_changes:
         raise ConfigError(
-            f"{point.folder} cannot be resumed, because these have changed: {'; '.join(changes)}. Remedy: {_REMEDY}"
+            f"{point.folder} cannot be resumed, because these have changed: {'; '.join(changes)}. Remedy: {remedy_of_changes(config)}"
         )
     return [f"resume: warning: changed, so the run differs from an uninterrupted one: {'; '.join(changes)}"]
 
