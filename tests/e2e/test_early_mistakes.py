@@ -159,6 +159,7 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [  # settings, exit code, erro
     ({"resume_from_checkpoint": "true"}, 2, "resume_from_checkpoint: out has no checkpoint"),
     ({"resume_from_checkpoint": "folder"}, 2, "folder is not a checkpoint of horizon-lm"),
     ({"chat_template_path": "latin.jsonl"}, 2, "chat_template_path: latin.jsonl cannot be read"),
+    ({"chat_template_path": "open.jinja"}, 2, "chat_template_path: open.jinja:2: unexpected 'end of template'"),
     ({"report_to": "wandb"}, 2, "report_to: wandb: its package is not installed"),
     ({"use_peft": "true"}, 2, "adapters need PEFT: pip install"),
     ({"packing": "true"}, 2, "packing needs TRL; install it"),
@@ -216,6 +217,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_jsonl(here / "other.jsonl", [{"frage": "a", "antwort": "b"}])
     (here / "broken.jsonl").write_text('{"text": "a"}\n{bad\n')
     (here / "latin.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    (here / "open.jinja").write_text("a\n{% for")
     for name in ("empty.jsonl", "rows.pdf"):
         (here / name).write_text("")
     return here

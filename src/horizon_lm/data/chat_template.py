@@ -15,6 +15,7 @@ from horizon_lm.data.answer_spans import USE_MARKS, Span, TemplateStyle, locate_
 from horizon_lm.data.conversations import Conversation, Message, RowError, has_content
 from horizon_lm.data.template_coverage import RenderedConversation, argument_variants, render_checked
 from horizon_lm.data.template_limits import limit_templates
+from horizon_lm.data.template_syntax import require_syntax
 from horizon_lm.data.trl_compat import training_template, training_template_file
 from horizon_lm.errors import ConfigError, first_line
 
@@ -74,11 +75,13 @@ def reaches_behind(position: int, ids: np.ndarray, offsets: np.ndarray, strippin
 
 
 def read_template(path: Path, name: str) -> str:
-    """Return the chat template in a file; raise ConfigError if it cannot be read. ``name``: the path as it is set."""
+    """Return the chat template in a file; raise ConfigError if it cannot be read or parsed. ``name``: the path as it is set."""
     try:
-        return path.read_text(encoding="utf-8")
+        template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template_path: {name} cannot be read ({first_line(error)})") from error
+    require_syntax(template, name)
+    return template
 
 
 def today() -> str:

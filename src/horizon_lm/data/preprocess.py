@@ -48,6 +48,7 @@ class PreprocessConfig:
         num_proc: number of processes; None for one.
         seed: seed for sampling a fraction of the rows.
         day: the date that chat templates print; None for today's.
+        chat_template: where the chat template is from, for messages; None for the model's own.
     """
 
     objective: str
@@ -57,6 +58,7 @@ class PreprocessConfig:
     num_proc: int | None = None
     seed: int = 0
     day: str | None = None
+    chat_template: str | None = None
 
 
 @dataclass
@@ -128,15 +130,16 @@ class Problems:
         texts = (column.take(invalid).to_pylist() for column in columns)
         self.add(source, zip(invalid.tolist(), *texts, strict=True))
 
-    def reject(self) -> None:
-        """Raise DataError if any row is invalid: a line for each fault, with its rows."""
+    def reject(self, chat_template: str | None = None) -> None:
+        """Raise DataError if any row is invalid: a line for each fault, with its rows. ``chat_template``: see `PreprocessConfig`."""
         if not self._rows:
             return
         lines, total = [], sum(rows.count for rows in self._rows.values())
         for fault, rows in [*self._rows.items()][:_MAX_FAULTS_SHOWN]:
             count = f" ({rows.count:,} rows)" if rows.count > 1 else ""
             differs = " (in the first of them)" if len(self._messages[fault]) > 1 else ""
-            lines.append(f"{rows}{count}: {self._messages[fault][0]}{differs}")
+            template = f" (chat_template_path: {chat_template})" if chat_template and "chat template" in fault else ""
+            lines.append(f"{rows}{count}: {self._messages[fault][0]}{template}{differs}")
             total -= rows.count
         if total:
             lines.append(f"... and {total:,} more")
@@ -177,7 +180,7 @@ def prepare(
             problems.add_all(source, table)
             indices = _choose_rows(source, options) if chosen is None else chosen[number]
             parts.append(_select_rows(source, table, indices, report))
-    problems.reject()
+    problems.reject(options.chat_template)
     report.rows = TokenTable(parts)
     return report
 

@@ -87,6 +87,7 @@ def preprocess_config(config: RunConfig, day: str | None = None) -> PreprocessCo
         objective=config.objective, train_on=config.train_on if isinstance(config, SftConfig) else None,
         max_length=config.max_length, num_proc=config.dataset_num_proc, seed=_data_seed(config),
         packing=config.packing_strategy if isinstance(config, TextConfig) and config.packing else None, day=day,
+        chat_template=config.chat_template_path,
     )  # fmt: skip
 
 
