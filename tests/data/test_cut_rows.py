@@ -15,6 +15,7 @@ from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import messages, write
 
 NO_ANSWER, SAME = "have no text or answer to train on", "have the same chosen and rejected answer"
+CUT = "are cut before any answer to train on"
 Row = dict[str, Any]
 
 
@@ -51,24 +52,24 @@ def said(content: str, **others: str) -> Row:
 SHORT, LONG = "I.", "I" * 60
 QUESTIONS = {"train_on": "all"}
 CASES: dict[str, tuple[str, Row, Row, Row, str]] = {  # objective, settings, a good row, one that fails, the finding
-    "no answer is left": ("sft", {}, messages("Who?", SHORT), messages("q" * 60, SHORT), NO_ANSWER),
-    "only the question is left": ("sft", QUESTIONS, messages("Who?", SHORT), messages("q" * 60, SHORT), NO_ANSWER),
+    "no answer is left": ("sft", {}, messages("Who?", SHORT), messages("q" * 60, SHORT), CUT),
+    "only the question is left": ("sft", QUESTIONS, messages("Who?", SHORT), messages("q" * 60, SHORT), CUT),
     "no last answer is left": (
-        "sft", {"train_on": "completion"}, messages("Who?", SHORT), messages("Who?", "I", LONG, SHORT), NO_ANSWER,
+        "sft", {"train_on": "completion"}, messages("Who?", SHORT), messages("Who?", "I", LONG, SHORT), CUT,
     ),
-    "an answer of spaces is left": ("sft", {}, messages("Who?", SHORT), messages("Who?", "\n \t" * 20 + "I"), NO_ANSWER),
+    "an answer of spaces is left": ("sft", {}, messages("Who?", SHORT), messages("Who?", "\n \t" * 20 + "I"), CUT),
     "no completion is left": (
-        "sft", {}, {"prompt": "Who?", "completion": SHORT}, {"prompt": LONG, "completion": SHORT}, NO_ANSWER,
+        "sft", {}, {"prompt": "Who?", "completion": SHORT}, {"prompt": LONG, "completion": SHORT}, CUT,
     ),
     "only the prompt is left": (
-        "sft", QUESTIONS, {"prompt": "Who?", "completion": SHORT}, {"prompt": LONG, "completion": SHORT}, NO_ANSWER,
+        "sft", QUESTIONS, {"prompt": "Who?", "completion": SHORT}, {"prompt": LONG, "completion": SHORT}, CUT,
     ),
     "a completion of spaces is left": (
-        "sft", {}, {"prompt": "Who?", "completion": SHORT}, {"prompt": "Who?", "completion": "\n \t" * 20 + "I"}, NO_ANSWER,
+        "sft", {}, {"prompt": "Who?", "completion": SHORT}, {"prompt": "Who?", "completion": "\n \t" * 20 + "I"}, CUT,
     ),
-    "a text of spaces is left": ("pretrain", {}, {"text": "At dusk."}, {"text": "\n \t" * 20 + "I"}, NO_ANSWER),
+    "a text of spaces is left": ("pretrain", {}, {"text": "At dusk."}, {"text": "\n \t" * 20 + "I"}, CUT),
     "packed": (
-        "sft", {"packing": True}, messages("Who?", SHORT), messages("Who?", "\n \t" * 20 + "I"), NO_ANSWER,
+        "sft", {"packing": True}, messages("Who?", SHORT), messages("Who?", "\n \t" * 20 + "I"), CUT,
     ),
     "equal texts are left": ("dpo", {}, pair(SHORT, "No."), pair(LONG + "a", LONG + "b"), SAME),
     "equal messages are left": (
@@ -78,7 +79,7 @@ CASES: dict[str, tuple[str, Row, Row, Row, str]] = {  # objective, settings, a g
         "dpo", {}, pair(said(SHORT), said("No.")), pair(said(SHORT, thinking="a"), said(SHORT, thinking="b")), SAME,
     ),
     "equal from the start": ("dpo", {}, pair(SHORT, "No."), pair(SHORT, SHORT), SAME),
-    "a rejected answer of spaces is left": ("dpo", {}, pair(SHORT, "No."), pair(SHORT, "\n" * 60 + "I"), NO_ANSWER),
+    "a rejected answer of spaces is left": ("dpo", {}, pair(SHORT, "No."), pair(SHORT, "\n" * 60 + "I"), CUT),
     "an empty rejected answer": ("dpo", {}, pair(SHORT, "No."), pair(SHORT, ""), NO_ANSWER),
     "no answer": ("sft", {}, messages("Who?", SHORT), messages("Who?"), NO_ANSWER),
     "an empty answer": ("sft", {}, messages("Who?", SHORT), messages("Who?", " "), NO_ANSWER),
@@ -113,6 +114,25 @@ def test_rows_that_are_not_cut(tmp_path: Path, case: str) -> None:
     """The control: the same rows are used if all of their tokens are."""
     objective, settings, good, bad, _ = CASES[case]
     assert len(load(tmp_path, [good, bad], objective=objective, max_length=256, **settings).training.rows) == 2
+
+
+def test_each_row_is_left_out_for_one_reason(tmp_path: Path) -> None:
+    """Pairs may have several reasons: the numbers add up to the rows that are left out, and each reason has its own remedy."""
+    pairs = [
+        pair(SHORT, "No."), pair(SHORT, SHORT), pair("", ""), pair("", SHORT), pair(LONG, ""), pair(LONG + "a", LONG + "b"),
+        {"prompt": LONG, "chosen": SHORT, "rejected": SHORT}, {"prompt": LONG, "chosen": SHORT, "rejected": "No."},
+    ]  # fmt: skip
+    data = load(tmp_path, pairs, objective="dpo", max_length=30)
+    reasons = {each.problem: each for _, each in data.findings() if each.leaves_out}
+    assert {name: (each.rows.count, str(each.rows).rpartition(":")[2]) for name, each in reasons.items()} == {
+        NO_ANSWER: (3, "3-5"), CUT: (2, "7-8"), SAME: (2, "6"),
+    }  # fmt: skip
+    assert sum(each.rows.count for each in reasons.values()) == data.report.read - len(data.training.rows)
+    assert {name: "max_length" in each.remedy for name, each in reasons.items()} == {
+        NO_ANSWER: False,
+        CUT: True,
+        SAME: True,
+    }
 
 
 def test_an_eval_set_of_which_no_row_is_left(tmp_path: Path) -> None:
@@ -173,12 +193,12 @@ def test_rows_kept_whole_for_packing_are_checked_as_they_are_evaluated(tmp_path:
     """Training splits long rows, and the held-out ones are cut: a long row whose answer is lost is left out with its place."""
     rows = [messages("q" * 90, f"Night {number}.") for number in range(3)]
     packing = {"packing": True, "packing_strategy": strategy, "eval_packing": False, "max_length": 32}
-    with pytest.raises(DataError, match=rf"held_out: no row is left to evaluate: rows that {NO_ANSWER}: 1 \("):
+    with pytest.raises(DataError, match=rf"held_out: no row is left to evaluate: rows that {CUT}: 1 \("):
         load(tmp_path, rows, **packing, test_split_size=1)
     rows += [messages("Who?", f"{number}") for number in range(6)]
     data = load(tmp_path, rows, **packing, test_split_size=8)
     (held_out,) = (part for part in data.parts if part.name == "held_out")
-    left_out = next(each.rows for name, each in data.findings() if (name, each.problem) == ("held_out", NO_ANSWER))
+    left_out = next(each.rows for name, each in data.findings() if (name, each.problem) == ("held_out", CUT))
     assert len(held_out.rows) + left_out.count == 8
     assert left_out.count == sum(":" in place for place in str(left_out).split(",")) or "-" in str(left_out)
     assert int(held_out.rows.lengths.max()) <= 32
@@ -199,7 +219,7 @@ def test_a_row_that_loses_its_targets_by_being_split_is_reported(tmp_path: Path)
         {"model_name_or_path": str(tmp_path), "datasets": str(write(tmp_path, rows)), **options}
     )
     data = load_data(config, tokenizer)
-    (problem,) = (each for _, each in data.findings() if each.problem == NO_ANSWER)
+    (problem,) = (each for _, each in data.findings() if each.problem == CUT)
     assert (problem.rows.count, str(problem.rows).rpartition(":")[2]) == (1, "1")
 
 

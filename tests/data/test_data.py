@@ -638,7 +638,7 @@ def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Pat
     assert (
         len(table),
         *(report.flagged[flag].count for flag in (RowFlag.TRUNCATED, RowFlag.LOST_TARGETS)),
-        report.flagged[RowFlag.NO_ANSWER].count,
+        report.flagged[RowFlag.CUT_ANSWER].count,
     ) == (
         2,
         2,
@@ -648,7 +648,7 @@ def test_long_rows_are_truncated_and_rows_without_targets_left_out(tmp_path: Pat
     assert table[1].sequences[0].ids.shape == (30,)
     assert table.num_targets.tolist() == [row.sequences[0].num_targets for row in table]
     found = "\n".join(map(str, check_rows(report, build_tokenizer())))
-    assert "rows that have no text or answer to train on: 1 (" in found
+    assert "rows that are cut before any answer to train on: 1 (" in found
     assert "rows that lost tokens to train on by truncation: 1 (" in found
 
 
@@ -867,7 +867,7 @@ def test_check_rows_of_a_dataset_without_rows_in_use(tmp_path: Path) -> None:
     report = prepare(datasets, build_tokenizer(), PreprocessConfig("sft", max_length=30))
     assert (
         next(finding.problem for finding in check_rows(report, build_tokenizer()))
-        == "have no text or answer to train on"
+        == "are cut before any answer to train on"
     )
     sampler = Sampler(tuple(report.rows.part_sizes()), 2, 0, tuple(report.rows.weights()))
     assert (sampler.steps_per_epoch, sorted(sampler.rows(0))) == (1, [0, 1])

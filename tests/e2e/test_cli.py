@@ -490,11 +490,12 @@ def test_inspect_reports_what_is_left_of_the_rows(tmp_path: Path, run_file: Path
     found = json.loads(run("inspect", run_file, *options, "--json").stdout)
     numbers = {name: found["numbers"][name] for name in ("rows_read", "left_out", "rows", "date_in_template")}
     assert numbers == {"rows_read": 6, "left_out": 2, "rows": 4, "date_in_template": date.today().isoformat()}
-    problem = next(each for each in found["findings"] if each["what"] == "have no text or answer to train on")
+    problem = next(each for each in found["findings"] if each["what"] == "are cut before any answer to train on")
     assert (problem["rows"], problem["places"]) == (2, [f"{tmp_path / 'train.jsonl'}:5-6"])
     assert re.search(rf"^date in template +{date.today().isoformat()} *$", told, re.M)
     assert (
-        f"rows that have no text or answer to train on: 2 ({tmp_path / 'train.jsonl'}:5-6); they are left out" in told
+        f"rows that are cut before any answer to train on: 2 ({tmp_path / 'train.jsonl'}:5-6); they are left out"
+        in told
     )
 
 

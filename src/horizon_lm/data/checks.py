@@ -13,6 +13,7 @@ from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.errors import DataError
 from horizon_lm.model.positions import Positions
 
+TRAINING = "training data"  # the name of the training rows in messages
 _EMPTY_THINKING = ("<think></think>", "<think>\n</think>", "<think>\n\n</think>")
 
 
@@ -106,10 +107,14 @@ def check_rows(report: Report, tokenizer: Any) -> list[Finding]:
 
 
 def left_out(report: Report) -> list[Finding]:
-    """Return the findings of rows that are not used, because nothing can be learned from what is left of them after truncation."""
+    """Return the findings of rows that are not used, because nothing can be learned from what is left of them after truncation.
+
+    Each row is in one of them.
+    """
     same = "neither is preferred; raise max_length if they differ behind it, or remove them"
     return [
         without_answer(report.flagged[RowFlag.NO_ANSWER]),
+        cut_before_answer(report.flagged[RowFlag.CUT_ANSWER]),
         Finding(
             "have the same chosen and rejected answer", same, report.flagged[RowFlag.SAME_ANSWERS], leaves_out=True
         ),
@@ -117,9 +122,21 @@ def left_out(report: Report) -> list[Finding]:
 
 
 def without_answer(rows: ExampleCounts) -> Finding:
-    """Return the finding of rows that have no target or none but whitespace."""
-    remedy = "raise max_length, or check their answers"
+    """Return the finding of rows that have no target or none but whitespace, whatever their length."""
+    remedy = "nothing can be learned from them; add what is missing, or remove them"
     return Finding("have no text or answer to train on", remedy, rows, leaves_out=True)
+
+
+def cut_before_answer(rows: ExampleCounts) -> Finding:
+    """Return the finding of rows in which truncation or packing leaves no target, or none but whitespace."""
+    return Finding("are cut before any answer to train on", "raise max_length", rows, leaves_out=True)
+
+
+def no_row_left(name: str, findings: Iterable[Finding]) -> DataError:
+    """Return the error of data that has no row left. ``name``: `TRAINING`, or that of an eval set."""
+    use = "train on" if name == TRAINING else "evaluate"
+    causes = [f"{each.summary}; {each.remedy}" for each in findings if each.leaves_out]
+    return DataError(f"{name}: no row is left to {use}: {'; '.join(causes)}")
 
 
 def _count_in_tokens(parts: Sequence[Part], tokenizer: Any) -> tuple[ExampleCounts, ExampleCounts]:

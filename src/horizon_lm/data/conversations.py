@@ -200,6 +200,13 @@ def has_content(message: Message) -> bool:
     return bool(message.get("tool_calls")) or any(has_text(message.get(name)) for name in TEXT_KEYS)
 
 
+def has_answer(example: Text | Completion | Conversation) -> bool:
+    """Return whether an example has a text, a completion or an answer of the assistant that is not blank."""
+    if isinstance(example, Conversation):
+        return any(each["role"] == "assistant" and has_content(each) for each in example.messages)
+    return has_text(example.text if isinstance(example, Text) else example.completion)
+
+
 def validate_messages(messages: list[Message]) -> list[Message]:
     """Return the messages unchanged; raise RowError if their order is invalid."""
     roles = [message["role"] for message in messages]

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,13 +19,13 @@ from horizon_lm.data.row_fields import reject_other_rows, reject_placeholders, u
 from horizon_lm.data.sources import Source, cannot_be_cached, digest, open_source, progress_bars
 from horizon_lm.data.table_cache import discard_altered_beside, record
 from horizon_lm.data.token_dataset import Part, TokenTable
-from horizon_lm.data.tokenize import LEFT_OUT, ExampleTokenizer, RowFlag, Tokens
+from horizon_lm.data.tokenize import LEFT_OUT, ExampleTokenizer, RowFlag, Tokens, flags_of_row
 from horizon_lm.data.workers import ending_with_us
 from horizon_lm.errors import DataError
 from horizon_lm.quantities import counted
 from horizon_lm.visible import visible
 
-_CACHE_VERSION = 14  # version of the cached tables; increase it when their content changes
+_CACHE_VERSION = 15  # version of the cached tables; increase it when their content changes
 _MAX_FAULTS_SHOWN = 5  # maximum number of faults listed in one error
 _BATCH_BYTES = 4 * 2**20  # text per batch of tokenization
 _MAX_ROW_CHARS = 1 << 24  # maximum length of a row's text: about four million tokens
@@ -348,7 +347,7 @@ def _tokenize_rows(
     sequences = [tokens for tokens, _ in tokenized]
     result: dict[str, list[Any]] = {
         "num_targets": [sum(tokens.num_targets for tokens in each) for each in sequences],
-        "flags": [int(reduce(or_, (tokens.flags for tokens in each))) for each in sequences],
+        "flags": [int(flags_of_row(each)) for each in sequences],
         "ends": [sorted({token for tokens in each for token in tokens.end_tokens}) for each in sequences],
         "inner": [sorted({token for tokens in each for token in tokens.inner}) for each in sequences],
     }

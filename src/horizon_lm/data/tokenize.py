@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from horizon_lm.data.conversations import (
     Preference,
     RowError,
     Text,
+    has_answer,
     has_content,
     has_text,
 )
@@ -42,9 +45,11 @@ class RowFlag(IntFlag):
     BLANK = 256  # a question or one of several answers without a character but whitespace
     NO_ANSWER = 512  # no target, or no text, completion or answer but whitespace
     SAME_ANSWERS = 1024  # of a preference
+    CUT_ANSWER = 2048  # as NO_ANSWER, but by truncation
 
 
-LEFT_OUT = RowFlag.NO_ANSWER | RowFlag.SAME_ANSWERS  # rows with one of these are not used
+REASONS = (RowFlag.NO_ANSWER, RowFlag.CUT_ANSWER, RowFlag.SAME_ANSWERS)
+LEFT_OUT = reduce(or_, REASONS)  # rows with one of these are not used
 _NONE, _NO_ENDS = RowFlag(0), np.zeros(0, dtype=np.int64)
 
 
@@ -80,6 +85,13 @@ class Tokens:
 
 def _flag(flag: RowFlag, is_set: object) -> RowFlag:
     return flag if is_set else _NONE
+
+
+def flags_of_row(sequences: Sequence[Tokens]) -> RowFlag:
+    """Return the flags of all sequences of a row, but only the first reason to leave it out, so that it is counted once."""
+    flags = reduce(or_, (each.flags for each in sequences))
+    first = next((reason for reason in REASONS if reason in flags), _NONE)
+    return flags & ~LEFT_OUT | first
 
 
 def _turn_flags(messages: Sequence[Message]) -> RowFlag:
@@ -134,7 +146,7 @@ class ExampleTokenizer:
         ids = np.array(self._tokenizer(self._with_eos(example.text))["input_ids"], dtype=np.int32)
         trained = np.ones(len(ids), dtype=bool)
         flags = _flag(RowFlag.MISSING_EOS, self._tokenizer.eos_token is None)
-        return self._cut(ids, trained, trained, flags | _flag(RowFlag.NO_ANSWER, not has_text(example.text)))
+        return self._cut(ids, trained, trained, flags | _flag(RowFlag.NO_ANSWER, not has_answer(example)))
 
     def _tokenize_answer(self, example: Conversation | Completion, train_on: str | None) -> Tokens:
         """Return the tokens of a prompt and its answer. Without ``train_on`` a completion is trained, or else the assistant's tokens."""
@@ -151,7 +163,7 @@ class ExampleTokenizer:
             | _flag(RowFlag.DROPPED_BY_TEMPLATE, rendered.dropped is not None and rendered.dropped < len(messages))
             | _flag(RowFlag.SPECIAL_TEXT, self._has_special_text(messages))
             | _flag(RowFlag.BLANK, not all(map(has_content, questions_and_answers)))
-            | _flag(RowFlag.NO_ANSWER, not rendered.assistant.any())
+            | _flag(RowFlag.NO_ANSWER, not has_answer(example) or not rendered.assistant.any())
         )
         ids, answer = rendered.ids.astype(np.int32), trained & rendered.assistant
         return self._cut(ids, trained, answer, flags, rendered.ends, rendered.inner)
@@ -174,10 +186,12 @@ class ExampleTokenizer:
         """
         length = self._max_length
         kept = Tokens(ids[:length], trained[:length], ends=ends if length is None else ends[ends < length], inner=inner)
+        flags |= _flag(RowFlag.NO_ANSWER, not trained[1:].any())
         if not self._keeps(len(ids) - 1):
             flags |= RowFlag.TRUNCATED | _flag(RowFlag.LOST_TARGETS, trained[length:].any())
-            flags |= _flag(RowFlag.NO_ANSWER, not has_text(self._tokenizer.decode(kept.ids[answer[:length]])))
-        return replace(kept, flags=flags | _flag(RowFlag.NO_ANSWER, not kept.num_targets))
+            is_left = kept.num_targets and has_text(self._tokenizer.decode(kept.ids[answer[:length]]))
+            flags |= _flag(RowFlag.CUT_ANSWER, not is_left)
+        return replace(kept, flags=flags)
 
     def _kept_messages(self, example: Conversation, rendered: TokenizedConversation) -> Sequence[Message]:
         """Return the messages of which truncation keeps tokens; all of them if it is not certain which ones."""
@@ -222,7 +236,7 @@ class ExampleTokenizer:
             _flag(RowFlag.MISSING_EOS, end is None)
             | _flag(RowFlag.UNTEMPLATED, self._tokenizer.chat_template is not None)
             | _flag(RowFlag.BLANK, not has_text(example.prompt))
-            | _flag(RowFlag.NO_ANSWER, not has_text(example.completion))
+            | _flag(RowFlag.NO_ANSWER, not has_answer(example))
         )
         return self._cut(ids, trained, completion, flags, np.flatnonzero(ids == end)[-1:])
 

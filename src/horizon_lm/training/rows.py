@@ -9,16 +9,23 @@ import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.data.chat_template import today
-from horizon_lm.data.checks import Finding, check_lengths, check_overlap, check_rows, describe, without_answer
+from horizon_lm.data.checks import (
+    TRAINING,
+    Finding,
+    check_lengths,
+    check_overlap,
+    check_rows,
+    cut_before_answer,
+    describe,
+    no_row_left,
+)
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.preprocess import PreprocessConfig, Report, origin, pack_rows, prepare, row_length_limit, summary
 from horizon_lm.data.sources import open_source
 from horizon_lm.data.token_dataset import TokenTable
-from horizon_lm.errors import ConfigError, DataError
+from horizon_lm.errors import ConfigError
 from horizon_lm.model.positions import Positions
 from horizon_lm.quantities import counted
-
-TRAINING = "training data"  # the name of the training rows in messages
 
 
 @dataclass(frozen=True)
@@ -134,11 +141,9 @@ def load_data(
     def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, config: PreprocessConfig) -> PreparedData:
         """Return the rows before and after packing, with what was found in them, and in their lengths."""
         packed, lost = pack_rows(rows, config)
-        findings = [*([without_answer(lost)] if lost.count else []), *findings]
+        findings = [*([cut_before_answer(lost)] if lost.count else []), *findings]
         if not len(packed):
-            use = "train on" if name == TRAINING else "evaluate"
-            causes = [f"{each.summary}; {each.remedy}" for each in findings if each.leaves_out]
-            raise DataError(f"{name}: no row is left to {use}: {'; '.join(causes)}")
+            raise no_row_left(name, findings)
         return PreparedData(name, [*check_lengths(packed, positions), *findings], rows, packed)
 
     report = prepare(config.datasets or (), tokenizer, preprocess)
