@@ -23,8 +23,9 @@ from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data import preprocess
 from horizon_lm.data.answer_spans import locate_answers
 from horizon_lm.data.chat_template import ChatRenderer
-from horizon_lm.data.checks import Finding, check_overlap, check_rows, describe, reject_errors
+from horizon_lm.data.checks import check_overlap, check_rows
 from horizon_lm.data.conversations import Completion, Conversation, Preference, RowError, Text
+from horizon_lm.data.findings import Finding, describe, reject_errors
 from horizon_lm.data.formats import FORMATS, find_format, rename_fields
 from horizon_lm.data.loader import Sampler, batch_from, collate
 from horizon_lm.data.places import ExampleCounts

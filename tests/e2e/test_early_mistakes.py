@@ -145,6 +145,8 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [  # settings, exit code, erro
     ({"datasets": "empty.jsonl"}, 4, "empty.jsonl: no rows found"),
     ({"datasets": "other.jsonl"}, 4, "other.jsonl:1: the row has 'frage', 'antwort', which matches no known format"),
     ({"datasets": "bad.jsonl"}, 4, "bad.jsonl:9: field 'output' is missing"),
+    ({"datasets": "unanswered.jsonl"}, 4, "training data: no row is left to train on: rows that have no text or answer to train on: 9 (unanswered.jsonl:1-9); nothing"),
+    ({"eval_datasets": "blank.jsonl"}, 4, "blank: no row is left to evaluate: rows that have no text or answer to train on: 2 (blank.jsonl:1-2)"),
     ({"objective": "dpo"}, 4, "rows in alpaca format are not supported with objective: dpo"),
     ({"datasets": "latin.jsonl"}, 4, "latin.jsonl:1:11: not UTF-8 text"),
     ({"datasets": "folder"}, 4, "folder: no files of rows in this folder"),
@@ -215,6 +217,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_jsonl(here / "rows.jsonl", tiny.alpaca_rows(8))
     tiny.write_jsonl(here / "bad.jsonl", [*tiny.alpaca_rows(8), {"instruction": "a"}])
     tiny.write_jsonl(here / "other.jsonl", [{"frage": "a", "antwort": "b"}])
+    tiny.write_jsonl(here / "unanswered.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 9)
+    tiny.write_jsonl(here / "blank.jsonl", [{"prompt": "a", "completion": " "}] * 2)
     (here / "broken.jsonl").write_text('{"text": "a"}\n{bad\n')
     (here / "latin.jsonl").write_bytes(b'{"text": "\xff"}\n')
     (here / "open.jinja").write_text("a\n{% for")
@@ -290,3 +294,20 @@ def test_all_rows_are_read_only_if_one_of_the_first_is_invalid(
         return
     with pytest.raises(DataError, match=re.escape(shown)):
         check_first_rows(config, "pretrain")
+
+
+@pytest.mark.parametrize(
+    ("num_answered", "name", "shown"),
+    [(0, "eval", "eval: no row is left to evaluate.* 2,000 .*rows.jsonl:1-2000"), (1, "eval", None), (0, None, None)],
+)
+def test_rows_without_answers_are_rejected_only_if_there_are_no_others(
+    tmp_path: Path, num_answered: int, name: str | None, shown: str | None
+) -> None:
+    """An answer behind the first rows suffices, and one in another entry of ``datasets``, which is not looked at here."""
+    rows = [{"text": " "}] * (2000 - num_answered) + [{"text": "a"}] * num_answered
+    config = DatasetConfig(path=str(tiny.write_jsonl(tmp_path / "rows.jsonl", rows)))
+    if shown is None:
+        check_first_rows(config, "pretrain", name)
+        return
+    with pytest.raises(DataError, match=shown):
+        check_first_rows(config, "pretrain", name)

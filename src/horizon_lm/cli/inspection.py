@@ -12,7 +12,7 @@ from rich.text import Text
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
-from horizon_lm.data.checks import reject_errors
+from horizon_lm.data.findings import reject_errors
 from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.model.positions import positions_of
 from horizon_lm.preflight.inputs import fetch_source

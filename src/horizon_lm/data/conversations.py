@@ -200,8 +200,10 @@ def has_content(message: Message) -> bool:
     return bool(message.get("tool_calls")) or any(has_text(message.get(name)) for name in TEXT_KEYS)
 
 
-def has_answer(example: Text | Completion | Conversation) -> bool:
-    """Return whether an example has a text, a completion or an answer of the assistant that is not blank."""
+def has_answer(example: Example) -> bool:
+    """Return whether an example has a text, a completion or an answer of the assistant that is not blank; of a preference, both answers."""
+    if isinstance(example, Preference):
+        return has_answer(example.chosen) and has_answer(example.rejected)
     if isinstance(example, Conversation):
         return any(each["role"] == "assistant" and has_content(each) for each in example.messages)
     return has_text(example.text if isinstance(example, Text) else example.completion)

@@ -12,6 +12,7 @@ from horizon_lm.config import DatasetConfig, RunConfig, TextConfig
 from horizon_lm.constants import LANGUAGE_MODEL
 from horizon_lm.data import trl_compat
 from horizon_lm.data.chat_template import read_template
+from horizon_lm.data.findings import TRAINING
 from horizon_lm.data.first_rows import check_first_rows
 from horizon_lm.errors import ConfigError, HorizonError
 from horizon_lm.model.adapter_config import NO_PEFT, require_adapter_config, require_weights
@@ -52,8 +53,12 @@ def mistakes_in_run(config: RunConfig) -> Iterator[HorizonError]:
 
 def _of_rows(config: RunConfig) -> list[Check]:
     """Return the checks of what rows are tokenized from, besides the model's config."""
-    entries = [*(config.datasets or ()), *(config.eval_datasets or ())]
-    return [_require_tokenizer, _require_template, _require_trl, *(partial(_require_rows, entry) for entry in entries)]
+    training, evaluation = config.datasets or (), config.eval_datasets or ()
+    only = TRAINING if len(training) == 1 else None  # or rows of another entry may have answers
+    names = config.eval_set_names[len(config.eval_set_names) - len(evaluation) :]
+    entries = [*((entry, only) for entry in training), *zip(evaluation, names, strict=True)]
+    rows = [partial(_require_rows, entry, name) for entry, name in entries]
+    return [_require_tokenizer, _require_template, _require_trl, *rows]
 
 
 def _errors(config: RunConfig, checks: Sequence[Check]) -> Iterator[HorizonError]:
@@ -66,8 +71,8 @@ def _errors(config: RunConfig, checks: Sequence[Check]) -> Iterator[HorizonError
                 yield error
 
 
-def _require_rows(entry: DatasetConfig, config: RunConfig) -> None:
-    check_first_rows(entry, config.objective)
+def _require_rows(entry: DatasetConfig, name: str | None, config: RunConfig) -> None:
+    check_first_rows(entry, config.objective, name)
 
 
 def _folder(name: str | None) -> Path | None:

@@ -9,16 +9,8 @@ import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.data.chat_template import today
-from horizon_lm.data.checks import (
-    TRAINING,
-    Finding,
-    check_lengths,
-    check_overlap,
-    check_rows,
-    cut_before_answer,
-    describe,
-    no_row_left,
-)
+from horizon_lm.data.checks import check_lengths, check_overlap, check_rows
+from horizon_lm.data.findings import TRAINING, Finding, cut_before_answer, describe, no_row_left
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.preprocess import PreprocessConfig, Report, origin, pack_rows, prepare, row_length_limit, summary
 from horizon_lm.data.sources import open_source

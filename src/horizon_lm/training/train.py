@@ -10,7 +10,7 @@ from horizon_lm.checkpoints.checkpoint import ARRAYS, read_tensors, restore
 from horizon_lm.config import RunConfig, TextConfig
 from horizon_lm.config.load import as_config
 from horizon_lm.data.batch import Batch
-from horizon_lm.data.checks import reject_errors
+from horizon_lm.data.findings import reject_errors
 from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.rendezvous import failing_together
 from horizon_lm.engine.streamed import engine_of
