@@ -9,7 +9,7 @@ from horizon_lm.config.run import SCHEMAS
 from horizon_lm.data.checks import check_rows
 from horizon_lm.data.loader import batch_from
 from horizon_lm.data.preprocess import PreprocessConfig, prepare
-from horizon_lm.errors import DataError
+from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.training.rows import RunData, load_data
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
 from tests.support.prepared_rows import messages, write
@@ -186,6 +186,14 @@ def test_faults_of_the_template_behind_the_cut(tmp_path: Path, template: str, pr
     turns = ("Who?", SHORT, "Why?", SHORT)
     assert problem in found(load(tmp_path, [messages(*turns)], max_length=256, chat_template=template))
     assert problem not in found(load(tmp_path, [messages(*turns)], max_length=18, chat_template=template))
+
+
+def test_too_few_rows_are_left_to_hold_some_out(tmp_path: Path) -> None:
+    """It is said how many there were, and why they are left out."""
+    rows = [messages("q" * 90, "Night."), messages("q" * 90, "Day."), messages("Who?", "I.")]
+    message = rf"test_split_size is 2, but only 1 of 3 rows is used; rows that {NO_ANSWER}: 2 \(.*; raise max_length"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, rows, max_length=32, test_split_size=2)
 
 
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])

@@ -9,7 +9,7 @@ import numpy as np
 
 from horizon_lm.config import RunConfig, SftConfig, TextConfig
 from horizon_lm.data.chat_template import today
-from horizon_lm.data.checks import check_lengths, check_overlap, check_rows
+from horizon_lm.data.checks import check_lengths, check_overlap, check_rows, left_out
 from horizon_lm.data.findings import TRAINING, Finding, cut_before_answer, describe, no_row_left
 from horizon_lm.data.loader import Loader, Sampler
 from horizon_lm.data.preprocess import PreprocessConfig, Report, origin, pack_rows, prepare, row_length_limit, summary
@@ -142,7 +142,7 @@ def load_data(
     rows, parts, eval_length = report.rows, list[PreparedData](), row_length_limit(eval_preprocess)
     found = check_rows(report, tokenizer)
     if config.test_split_size is not None and len(rows):
-        eval_rows, rows = _split(rows, config.test_split_size, _data_seed(config))
+        eval_rows, rows = _split(report, config.test_split_size, _data_seed(config))
         found_in_eval: list[Finding] = []
         if eval_length != row_length_limit(preprocess):  # training packs whole rows
             chosen = [part.indices for part in eval_rows.parts]
@@ -162,13 +162,18 @@ def load_data(
     return RunData(report, training, loader, [training, *parts], eval_sets, origin(tokenizer, day))
 
 
-def _split(rows: TokenTable, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
+def _split(report: Report, size: float, seed: int) -> tuple[TokenTable, TokenTable]:
     """Return the rows that are held out, drawn by ``seed``, and the others. A size below 1 is a share of all rows."""
+    rows = report.rows
     number = int(size) if size >= 1 else math.ceil(size * len(rows))
     if number >= len(rows):
-        raise ConfigError(
-            f"test_split_size is {size:g}, but the dataset has only {counted(len(rows), 'row')}; set a smaller number"
-        )
+        causes = [str(each) for each in left_out(report) if each.rows.count]
+        if not causes:
+            problem, remedy = f"the dataset has only {counted(len(rows), 'row')}", "set a smaller number"
+        else:
+            used = f"only {len(rows):,} of {counted(report.read, 'row')} {'is' if len(rows) == 1 else 'are'} used"
+            problem, remedy = "; ".join([used, *causes]), "or set a smaller number"
+        raise ConfigError(f"test_split_size is {size:g}, but {problem}; {remedy}")
     held_out = np.zeros(len(rows), dtype=bool)
     held_out[np.random.default_rng((seed, 0)).permutation(len(rows))[:number]] = True
     return rows.split(held_out)
