@@ -32,6 +32,16 @@ def _words_without_match(name: str, other: str) -> list[str]:
     return [word for word in name.split("_") if not difflib.get_close_matches(word, other.split("_"), 1, _SAME_WORD)]
 
 
+def most_similar_first(names: Iterable[str], typed: Iterable[str]) -> list[str]:
+    """Return names sorted by their similarity to the one of those typed that is nearest."""
+    typed = list(typed)
+
+    def similarity(name: str) -> float:
+        return max((difflib.SequenceMatcher(a=name, b=each).ratio() for each in typed), default=0)
+
+    return sorted(sorted(names), key=similarity, reverse=True)
+
+
 def closest_model(typed: str, known: Iterable[str]) -> str | None:
     """Return the model of the same family, version and size whose name is the most similar; None if there is none.
 

@@ -341,6 +341,11 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "unused": ({"use_peft": False}, "lora_r.*is not used without use_peft"),
     "trainable": ({"trainable": "lm_head"}, "trains adapters alone, so trainable is not used"),
     "no such layer": ({"lora_target_modules": ["nothing"]}, "PEFT cannot add these adapters.*nothing"),
+    "a misspelt layer": (
+        {"lora_target_modules": ["v_prj"]},
+        "v_prj.*; set lora_target_modules to linear layers of the model: v_proj, (?=.*q_proj)(?=.*down_proj)(?!.*lm_head)",
+    ),
+    "a pattern of no layer": ({"lora_target_modules": ".*mlp.up"}, "linear layers of the model: up_proj, "),
     "no such module": (
         {"lora_modules_to_save": ["embed_token"]},
         "lora_modules_to_save: embed_token: the model has nothing of this name; did you mean embed_tokens",

@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from horizon_lm.model.adapter_kinds import require_kind_that_streams
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.finite import require_finite
 from horizon_lm.model.generation import read_generation_config
-from horizon_lm.near_misses import closest_setting
+from horizon_lm.near_misses import closest_setting, most_similar_first
 from horizon_lm.paths import lasting_name
 
 _COPY, _RANK = ".modules_to_save.", ".ranknum."  # in names of PEFT's tensors
@@ -88,7 +88,7 @@ class Adapters:
             ConfigError: PEFT is not installed, or rejects the adapters for this model.
         """
         peft = _peft()
-        with _rejections(self.folder):
+        with _rejections(self.folder, lambda: _layers_remedy(model, self.target_modules)):
             folder = None if self.folder is None else hub.local_folder(self.folder)
             config = self._new_config(peft, model) if folder is None else open_adapter_config(folder, model)
             require_kind_that_streams(config, model)  # before PEFT opens further adapters, or repeats layers
@@ -269,6 +269,17 @@ def _require_names(setting: str, wanted: Iterable[str] | None, found: Sequence[s
             raise ConfigError(f"{setting}: {name}: the model has nothing of this name{hint}")
 
 
+def _layers_remedy(model: Any, wanted: str | Iterable[str] | None) -> str:
+    """Return the remedy for targets that no layer of a model has: the names of its linear layers but the head, the nearest first."""
+    typed = [wanted] if isinstance(wanted, str) else wanted or ()
+    plain = adapted_model(model)
+    head = plain.get_output_embeddings()
+    linear = (name for name, each in plain.named_modules() if isinstance(each, nn.Linear) and each is not head)
+    ends = {name.rpartition(".")[2] for name in linear}
+    names = ", ".join(most_similar_first(ends, [each.rpartition(".")[2] for each in typed]))
+    return f"set lora_target_modules to linear layers of the model: {names}" if names else ""
+
+
 def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
     return None if values is None else tuple(values)
 
@@ -308,8 +319,13 @@ def without_peft_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def _rejections(folder: str | None = None) -> Iterator[None]:
-    """Context manager: raise ConfigError for adapters that PEFT rejects: those in a folder, or those of settings."""
+def _rejections(folder: str | None = None, layers_remedy: Callable[[], str] = str) -> Iterator[None]:
+    """Context manager: raise ConfigError for adapters that PEFT rejects: those in a folder, or those of settings.
+
+    Args:
+        folder: folder of the adapters; None for those of settings.
+        layers_remedy: returns the remedy for layers that the model does not have; an empty text for none of its own.
+    """
     try:
         with without_peft_warnings():
             yield
@@ -319,9 +335,7 @@ def _rejections(folder: str | None = None) -> Iterator[None]:
         _, _, shapes = str(error).partition("Error(s) in loading state_dict for")  # torch names them below this line
         detail = shapes.split("\n")[1].strip() if "\n" in shapes else first_line(error)
         place = "" if folder is None else f"{folder}: "
-        remedy = (
-            "correct the lora_ settings"
-            if folder is None
-            else "give them the base and the vocabulary that they were trained on"
-        )
+        remedy = "give them the base and the vocabulary that they were trained on"
+        if folder is None:
+            remedy = (layers_remedy() if "target modules" in detail.lower() else "") or "correct the lora_ settings"
         raise ConfigError(f"{place}PEFT cannot add these adapters to the model ({detail}); {remedy}") from error
