@@ -9,6 +9,7 @@ from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError, DoesNotFitError
 from horizon_lm.quantities import format_bytes
 from horizon_lm.resources import disk_free, file_system, is_in_memory
+from horizon_lm.training.output_folder import require_writable
 
 
 def find_second_place(config: RunConfig, num_bytes: int) -> Path | None:
@@ -26,6 +27,7 @@ def find_second_place(config: RunConfig, num_bytes: int) -> Path | None:
         output_dir = Path(os.path.abspath(Path(config.output_dir).expanduser()))
         return next((each for each in _candidates(output_dir) if _has_room(each, num_bytes)), None)
     folder = Path(config.fallback_dir).expanduser()
+    require_writable("fallback_dir", folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
