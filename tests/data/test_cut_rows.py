@@ -12,22 +12,11 @@ from horizon_lm.data.preprocess import PreprocessConfig, prepare
 from horizon_lm.errors import ConfigError, DataError
 from horizon_lm.training.rows import RunData, load_data
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS, build_tokenizer
-from tests.support.prepared_rows import messages, write
+from tests.support.prepared_rows import load, messages, write
 
 NO_ANSWER, SAME = "have no text or answer to train on", "have the same chosen and rejected answer"
 CUT = "are cut before any answer to train on"
 Row = dict[str, Any]
-
-
-def load(
-    folder: Path, rows: list[Row], *, objective: str = "sft", eval_rows: list[Row] | None = None,
-    chat_template: str = CHATML, **settings: Any,
-) -> RunData:  # fmt: skip
-    """Return the rows of a run, prepared as `train` and `inspect` do."""
-    if eval_rows is not None:
-        settings["eval_datasets"] = str(write(folder, eval_rows, "eval.jsonl"))
-    settings |= {"model_name_or_path": str(folder), "datasets": str(write(folder, rows)), "objective": objective}
-    return load_data(SCHEMAS[objective].model_validate(settings), build_tokenizer(chat_template))
 
 
 def found(data: RunData) -> dict[str, tuple[int, str]]:
@@ -191,7 +180,7 @@ def test_faults_of_the_template_behind_the_cut(tmp_path: Path, template: str, pr
 def test_too_few_rows_are_left_to_hold_some_out(tmp_path: Path) -> None:
     """It is said how many there were, and why they are left out."""
     rows = [messages("q" * 90, "Night."), messages("q" * 90, "Day."), messages("Who?", "I.")]
-    message = rf"test_split_size is 2, but only 1 of 3 rows is used; rows that {NO_ANSWER}: 2 \(.*; raise max_length"
+    message = rf"test_split_size is 2, but only 1 of 3 rows is used; rows that {CUT}: 2 \(.*; raise max_length"
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, rows, max_length=32, test_split_size=2)
 

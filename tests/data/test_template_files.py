@@ -9,9 +9,8 @@ import trl
 from horizon_lm.data.chat_template import read_template
 from horizon_lm.data.template_syntax import EXTENSIONS
 from horizon_lm.errors import ConfigError, DataError
-from tests.data.test_cut_rows import load
 from tests.e2e.tiny import CHATML, CHATML_WITH_MARKS
-from tests.support.prepared_rows import messages
+from tests.support.prepared_rows import load, messages
 
 PUBLISHED = {path.name: path.read_text() for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
 OWN = {"chatml": CHATML, "marks": CHATML_WITH_MARKS, "empty": "", "no tags": '{"text": "a"}', "deep": "{{" + "(" * 9999}

@@ -76,7 +76,7 @@ def test_a_published_folder(base: dict[str, Any], tmp_path: Path, family: str, k
         "output_dir": str(tmp_path / "run"),
         "lora_target_modules": [target],
     }
-    planned = run("plan", "--model", folder, "--use_peft", "true", "--lora_target_modules", f"[{target}]")
+    planned = run("plan", "--model", folder, "--use_peft", "true", "--lora_target_modules", f"[{target}]", "--details")
     assert "quantized weights" in planned.output
     result = horizon_lm.train(settings, print_fn=lambda _: None)
     assert result.eval_loss_after < result.eval_loss_before
@@ -156,7 +156,7 @@ def test_all_weights_of_a_quantized_folder(base: dict[str, Any], tmp_path: Path,
     with pytest.raises(ConfigError, match="plain: its weights are not quantized"):
         horizon_lm.train(other | {"dequantize": True}, print_fn=lambda _: None)
     plans = [
-        run("plan", "--model", each["model_name_or_path"], *options).output.splitlines()
+        run("plan", "--model", each["model_name_or_path"], "--details", *options).output.splitlines()
         for each, options in ((settings, ("--dequantize", "true")), (other, ()))
     ]
     sizes = [
@@ -184,8 +184,8 @@ def test_dequantized_runs_resume(runs: Runs, base: dict[str, Any], tmp_path: Pat
 
 def test_four_bits_of_a_folder_are_planned(base: dict[str, Any]) -> None:
     options = ("plan", "--model", base["model_name_or_path"], "--use_peft", "true", "--lora_target_modules", "[q_proj]")
-    assert "quantized weights" not in run(*options).output
-    assert "quantized weights" in run(*options, "--load_in_4bit", "true").output
+    assert "quantized weights" not in run(*options, "--details").output
+    assert "quantized weights" in run(*options, "--load_in_4bit", "true", "--details").output
 
 
 def test_exported_adapters(base: dict[str, Any], tmp_path: Path) -> None:

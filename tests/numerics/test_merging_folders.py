@@ -66,7 +66,12 @@ def test_another_dtype_leaves_buffers_as_they_are(tmp_path: Path) -> None:
     buffers = [name for name in before if "e_score_correction_bias" in name]
     assert buffers
     assert all(merged_adapters.same(written[name], before[name]) for name in buffers)
-    assert {written[name].dtype for name in before.keys() - set(buffers)} == {torch.bfloat16}
+    opened = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    in_float32 = {
+        name for name, value in opened.items() if value.dtype == torch.float32
+    }  # routers, from transformers 5.24 on
+    for name in before.keys() - set(buffers):
+        assert written[name].dtype == (torch.float32 if name in in_float32 else torch.bfloat16), name
 
 
 REJECTED: dict[str, tuple[Any, str]] = {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from horizon_lm.units import Unit
 from tests.support.thinned_cases import thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
@@ -390,6 +391,8 @@ def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, p
     for u in range(3):
         slabs = store.units[f"block{u}"]
         num_bytes = slabs.weights.numel() * itemsize + sum(e.num_bytes for e in slabs.packed.entries.values())
+        if (in_float32 := store.units.get(Unit(f"block{u}").float32)) is not None:
+            num_bytes += in_float32.weights.nbytes
         assert moved[f"stream_in:block{u}"] == num_bytes * 2
         assert not moved.get(f"stream_out:block{u}")
     packed = sum(entry.num_bytes for slabs in store.units.values() for entry in slabs.packed.entries.values())

@@ -22,7 +22,10 @@ from tests.support.thinned_cases import thinned
 EXACT = ("gpt_oss", "mimo_v2_flash", "deepseek_v4", "hy_v4")
 IN_FLOAT32 = ("flint", "granite_swa", "granitemoe_swa")  # their eager attention has scores in float32
 WITHOUT_VARLEN = ("deepseek_v4", "hy_v4")  # they change their masks
-NOT_CAUSAL = "openai_privacy_filter"  # a token classifier
+OTHERS = (
+    "openai_privacy_filter",
+    "hy_v4_vl",
+)  # a token classifier, and a model of images whose decoder is that of hy_v4
 WINDOW, HIDDEN = 3, torch.finfo(torch.float64).min
 LENGTHS = [[5, 4], [2, 7]]
 CASES: dict[str, dict[str, Any]] = {
@@ -276,7 +279,7 @@ def test_the_operation_passes_opcheck(case: str) -> None:
 def test_every_type_of_transformers_with_sinks_is_tested() -> None:
     sources = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
     found = {path.parent.name for path in sources if "s_aux=" in path.read_text(encoding="utf-8")}
-    assert found <= {*EXACT, *IN_FLOAT32, NOT_CAUSAL}
+    assert found <= {*EXACT, *IN_FLOAT32, *OTHERS}
 
 
 def model_of(kind: str, implementation: str = "eager") -> Any:
@@ -326,7 +329,7 @@ def test_a_token_classifier_equals_an_eager_one() -> None:
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids % 2}
     batch["attention_mask"][0, 9:] = 0
     config = transformers.AutoConfig.for_model(
-        NOT_CAUSAL, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        OTHERS[0], hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=3, vocab_size=97, pad_token_id=0,
     )  # fmt: skip
     losses = []

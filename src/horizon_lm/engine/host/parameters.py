@@ -119,7 +119,7 @@ class StreamedParameter(nn.Parameter):
 
     def follow_accumulation(self) -> None:
         """Wait, from now on, before torch's own autograd adds to the gradient, as before other code changes it."""
-        if not self._is_followed:
+        if not self._is_followed and self.requires_grad:
             self._is_followed, this = True, weakref.ref(self)
             with torch._C.DisableTorchFunctionSubclass():
                 torch.Tensor.register_hook(self, lambda _: _before_accumulation(this()))
