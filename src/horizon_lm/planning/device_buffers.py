@@ -155,9 +155,8 @@ def _unit_buffers(
     grad_slot = max(slots) if any(map(sum, trained_blocks)) else 0
     first_resident = sizes.num_blocks - settings.resident
     return {
-        "weight_slots": 2 * max(slots) * compute
-        if any(slots[:first_resident])
-        else 0,  # none if all blocks are resident
+        # None if all blocks are resident.
+        "weight_slots": 2 * max(slots) * compute if any(slots[:first_resident]) else 0,
         "resident_weights": sum(slots[first_resident:]) * compute,
         "grad_slots": (1 if accumulates else 2) * grad_slot * slot_grad,
         "grad_accumulator": grad_slot * 4 if accumulates else 0,

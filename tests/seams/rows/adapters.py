@@ -168,12 +168,15 @@ def save(model: Any) -> Any:
         return [files, evaluated(loaded), evaluated(model)]
 
 
+def _with_any_version() -> Any:
+    """Return a context in which transformers' own adapters are used: 5.24 asks for a version of PEFT that is not published."""
+    return patch("transformers.integrations.peft.check_peft_version")
+
+
 def _transformers_own() -> Any:
     model = tiny_models.build("llama")
     torch.manual_seed(1)
-    with patch(
-        "transformers.integrations.peft.check_peft_version"
-    ):  # transformers 5.24 asks for a version that is not published
+    with _with_any_version():
         model.add_adapter(_config())
     return model.train()
 
@@ -194,7 +197,7 @@ _ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
      edits=True)  # fmt: skip
 def save_arguments(model: Any, which: str) -> Any:
     train(model, adamw(model), steps=1)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _with_any_version():
         model.save_pretrained(folder, **_ARGUMENTS[which](model))
         files = sorted(path.name for path in Path(folder).iterdir())
         return {"files": files, "tensors": [load_file(path) for path in Path(folder).glob("*.safetensors")]}
