@@ -23,6 +23,7 @@ from horizon_lm.model.opening import created_in_float32, kept_in_float32
 from horizon_lm.model.quantization import take_quantization
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import TRAINED_DTYPES, find_parts
+from horizon_lm.run_folders import require_model_folder
 from horizon_lm.store.checkpoint_loader import check_headers, parameter_names
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.store.checkpoint_writer import as_stored, dtype_of, write_folder
@@ -66,6 +67,7 @@ def merge_adapter(
     """
     folder, adapter = Path(folder), hub.local_folder(adapter)
     require_new(folder)
+    require_model_folder(adapter)
     require_adapter_config(adapter)
     name = base_of_adapters(adapter)
     assert name is not None

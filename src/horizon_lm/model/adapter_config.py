@@ -27,8 +27,8 @@ _WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")  # PEFT co
 
 def require_adapter_config(folder: Path) -> None:
     """Raise ConfigError if a folder has no config of adapters."""
-    require_model_folder(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
+        require_model_folder(folder)
         raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; it is not the folder of adapters")
 
 

@@ -20,6 +20,7 @@ from horizon_lm.model.config_limits import require_sane_config
 from horizon_lm.model.folder import require_model_files, require_tokenizer_files
 from horizon_lm.model.known_models import find_known
 from horizon_lm.paths import exists, may_be_on_hub, similar_path
+from horizon_lm.run_folders import require_model_folder
 from horizon_lm.store.weight_files import WeightFiles
 from horizon_lm.training.best_model import require_known_metric
 from horizon_lm.training.output_folder import output_folder, require_usable, require_writable
@@ -124,6 +125,7 @@ def _require_headers(config: RunConfig) -> None:
 
 def _require_adapter(config: RunConfig) -> None:
     if folder := _folder(config.adapter_name_or_path):
+        require_model_folder(folder)
         require_adapter_config(folder)
         require_weights(folder)
 
