@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,6 +46,17 @@ def opened(file: Path, hidden: Collection[str] = ()) -> Any:
 
     with mock.patch("horizon_lm.model.gguf_weights.read_gguf_header", read):
         return load_gguf(file.parent, file.name, torch.float32)
+
+
+def attempt(open_file: Callable[[], Any], keys: Collection[str]) -> tuple[Any, str, str]:
+    """Return what opening a file with changed keys returns, or None; the outcome, empty where llama.cpp decides; and the error."""
+    try:
+        return open_file(), "", ""
+    except ConfigError as error:
+        message = str(error)
+        return None, REJECTED if any(key in message for key in keys) else "", message
+    except Exception as error:
+        return None, WRONG, f"{type(error).__name__}: {error}"
 
 
 class Logits:
@@ -129,15 +140,9 @@ class Logits:
     ) -> tuple[str, str]:
         """Return the outcome of a file with other metadata, and what happened."""
         file, name = header.write(self._changed, keys), next(iter(keys))
-        model, message = None, ""
-        try:
-            model = opened(file, hidden)
-        except ConfigError as error:
-            message = str(error)
-            if any(key in message for key in keys):
-                return REJECTED, message
-        except Exception as error:
-            return WRONG, f"{type(error).__name__}: {error}"
+        model, outcome, message = attempt(lambda: opened(file, hidden), keys)
+        if outcome:
+            return outcome, message
         theirs = self.in_llama_cpp(file, plain.shape[1] if model is None else model.config.vocab_size)
         if model is None:
             return (NOT_OPENED if theirs is None else WRONG), message
@@ -194,15 +199,9 @@ def tokenizer_outcome(
 ) -> tuple[str, str]:
     """Return the outcome of a file with another tokenizer, and what happened."""
     header.write(file, keys)
-    tokenizer, message = None, ""
-    try:
-        tokenizer = open_tokenizer(file.parent, gguf_file=file.name)
-    except ConfigError as error:
-        message = str(error)
-        if any(key in message for key in keys):
-            return REJECTED, message
-    except Exception as error:
-        return WRONG, f"{type(error).__name__}: {error}"
+    tokenizer, outcome, message = attempt(lambda: open_tokenizer(file.parent, gguf_file=file.name), keys)
+    if outcome:
+        return outcome, message
     theirs = llama_cpp.tokens(file, texts)
     if tokenizer is None:
         return (NOT_OPENED if theirs is None else WRONG), message

@@ -53,5 +53,4 @@ def _wrapped_line(line: str, width: int) -> list[str]:
         subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
-        drop_whitespace=True,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from horizon_lm.config import RunConfig
 from horizon_lm.config.load import read_run_config
 from horizon_lm.errors import ConfigError
 
@@ -23,14 +24,14 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("models/tiny/damaged.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0))
 
 
-def read(*changes: str) -> None:
+def read(*changes: str) -> RunConfig:
     overrides = [
         f"--{change}" for change in ("use_peft=true", "model_name_or_path=models/tiny", "datasets=train.jsonl")
     ]
     kept = [
         each for each in overrides if each.partition("=")[0] not in {change.partition("=")[0] for change in changes}
     ]
-    read_run_config(None, [*kept, *changes])
+    return read_run_config(None, [*kept, *changes])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,8 @@ def test_all_are_named_together() -> None:
     ],
 )  # fmt: skip
 def test_other_names_are_accepted(change: str) -> None:
-    read(change)
+    name = change.removeprefix("--").partition("=")[0]
+    assert name in read(change).model_fields_set
 
 
 def test_links_of_the_hubs_cache_are_accepted() -> None:
@@ -87,4 +89,4 @@ def test_links_of_the_hubs_cache_are_accepted() -> None:
         folder.mkdir(parents=True)
     shutil.copy("models/tiny/tiny.gguf", blobs / "a")
     (snapshot / "tiny.gguf").symlink_to("../../blobs/a")
-    read(f"--model_name_or_path={snapshot}", "--gguf_file=tiny.gguf")
+    assert read(f"--model_name_or_path={snapshot}", "--gguf_file=tiny.gguf").gguf_file == "tiny.gguf"

@@ -26,6 +26,9 @@ from horizon_lm.training.rows import estimate_sampler
 from horizon_lm.training.setup import check_weights, choose_device, load_tokenizer
 
 _ELSEWHERE = ", or plan for another machine, such as --device h200 (horizon-lm plan --list names them)"
+# The settings of the two ways to train a model with quantized weights.
+_ADAPTERS: dict[str, Any] = {"use_peft": True, "trainable": None}
+_DECODED = {"dequantize": True}
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,6 @@ class Result:
     plan: Plan
     device: str
     remedies: Sequence[Remedy]
-
-
-_ADAPTERS: dict[str, Any] = {"use_peft": True, "trainable": None}
-_DECODED = {"dequantize": True}
 
 
 def plan_each(run: RunConfig, hardware: Hardware | None, size: Size) -> list[Result]:

@@ -76,7 +76,7 @@ def fetch_config(name: str, trust_remote_code: bool) -> Any:
     from horizon_lm.model.hf_config import auto_class, require_model
 
     _require_hub_id(name)
-    _rejection(name)
+    _ask_hub(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the network, the hub, or transformers' parsers
@@ -88,13 +88,13 @@ def require_on_hub(name: str) -> None:
     """Raise ConfigError if a hub id is not in the cache, and the hub does not know it or does not answer. Nothing heavy is imported."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    error = _rejection(name)
+    error = _ask_hub(name)
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
         raise _not_found(name, name, error) from error
 
 
-def _rejection(name: str) -> Exception | None:
-    """Return the hub's rejection of a request for a config; None if it is there, or in the cache.
+def _ask_hub(name: str) -> Exception | None:
+    """Ask the hub for a config, and return its rejection; None if the config is there, or in the cache.
 
     Raises:
         ConfigError: the hub does not answer. transformers would try for most of a minute.
