@@ -7,7 +7,7 @@ export TORCH
 .PHONY: help demo golden test test-slow test-oldest test-newest test-peers lint docs hostile wheel gpu-check
 
 help:
-	@echo "make demo   fine-tune a real model under an enforced limit on device memory, at most 4 minutes (FAST=1: 8 steps, about 90 seconds)"
+	@echo "make demo   fine-tune a real model under an enforced limit on device memory, at most 4 minutes (FAST=1: 8 steps, at most 90 seconds)"
 	@echo "make test   lint, types, imports and the test suite (DURATIONS=30: list the slowest tests)"
 	@echo "make test-slow  the cases that make test leaves out (TESTS=tests/numerics)"
 	@echo "make test-oldest  numerics with the engine's dependencies alone, in the oldest versions (TESTS=..., TORCH=torch==2.11.0)"

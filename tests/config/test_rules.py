@@ -17,7 +17,8 @@ from horizon_lm.training.resume import ResumePoint, apply_settings, choice_warni
 EXPECTED: dict[OnResume | None, set[str]] = {
     OnResume.FREE: {"output_dir", "datasets", "save_steps", "resident_blocks", "eval_packing", "precompute_ref_batch_size"},
     OnResume.ROUNDING: {"device", "head", "compile", "per_device_train_batch_size", "attn_implementation"},
-    None: {"objective", "seed", "max_length", "precision", "moments", "learning_rate", "lora_r", "beta", "train_on", "trainable"},
+    OnResume.STATE: {"precision", "moments", "optim", "trainable", "lora_r", "lora_target_modules", "use_dora"},
+    None: {"objective", "seed", "max_length", "learning_rate", "lora_alpha", "beta", "train_on"},
 }  # fmt: skip
 ALL = sorted({(name, rule) for rule, names in EXPECTED.items() for name in names}, key=str)
 SETTINGS = [(objective, name) for objective, schema in SCHEMAS.items() for name in schema.model_fields]
@@ -33,8 +34,9 @@ def rules_of(schema: type[Settings], name: str) -> list[OnResume]:
 
 
 def test_each_setting_has_one_rule_of_resuming() -> None:
-    """A setting is the same in all objectives, and FREE, ROUNDING or fixed."""
-    assert not settings_with(OnResume.FREE) & settings_with(OnResume.ROUNDING)
+    """A setting is the same in all objectives, and FREE, ROUNDING, STATE or fixed."""
+    names = [name for rule in OnResume for name in settings_with(rule)]
+    assert len(names) == len(set(names))
     for _, name in SETTINGS:
         found = [rules_of(schema, name) for schema in SCHEMAS.values() if name in schema.model_fields]
         assert found.count(found[0]) == len(found)
@@ -45,12 +47,15 @@ def test_another_value_on_resume_does_what_the_rule_says(objective: str, name: s
     config = plan_config(objective=objective, model_name_or_path="m")
     settled = settings_of(config)
     given = settled | {name: 2 * settled[name] if name in ROWS else "another value"}
+    rules = rules_of(SCHEMAS[objective], name)
+    if rules == [OnResume.STATE]:
+        settled = given
     state = {"config": given, "settled": settled, "rows_per_step": config.rows_per_step}
     point = ResumePoint(Path("checkpoint-1"), Manifest(1, "bf16", None, {}, {}, []), state)
-    rules = rules_of(SCHEMAS[objective], name)
-    if not rules:
-        with pytest.raises(ConfigError, match=f"these have changed: {name}: another value -> "):
+    if rules in ([], [OnResume.STATE]):
+        with pytest.raises(ConfigError, match=f"these have changed: {name}: another value -> ") as caught:
             apply_settings(config, point)
+        assert ("resume_with_changes" in str(caught.value)) == (not rules)
         return
     _, lines = apply_settings(config, point)
     assert [f"resume: warning: {name}: " in line for line in lines] == ([True] if rules == [OnResume.ROUNDING] else [])

@@ -253,7 +253,6 @@ def weights(runs: Runs) -> torch.Tensor:
     [
         ({"learning_rate": 1e-3}, "learning_rate: 0.003 -> 0.001"),
         ({"seed": 7}, "seed: 42 -> 7"),
-        ({"precision": "float32"}, "precision"),
         ({"max_length": 32}, "max_length: 64 -> 32"),
         ({"per_device_train_batch_size": 4}, "rows per step: 3 -> 4"),
         ({"test_split_size": 4}, "test_split_size"),
@@ -267,6 +266,41 @@ def test_changes_of_the_trajectory_are_rejected(
     with pytest.raises(ConfigError, match=f"cannot be resumed.*{named}.*resume_with_changes"):
         horizon_lm.train(cut | change, print_fn=lambda line: None)
     assert (tmp_path / "cut" / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ({}, {"precision": "float32"}),
+        ({}, {"optim": "lion"}),
+        ({}, {"moments": "bfloat16"}),
+        ({}, {"trainable": "lm_head"}),
+        ({"use_peft": True}, {"lora_r": 4}),
+        ({"use_peft": True}, {"lora_target_modules": ["q_proj"]}),
+        ({"use_peft": True}, {"use_dora": True}),
+    ],
+    ids=str,
+)
+def test_a_change_that_needs_another_state_is_never_allowed(
+    runs: Runs, base: dict[str, Any], tmp_path: Path, settings: dict[str, Any], change: dict[str, Any], allowed: bool
+) -> None:
+    cut = {**base, **settings, "output_dir": str(tmp_path / "cut")}
+    runs.interrupt(cut, stop_after=1)
+    (name,) = change
+    with pytest.raises(ConfigError, match=f"have changed: .*restore {name}, without which") as caught:
+        horizon_lm.train(cut | change | {"seed": 7, "resume_with_changes": allowed}, print_fn=lambda line: None)
+    assert f"{name}: " in str(caught.value)
+    assert "seed: 42 -> 7" in str(caught.value)
+    assert "resume_with_changes" not in str(caught.value)
+
+
+def test_moments_that_the_plan_has_chosen_may_be_named(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    cut = {**base, "moments": "auto", "output_dir": str(tmp_path / "cut")}
+    runs.interrupt(cut, stop_after=1)
+    with pytest.raises(ConfigError, match=r"moments: auto -> float32\. .*or set resume_with_changes"):
+        horizon_lm.train(cut | {"moments": "float32"}, print_fn=lambda line: None)
+    runs.train(cut | {"moments": "float32", "resume_with_changes": True})
 
 
 def test_another_folder_is_a_remedy_only_where_no_checkpoint_is_demanded(

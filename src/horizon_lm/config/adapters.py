@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.rules import Needs, PerMachine
+from horizon_lm.config.rules import Needs, OnResume, PerMachine
 from horizon_lm.config.types import MAX_COUNT, Count, Fraction, Names, Settings
 
 OF_THE_BASE = {"use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path"}
@@ -24,27 +24,27 @@ class AdapterSettings(Settings):
     use_peft: bool = Field(
         False, description="Train LoRA adapters (arXiv 2106.09685) of PEFT on the frozen model. Needs peft."
     )
-    lora_r: Annotated[Count, _NEEDS_PEFT] = Field(16, description="Rank of the adapters.")
+    lora_r: Annotated[Count, OnResume.STATE, _NEEDS_PEFT] = Field(16, description="Rank of the adapters.")
     lora_alpha: Annotated[PositiveFloat, BeforeValidator(_as_float), _NEEDS_PEFT] = Field(
         32.0, le=1e6, description="Adapters are scaled by lora_alpha / lora_r."
     )
     lora_dropout: Annotated[Fraction, _NEEDS_PEFT] = Field(0.05, description="Dropout of the adapters' inputs.")
-    lora_target_modules: Annotated[str | Names | None, _NEEDS_PEFT] = Field(
+    lora_target_modules: Annotated[str | Names | None, OnResume.STATE, _NEEDS_PEFT] = Field(
         None,
         description="Names of the linear layers that get adapters, a regular expression of their names, or all-linear. Default: "
         "PEFT's choice for the model, or the layers of its attention.",
     )
-    lora_target_parameters: Annotated[Names | None, _NEEDS_PEFT] = Field(
+    lora_target_parameters: Annotated[Names | None, OnResume.STATE, _NEEDS_PEFT] = Field(
         None,
         description="Names of parameters that get adapters, such as mlp.experts.gate_up_proj, for stacked experts. Needs lora_dropout: 0.",
     )
-    lora_modules_to_save: Annotated[Names | None, _NEEDS_PEFT] = Field(
+    lora_modules_to_save: Annotated[Names | None, OnResume.STATE, _NEEDS_PEFT] = Field(
         None, description="Names of modules to train as a whole beside the adapters, such as embed_tokens."
     )
     use_rslora: Annotated[bool, _NEEDS_PEFT] = Field(
         False, description="Scale adapters by lora_alpha / sqrt(lora_r) (arXiv 2312.03732)."
     )
-    use_dora: Annotated[bool, _NEEDS_PEFT] = Field(
+    use_dora: Annotated[bool, OnResume.STATE, _NEEDS_PEFT] = Field(
         False, description="Train magnitude and direction of weights apart (arXiv 2402.09353)."
     )
     load_in_4bit: Annotated[bool, _NEEDS_PEFT] = Field(

@@ -25,7 +25,7 @@ class EngineSettings(Settings):
         None,
         description="With torchrun: number of copies of the model. Default: the number of processes by dp_shard_size.",
     )
-    precision: Literal["fp32_master", "bf16", "float32"] = Field(
+    precision: Annotated[Literal["fp32_master", "bf16", "float32"], OnResume.STATE] = Field(
         "fp32_master",
         description="Precision of the weights in host memory. fp32_master computes in bf16 and updates an fp32 master. "
         "With gradient and moments, fp32_master takes 14, bf16 12 and float32 16 bytes per parameter.",
@@ -33,7 +33,7 @@ class EngineSettings(Settings):
     grad_dtype: Literal["bfloat16", "float32"] | None = Field(
         None, description="Dtype of gradients in host memory. Default: float32 with precision: float32, else bfloat16."
     )
-    moments: Literal["auto", "float32", "bfloat16", "8bit"] = Field(
+    moments: Annotated[Literal["auto", "float32", "bfloat16", "8bit"], OnResume.STATE] = Field(
         "float32",
         description="Dtype of the moments in host memory: each takes 4, 2 or 1 bytes per parameter, and AdamW has two. "
         "auto: bfloat16 where the planned step is notably shorter with it, because updates are exposed; else float32.",

@@ -46,7 +46,7 @@ class ModelSettings(Settings):
         description="Chat template to train with and to save: a Jinja file, or the folder or hub id of a model that has one. "
         "Default: the tokenizer's.",
     )
-    trainable: str | None = Field(
+    trainable: Annotated[str | None, OnResume.STATE] = Field(
         None,
         description='Weights to train: a pattern of their names, such as "layers.20.*|lm_head"; the others are frozen. '
         "Default: all.",

@@ -17,6 +17,7 @@ class OnResume(Enum):
 
     FREE = "changes neither the steps nor their numbers"
     ROUNDING = "changes how the numbers of a step are rounded, and which elements dropout drops"
+    STATE = "needs another state than a checkpoint has, so not even `resume_with_changes` allows it"
 
 
 @dataclass(frozen=True)

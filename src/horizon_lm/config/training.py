@@ -37,7 +37,7 @@ class TrainingSettings(Settings):
         None, ge=0, lt=2**32, description="Seed for shuffling, splitting and sampling rows. Default: seed."
     )
 
-    optim: OptimizerName = Field(
+    optim: Annotated[OptimizerName, OnResume.STATE] = Field(
         "adamw", description=f"Optimizer: {' or '.join(OPTIMIZERS)}, or transformers' name for it, such as adamw_torch."
     )
     learning_rate: PositiveFloat = Field(2e-5, le=1e3, description="Peak learning rate.")

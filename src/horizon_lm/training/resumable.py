@@ -1,5 +1,6 @@
 """Find what a run may go on from, by its settings and the names of files. Nothing here needs torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from horizon_lm.checkpoints.finding import named_checkpoint, require_same_kind
@@ -29,8 +30,18 @@ def checkpoints_to_resume(config: RunConfig) -> list[Path]:
     return checkpoints_in(output_folder(config))
 
 
-def remedy_of_changes(config: RunConfig) -> str:
-    """Return what to do about settings that differ from those of a checkpoint."""
+def remedy_of_changes(config: RunConfig, of_state: Sequence[str] = ()) -> str:
+    """Return what to do about settings that differ from those of a checkpoint.
+
+    Args:
+        config: the settings of the run.
+        of_state: those of them with which the state of the checkpoint cannot be loaded.
+    """
+    if of_state:
+        return (
+            f"restore {', '.join(of_state)}, without which the checkpoint's state cannot be loaded{_elsewhere(config)}, "
+            "or start from its export (horizon-lm export)"
+        )
     return f"restore them{_elsewhere(config)}, or set resume_with_changes: true to go on with the changes"
 
 

@@ -120,7 +120,14 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
         given, now = _saved_settings(point, "config", config), settings_of(config)
         changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
         may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
+        settled = _saved_settings(point, "settled", config)
         fatal = [_change(name, given, now) for name in changed if name not in may_change]
+        # What the plan has chosen may be set, and left to the plan again.
+        of_state = [
+            name
+            for name in changed
+            if name in settings_with(OnResume.STATE) and now[name] not in (settled.get(name), "auto")
+        ]
         rows_of_rank, rows_now = _rows_of_rank(point, config), config.rows_per_step * num_ranks
         rows_before = point.state.get("rows_per_step", rows_now)
         # The rows of a step may differ by the number of ranks alone.
@@ -128,8 +135,7 @@ def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) ->
             fatal.append(f"rows per step: {rows_before} -> {rows_now}")
         packages, installed = point.manifest.packages, installed_packages()
         fatal += [_change(name, packages, installed) for name in _VERSIONS if packages.get(name) != installed.get(name)]
-        warnings = _reject(point, fatal, config) + rounding_warnings(given, now)
-        settled = _saved_settings(point, "settled", config)
+        warnings = _reject(point, fatal, config, of_state) + rounding_warnings(given, now)
         update = {name: settled[name] for name in _OPEN_TO_PLAN if given[name] == now[name]}
         rows = rows_of_all_ranks(point, config, num_ranks)
         if rows != rows_now:
@@ -255,13 +261,21 @@ def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], conf
     return _reject(point, [f"config.json: {name}" for name in names], config)
 
 
-def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig) -> list[str]:
-    """Raise ConfigError for changes that a resumed run may not have. Return them as a warning if ``resume_with_changes`` is set."""
+def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig, of_state: Sequence[str] = ()) -> list[str]:
+    """Raise ConfigError for changes that a resumed run may not have. Return them as a warning if ``resume_with_changes`` is set.
+
+    Args:
+        point: the checkpoint.
+        changes: all that has changed.
+        config: the settings of the run.
+        of_state: changed settings with which the state of the checkpoint cannot be loaded.
+    """
     if not changes:
         return []
-    if not config.resume_with_changes:
+    if of_state or not config.resume_with_changes:
         raise ConfigError(
-            f"{point.folder} cannot be resumed, because these have changed: {'; '.join(changes)}. Remedy: {remedy_of_changes(config)}"
+            f"{point.folder} cannot be resumed, because these have changed: {'; '.join(changes)}. "
+            f"Remedy: {remedy_of_changes(config, of_state)}"
         )
     return [f"resume: warning: changed, so the run differs from an uninterrupted one: {'; '.join(changes)}"]
 
