@@ -328,6 +328,26 @@ def test_changed_rows_are_rejected_unless_allowed(runs: Runs, base: dict[str, An
     assert any("the run differs from an uninterrupted one: the training rows" in line for line in lines)
 
 
+@pytest.mark.parametrize("place", ["copy", "other"])
+def test_other_weights_of_the_model_are_rejected(runs: Runs, base: dict[str, Any], tmp_path: Path, place: str) -> None:
+    """A resumed run does not start from them: it would go on with the former model, whatever the settings name."""
+    for name in ("model", "copy", "other"):
+        shutil.copytree(base["model_name_or_path"], tmp_path / name)
+    cut = {**base, "output_dir": str(tmp_path / "cut"), "model_name_or_path": str(tmp_path / "model")}
+    runs.interrupt(cut, stop_after=2)
+    runs.interrupt(cut | {"model_name_or_path": str(tmp_path / "copy")}, stop_after=3)  # the same weights
+    weights = tmp_path / place / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    changed = cut | {"model_name_or_path": str(tmp_path / place)}
+    named = {"copy": str(tmp_path / "copy"), "other": f"{tmp_path / 'copy'} -> {tmp_path / 'other'}"}[place]
+    with pytest.raises(ConfigError, match=rf"the weights of the model \({named}; .*resume_with_changes"):
+        horizon_lm.train(changed, print_fn=lambda line: None)
+    _, lines = runs.train(changed | {"resume_with_changes": True})
+    assert any("goes on with those of its checkpoint" in line for line in lines)
+
+
 def test_changes_that_are_allowed_take_effect(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     """The schedule goes on at its step, with the rates of the new settings."""
     cut = {**base, "output_dir": str(tmp_path / "cut"), "weight_decay": 0.0}

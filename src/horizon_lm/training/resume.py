@@ -27,6 +27,7 @@ from horizon_lm.training.resumable import (
 from horizon_lm.training.rows import RunData
 from horizon_lm.training.run_lock import RunLock
 from horizon_lm.training.run_state import FORMAT, ResumePoint, reading
+from horizon_lm.training.starting_weights import sample_weights
 
 # Settings that the plan chooses, unless they are set.
 _OPEN_TO_PLAN = set(Request.names_of_choices()) - settings_with(OnResume.FREE)
@@ -259,6 +260,25 @@ def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], conf
     given = point.state["model_config"]
     names = sorted(name for name in {**given, **model_config} if given.get(name) != model_config.get(name))
     return _reject(point, [f"config.json: {name}" for name in names], config)
+
+
+def starting_weights(point: ResumePoint | None, folder: Path, config: RunConfig) -> tuple[str, list[str]]:
+    """Return what identifies the weights that a run has started from, and warnings about other weights in the folder of its model.
+
+    Raises:
+        ConfigError: the folder has other weights, and changes are not allowed.
+    """
+    found = sample_weights(folder, config.gguf_file)
+    if point is None:
+        return found, []
+    with reading(point):
+        before = point.state.get("weights", found)  # missing in a checkpoint of an earlier version
+        if before == found:
+            return found, []
+        was, name = point.state["config"]["model_name_or_path"], config.model_name_or_path
+        named = f"{was} -> {name}" if was != name else name
+        change = f"the weights of the model ({named}; a resumed run goes on with those of its checkpoint)"
+        return before, _reject(point, [change], config)
 
 
 def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig, of_state: Sequence[str] = ()) -> list[str]:

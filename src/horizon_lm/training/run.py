@@ -63,6 +63,7 @@ class Run:
         intervals: the steps after which the run does something besides training.
         admission: has made the plan, and finds a smaller one.
         day: the date on which the run has begun, which chat templates print.
+        weights: identifies the weights that the run has started from (`starting_weights.sample_weights`).
     """
 
     session: Session
@@ -73,6 +74,7 @@ class Run:
     intervals: Intervals
     admission: Admission
     day: str
+    weights: str
 
     def identity(self, model: Any, step: int) -> dict[str, Any]:
         """Return what a checkpoint is compared with when the run is resumed after a step, as plain data."""
@@ -81,6 +83,7 @@ class Run:
             "step": step, "rows_per_step": sampler.rows_per_step, "num_steps": self.intervals.num_steps,
             "config": settings_of(self.settings.given), "settled": settings_of(self.settings.config),
             "model_config": model_settings(model), "data": data_position(self.data, step, self.day),
+            "weights": self.weights,
         }  # fmt: skip
 
 

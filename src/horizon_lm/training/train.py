@@ -123,6 +123,9 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
         with ranks.first_of_each_machine_first():
             require_rows(config)  # before the long download
     source = admission.fetch_model()
+    assert source.folder is not None
+    weights, changes = resume.starting_weights(point, source.folder, given)
+    reporter.print(*changes)
     tokenizer = setup.load_tokenizer(config, source)
     reporter.print(*setup.check_weights(config, source))
     day = ranks.of_first("the date of the run", resume.day_of_run(point))
@@ -142,7 +145,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
         reporter.print(*resume.choice_warnings(point, given, settings.config))
     session.run_dir.take(next(item.bytes for item in plan.disk.items if item.name == "exported model"))
     reporter.print(f"run folder: {session.run_dir.path}")
-    return Run(session, settings, tokenizer, data, prompts, intervals, admission, day)
+    return Run(session, settings, tokenizer, data, prompts, intervals, admission, day, weights)
 
 
 def _read_rows(
