@@ -340,7 +340,14 @@ def test_dpo_prefers_against_the_model_that_it_starts_from(
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "unused": ({"use_peft": False}, "lora_r.*is not used without use_peft"),
     "trainable": ({"trainable": "lm_head"}, "trains adapters alone, so trainable is not used"),
-    "no such layer": ({"lora_target_modules": ["nothing"]}, "PEFT cannot add these adapters.*nothing"),
+    "no such layer": (
+        {"lora_target_modules": ["nothing"]},
+        "lora_target_modules: the model has no nothing; set lora_target_modules",
+    ),
+    "one of them": (
+        {"lora_target_modules": ["q_proj", "v_porj"]},
+        "the model has no v_porj; .* linear layers of the model: v_proj, ",
+    ),
     "a misspelt layer": (
         {"lora_target_modules": ["v_prj"]},
         "v_prj.*; set lora_target_modules to linear layers of the model: v_proj, (?=.*q_proj)(?=.*down_proj)(?!.*lm_head)",

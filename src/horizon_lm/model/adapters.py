@@ -114,6 +114,8 @@ class Adapters:
         if isinstance(modules, str):
             require_quick_names({"target_modules": modules}, _module_names(model), "lora_target_modules")
         # By the ends of names, as PEFT compares them; it would train without what it does not find.
+        if isinstance(modules, tuple):
+            _require_layers(model, self.target_modules or ())
         _require_names("lora_modules_to_save", self.modules_to_save, _module_names(model))
         parameters = [f".{name}" for name, _ in adapted_model(model).named_parameters()]
         _require_names("lora_target_parameters", self.target_parameters, parameters, separator=".")
@@ -267,6 +269,14 @@ def _require_names(setting: str, wanted: Iterable[str] | None, found: Sequence[s
             meant = closest_setting(name.rpartition(".")[2], {each.rpartition(".")[2] for each in found})
             hint = "; name one of the model's" if meant is None else f"; did you mean {meant}?"
             raise ConfigError(f"{setting}: {name}: the model has nothing of this name{hint}")
+
+
+def _require_layers(model: Any, wanted: Sequence[str]) -> None:
+    """Raise ConfigError if no layer of a model has one of the wanted names, which PEFT would leave out."""
+    found = [f".{name}" for name in _module_names(model)]
+    if missing := [name for name in wanted if not any(each.endswith(f".{name}") for each in found)]:
+        remedy = _layers_remedy(model, missing) or "remove it"
+        raise ConfigError(f"lora_target_modules: the model has no {' and no '.join(missing)}; {remedy}")
 
 
 def _layers_remedy(model: Any, wanted: str | Iterable[str] | None) -> str:
