@@ -264,12 +264,12 @@ def test_several_mistakes_are_one_message(files: Path) -> None:
     ("command", "others"),
     [
         ("inspect", ["bad.jsonl:9"]),
-        ("plan", ["adapters need PEFT"]),
+        ("plan", ["adapters need PEFT", "bad.jsonl:9"]),
         ("train", ["adapters need PEFT", "bad.jsonl:9", "output_dir: finished holds"]),
     ],
 )
 def test_commands_look_at_what_they_read(files: Path, command: str, others: list[str]) -> None:
-    """`inspect` needs neither weights nor an output folder, and `plan` no rows."""
+    """`inspect` needs neither weights nor an output folder, and `plan` looks at the rows that are named."""
     settings = {"model_name_or_path": "no-config", "datasets": "bad.jsonl", "output_dir": "finished"}
     [(exit_code, error, heavy)] = results(files, command, [settings | {"use_peft": "true"}])
     assert (exit_code, heavy) == (2, [])

@@ -32,8 +32,11 @@ Check = Callable[[RunConfig], None]
 
 
 def mistakes_in_plan(config: RunConfig) -> Iterator[HorizonError]:
-    """Yield the errors of what a plan is made from: the model's config, its adapters, and the sizes of its weights."""
-    return _errors(config, [_require_name, _require_config, _require_peft, _require_adapter, _require_headers])
+    """Yield the errors of what a plan is made from: the model's config, its adapters, the sizes of its weights, and the rows if any
+    are named.
+    """
+    of_model = [_require_name, _require_config, _require_peft, _require_adapter, _require_headers]
+    return _errors(config, [*of_model, *_first_rows(config)])
 
 
 def mistakes_in_rows(config: RunConfig) -> Iterator[HorizonError]:
@@ -54,12 +57,16 @@ def mistakes_in_run(config: RunConfig) -> Iterator[HorizonError]:
 
 def _of_rows(config: RunConfig) -> list[Check]:
     """Return the checks of what rows are tokenized from, besides the model's config."""
+    return [_require_tokenizer, _require_template, _require_trl, *_first_rows(config)]
+
+
+def _first_rows(config: RunConfig) -> list[Check]:
+    """Return a check of the first rows for each entry of ``datasets`` and ``eval_datasets``."""
     training, evaluation = config.datasets or (), config.eval_datasets or ()
     only = TRAINING if len(training) == 1 else None  # or rows of another entry may have answers
     names = config.eval_set_names[len(config.eval_set_names) - len(evaluation) :]
     entries = [*((entry, only) for entry in training), *zip(evaluation, names, strict=True)]
-    rows = [partial(_require_rows, entry, name) for entry, name in entries]
-    return [_require_tokenizer, _require_template, _require_trl, *rows]
+    return [partial(_require_rows, entry, name) for entry, name in entries]
 
 
 def _errors(config: RunConfig, checks: Sequence[Check]) -> Iterator[HorizonError]:
