@@ -47,14 +47,14 @@ class AdapterSettings(Settings):
     use_dora: Annotated[bool, OnResume.STATE, _NEEDS_PEFT] = Field(
         False, description="Train magnitude and direction of weights apart (arXiv 2402.09353)."
     )
-    load_in_4bit: Annotated[bool, _NEEDS_PEFT] = Field(
+    load_in_4bit: Annotated[bool, OnResume.STATE, _NEEDS_PEFT] = Field(
         False,
         description="Quantize the frozen weights of blocks to 4 bits while they are read (QLoRA, arXiv 2305.14314).",
     )
-    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], Needs(load_in_4bit=True)] = Field(
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], OnResume.STATE, Needs(load_in_4bit=True)] = Field(
         "nf4", description="Format of 4-bit weights, as in bitsandbytes."
     )
-    use_bnb_nested_quant: Annotated[bool, Needs(load_in_4bit=True)] = Field(
+    use_bnb_nested_quant: Annotated[bool, OnResume.STATE, Needs(load_in_4bit=True)] = Field(
         False, description="Quantize the scales of 4-bit weights, too."
     )
     adapter_name_or_path: Annotated[str | None, PerMachine(), _NEEDS_PEFT] = Field(

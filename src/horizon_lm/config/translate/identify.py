@@ -12,7 +12,10 @@ def reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
     """Raise ConfigError for a file that is in our format already."""
     schema = SCHEMAS.get(str(theirs.get("objective", "sft")), RunConfig)
     if {"datasets", "model_name_or_path"} <= theirs.keys() and all(name in schema.model_fields for name in theirs):
-        raise ConfigError(f"{path}: this is already a run file of Horizon-LM; use it without translation")
+        raise ConfigError(
+            f"{path}: this is already a run file of Horizon-LM; use it without translation. If it was written for TRL, which trains on "
+            "all tokens of conversations without assistant_only_loss, add train_on: all"
+        )
 
 
 def find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
