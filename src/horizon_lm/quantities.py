@@ -30,7 +30,9 @@ def parse_size(text: str | int) -> int:
     """Convert a size as `parse_bytes` does; raise ConfigError, too, for a bare number, which is almost always a forgotten unit."""
     num_bytes = parse_bytes(text)
     if num_bytes < PAGE:
-        raise ConfigError(f"must be at least {PAGE} bytes; write a unit, such as {max(1, num_bytes)}GiB")
+        has_unit = isinstance(text, str) and text.strip()[-1].isalpha()
+        remedy = "" if has_unit else f"; write a unit, such as {max(1, num_bytes)}GiB"
+        raise ConfigError(f"must be at least {PAGE} bytes{remedy}")
     return num_bytes
 
 

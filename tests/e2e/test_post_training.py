@@ -182,7 +182,14 @@ def test_trainable_patterns(base: dict[str, Any], model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("layers.1", None), ("layer.*", "did you mean layers"), ("heads", "'heads' fits no weight")],
+    [
+        ("layers.1", None),
+        ("layer.*", r"did you mean layers\.\*\?"),
+        ("heads", r"'heads' fits no weight of the model; did you mean lm_head\?"),
+        ("model.layerz.*.q_prok", r"did you mean model\.layers\.\*\.q_proj\?"),
+        ("model.layers.99", "names are like model"),
+        ("model.zebra.*", "names are like model"),
+    ],
 )
 def test_trainable_patterns_without_a_match(base: dict[str, Any], pattern: str, message: str | None) -> None:
     if message is None:

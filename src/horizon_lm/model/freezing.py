@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from horizon_lm.errors import ConfigError
@@ -27,13 +28,24 @@ def freeze(model: Any, trainable: str | None) -> None:
         named = model.named_parameters(remove_duplicate=False)
         found = {id(param) for name, param in named if expression.search(name)}
         if not found:
-            parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
-            close = difflib.get_close_matches(re.split(r"[.*]", pattern)[0] or pattern, parts, n=3)
-            hint = f"; did you mean {' or '.join(close)}?" if close else f"; names are like {names[0]}"
+            meant = _nearest(pattern, names)
+            hint = f"; did you mean {meant}?" if meant else f"; names are like {names[0]}"
             raise ConfigError(f"trainable: {pattern!r} fits no weight of the model{hint}")
         chosen |= found
     for param in model.parameters():
         param.requires_grad_(id(param) in chosen)
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str | None:
+    """Return the pattern with its unknown parts replaced by similar parts of names; None if it fits none of the names even so."""
+    parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
+
+    def known(part: re.Match[str]) -> str:
+        """Return the part of a name that a part of the pattern is, or is similar to; else the part itself."""
+        return part[0] if part[0].isdigit() else next(iter(difflib.get_close_matches(part[0], parts, n=1)), part[0])
+
+    nearest = re.sub(r"[^.*]+", known, pattern)
+    return nearest if any(map(_compile(nearest).search, names)) else None
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
