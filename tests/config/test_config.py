@@ -111,6 +111,10 @@ def test_unknown_setting_error_has_place_and_remedy(write) -> None:
         ("train_on_inputs", "use train_on: all to train on prompts, too"),
         ("dion_momentum", "this optimizer is not supported; see optim; remove it"),
         ("num_generations", "it is for GRPO; use horizon_lm.trainer(GRPOTrainer) in a script (docs/trainer.md)"),
+        ("do_train", "horizon-lm train always trains; remove it"),
+        ("do_eval", "eval sets are evaluated as eval_strategy says; remove it"),
+        ("do_predict", "answer prompts with horizon-lm generate once the model is trained; remove it"),
+        ("ref_model", "the reference is the model that the run starts from; remove it"),
         ("zebra", "run horizon-lm train --settings for a list of all settings"),
     ],
 )
@@ -144,6 +148,10 @@ def test_all_errors_of_a_file_are_reported_together(write) -> None:
         ("optim: lion\nadam_epsilon: 1e-6\n", "is not used with optim: lion"),
         ("optim: muon\nmax_grad_norm: 0\nupdate_in_backward: true\n", "is not used with optim: muon"),
         ("seed: true\n", "must be a valid integer"),
+        ("use_peft: true\nlora_target_modules: all\n", "'all': write all-linear for all linear layers"),
+        ("use_peft: true\nlora_target_modules: q_proj,v_proj\n", "'q_proj,v_proj': write a list: [q_proj, v_proj]"),
+        ("use_peft: true\nlora_modules_to_save: lm_head, norm\n", "write a list: [lm_head, norm]"),
+        ("trainable: [lm_head, layers.1.*]\n", 'write one text of patterns: "lm_head|layers.1.*"'),
         ("eval_datasets: nowhere.jsonl\n", "no such file"),
         ("eval_datasets: 7\n", "must be a path"),
     ],
@@ -152,6 +160,14 @@ def test_invalid_values_are_rejected(write, text: str, message: str) -> None:
     error = error_of(write(text))
     assert message in error
     assert f"run.yaml:{2 + len(text.splitlines())}:1: " in error
+
+
+@pytest.mark.parametrize(
+    ("size", "remedy"),
+    [("1024", "; write a unit, such as 1024GiB"), ("1KiB", ""), ("2 kb", ""), ("'7'", "; write a unit, such as 7GiB")],
+)
+def test_a_unit_is_asked_for_only_if_there_is_none(write, size: str, remedy: str) -> None:
+    assert error_of(write(f"device_memory: {size}\n")).endswith(f": must be at least 4096 bytes{remedy}")
 
 
 def test_errors_of_checks_follow_those_of_settings() -> None:

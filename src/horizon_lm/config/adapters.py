@@ -1,11 +1,12 @@
 """Settings of adapters that are trained on a frozen model, with TRL's names."""
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
 from horizon_lm.config.rules import Needs, OnResume, PerMachine
-from horizon_lm.config.types import MAX_COUNT, Count, Fraction, Names, Settings
+from horizon_lm.config.types import MAX_COUNT, Count, Fraction, Names, Settings, as_list
 
 OF_THE_BASE = {"use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path"}
 _NEEDS_PEFT = Needs(use_peft=True)
@@ -66,6 +67,22 @@ class AdapterSettings(Settings):
     def _reject_trainable(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("trainable") is not None:
             raise ValueError("trains adapters alone, so trainable is not used; remove one of the two")
+        return value
+
+    @field_validator("lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
+    @classmethod
+    def _reject_names_in_one_text(cls, value: str | Names | None) -> str | Names | None:
+        for each in as_list(value) or ():
+            names = [part.strip() for part in each.split(",")]
+            if len(names) > 1 and all(re.fullmatch(r"[\w.]+", name) for name in names):  # and no regular expression
+                raise ValueError(f"write a list: [{', '.join(names)}]")
+        return value
+
+    @field_validator("lora_target_modules")
+    @classmethod
+    def _reject_name_of_llamafactory(cls, value: str | Names | None) -> str | Names | None:
+        if as_list(value) == ["all"]:
+            raise ValueError("write all-linear for all linear layers")
         return value
 
     @field_validator("load_in_4bit")

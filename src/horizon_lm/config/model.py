@@ -55,6 +55,13 @@ class ModelSettings(Settings):
     # A check of two fields belongs to the later one. pydantic passes the earlier fields in `info.data`, so that all
     # errors of a file are reported together. An earlier field that is itself invalid is missing from `info.data`.
 
+    @field_validator("trainable", mode="before")
+    @classmethod
+    def _reject_list_of_patterns(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            raise ValueError(f'write one text of patterns: "{"|".join(map(str, value))}"')
+        return value
+
     @field_validator("trainable")
     @classmethod
     def _reject_empty_pattern(cls, value: Any) -> Any:
