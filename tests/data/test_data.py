@@ -303,6 +303,10 @@ def test_system_message() -> None:
             '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}\n',
             "both must be text, or both lists",
         ),
+        (
+            '{"prompt": "a", "completion": ["b", "c"]}\n',
+            "field 'completion' is a list of texts; write one in each row",
+        ),
         ('{"messages": []}\n', "must be a list of"),
         ('{"messages": [{"role": "bot", "content": "a"}]}\n', "messages[0].role is 'bot'"),
         (
@@ -352,6 +356,9 @@ def test_malformed_rows_are_reported_with_their_place(tmp_path: Path, text: str,
         ({"chosen": "a", "rejected": "b"}, "no common start"),
         ({"chosen": 1, "rejected": "b"}, "field 'chosen' must be text or a list"),
         ({"chosen": "a", "rejected": [ANSWER]}, "must both be text, or both lists"),
+        ({"chosen": "a b", "rejected": ["a c", "a d"]}, "field 'rejected' is a list of texts; write one in each row"),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c", "d"]}, "field 'rejected' is a list of texts; write one in"),
+        ({"prompt": [USER], "chosen": ["b"], "rejected": ["c"]}, "field 'chosen' is a list of texts; write one in"),
         (
             {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER, USER, {**ANSWER, "content": ""}]},
             "an answer after the prompt is empty",

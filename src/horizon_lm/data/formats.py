@@ -167,13 +167,23 @@ def _is_pair_of_texts(value: Any) -> bool:
 
 
 def _from_prompt_completion(row: Mapping[str, Any]) -> Conversation | Completion:
+    _require_one_answer(row, "completion")
     return _prompt_and_answer(row, "completion")
 
 
 def _from_preference(row: Mapping[str, Any]) -> Preference:
     """Return the two answers of a row, each with the prompt."""
+    for name in ("chosen", "rejected"):
+        _require_one_answer(row, name)
     row = _with_prompt(row)
     return Preference(_prompt_and_answer(row, "chosen"), _prompt_and_answer(row, "rejected"))
+
+
+def _require_one_answer(row: Mapping[str, Any], name: str) -> None:
+    """Raise RowError if a field has several answers as a list of texts, instead of one answer: a text, or a list of messages."""
+    answers = row.get(name)
+    if isinstance(answers, list) and answers and all(isinstance(each, str) for each in answers):
+        raise RowError(f"field {name!r} is a list of texts; write one in each row")
 
 
 def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
