@@ -348,6 +348,22 @@ def test_other_weights_of_the_model_are_rejected(runs: Runs, base: dict[str, Any
     assert any("goes on with those of its checkpoint" in line for line in lines)
 
 
+def test_a_run_that_is_shorter_than_its_checkpoint_says_so(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
+    cut = {**base, "output_dir": str(tmp_path / "cut")}
+    runs.interrupt(cut, stop_after=2)
+    _, lines = runs.train(cut | {"max_steps": 1, "resume_with_changes": True})
+    assert [line for line in lines if "nothing is trained" in line] == [
+        "resume: warning: the checkpoint is at step 2, and the run ends at step 1: nothing is trained; raise max_steps or num_train_epochs "
+        "to go on"
+    ]
+    longer = {
+        "max_steps": 3,
+        "output_dir": str(tmp_path / "longer"),
+        "resume_from_checkpoint": str(tmp_path / "cut" / "checkpoint-2"),
+    }
+    assert "nothing is trained" not in "".join(runs.train(cut | longer | {"resume_with_changes": True})[1])
+
+
 def test_changes_that_are_allowed_take_effect(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:
     """The schedule goes on at its step, with the rates of the new settings."""
     cut = {**base, "output_dir": str(tmp_path / "cut"), "weight_decay": 0.0}

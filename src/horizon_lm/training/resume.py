@@ -188,6 +188,16 @@ def choice_warnings(point: ResumePoint, given: RunConfig, config: RunConfig) -> 
     return rounding_warnings({name: settled[name] for name in same}, {name: now[name] for name in same})
 
 
+def length_warnings(point: ResumePoint, num_steps: int) -> list[str]:
+    """Return a warning if changed settings have made the run so short that no step is left to train."""
+    if point.step < num_steps or num_steps == point.state["num_steps"]:
+        return []
+    return [
+        f"resume: warning: the checkpoint is at step {point.step}, and the run ends at step {num_steps}: nothing is trained; "
+        "raise max_steps or num_train_epochs to go on"
+    ]
+
+
 def day_of_run(point: ResumePoint | None) -> str:
     """Return the date that chat templates print in a run: that on which it has begun."""
     if point is None:

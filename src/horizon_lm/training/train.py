@@ -142,7 +142,9 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     reporter.print(*summary_lines(plan))
     settings = RunSettings(given, point, apply_plan(config, plan), plan)
     if point is not None:
-        reporter.print(*resume.choice_warnings(point, given, settings.config))
+        reporter.print(
+            *resume.choice_warnings(point, given, settings.config), *resume.length_warnings(point, num_steps)
+        )
     session.run_dir.take(next(item.bytes for item in plan.disk.items if item.name == "exported model"))
     reporter.print(f"run folder: {session.run_dir.path}")
     return Run(session, settings, tokenizer, data, prompts, intervals, admission, day, weights)
