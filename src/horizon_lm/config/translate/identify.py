@@ -1,5 +1,6 @@
 """Find out which trainer a file belongs to, and for which objective it is."""
 
+import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -44,6 +45,19 @@ def flatten(theirs: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
         else:
             flat[key] = value
     return flat
+
+
+def reject_export(theirs: Mapping[str, Any], table: Mapping[str, Any], path: str) -> None:
+    """Raise ConfigError for a file without rows that merges adapters into a model, or exports it."""
+    names = table.get("export", {})
+    if names.get("out") not in theirs or any(is_set(theirs, name) for name in table["datasets"]):
+        return
+    adapters, out = theirs.get(names["adapters"], "ADAPTER"), theirs[names["out"]]
+    base = theirs.get(table["required"][0], "MODEL")
+    command = shlex.join(["horizon-lm", "merge", str(adapters), str(out), "--base", str(base)])
+    raise ConfigError(
+        f"{path}: {names['out']}: this file exports a model and trains nothing; to merge adapters, use {command}"
+    )
 
 
 def find_objective(theirs: Mapping[str, Any], table: Mapping[str, Any], asked: str | None, path: str) -> str:

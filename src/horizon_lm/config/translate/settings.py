@@ -17,7 +17,7 @@ from horizon_lm.config.rules import UnusedError
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.text import start_file
 from horizon_lm.config.translate.axolotl_datasets import from_axolotl
-from horizon_lm.config.translate.identify import find_objective, find_table, flatten, reject_own_file
+from horizon_lm.config.translate.identify import find_objective, find_table, flatten, reject_export, reject_own_file
 from horizon_lm.config.translate.llamafactory_datasets import from_llamafactory, from_v1
 from horizon_lm.config.translate.tables import (
     LeftOut,
@@ -338,6 +338,7 @@ def translate_file(path: str, objective: str | None = None, accept: Collection[s
     reject_own_file(theirs, path)
     table = find_table(theirs, path)
     given = {**table.get("assumed", {}), **flatten(theirs, table.get("flatten", ()))}
+    reject_export(given, table, path)
     result = Translation(path, table, given, find_objective(given, table, objective, path))
     if result.objective != "sft":
         result.settings["objective"] = result.objective
