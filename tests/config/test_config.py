@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,30 @@ def test_unreadable_files_are_rejected(tmp_path: Path, content: bytes, message: 
     assert message in error_of(str(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "is_of_rows"),
+    [
+        ("a.jsonl", '{"text": "a"}\n', True),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n', True),
+        ("a.jsonl.gz", "\x1f", True),
+        ("a.csv", "prompt,completion\na,b\n", True),
+        ("a.parquet", "PAR1", True),
+        ("a.json", '\n[\n{"text": "a"}]\n', True),
+        ("a.json", '{"text": "a"}\n{"text": "b"}\n', True),
+        ("a.json", '{"seed": 1}\n', False),
+        ("a.json", '{\n"seed": 1\n}\n', False),
+        ("a.txt", "Once there was a keeper.\nShe kept: the light.\n", True),
+        ("a.txt", "# mine\nseed: 1\n", False),
+        ("a.txt", "", False),
+    ],
+)
+def test_a_file_of_rows_is_no_run_file(tmp_path: Path, name: str, content: str, is_of_rows: bool) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    remedy = f"{path}: this is a file of rows; name a run file with datasets: {path} (horizon-lm init writes one)"
+    assert (error_of(str(path)) == remedy) == is_of_rows
+
+
 def test_missing_file(tmp_path: Path) -> None:
     assert "No such file" in error_of(str(tmp_path / "none.yaml"))
 
@@ -295,8 +320,23 @@ def test_arguments_are_split_into_file_and_overrides() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             parse_overrides(tokens)
-    with pytest.raises(ConfigError, match="expected one run file"):
-        split_arguments(["a.yaml", "b.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("a.yaml b.yaml", "expected one run file, but got 2: a.yaml, b.yaml"),
+        ("a.yaml --seed 1 b.yaml", "expected one run file, but got 2: a.yaml, b.yaml"),
+        ("a.yaml --datasets b c d --seed 1", "got 3: a.yaml, c, d; write a list in brackets: --datasets '[b, c, d]'"),
+        ("a.yaml --lora-target-modules=b c", "a.yaml, c; write a list in brackets: --lora-target-modules '[b, c]'"),
+        ("a.yaml learning_rate=1e-4", "learning_rate=1e-4 is no run file; write --learning_rate 1e-4"),
+        ("'+sample_prompts=a b'", "+sample_prompts=a b is no run file; write --sample_prompts 'a b'"),
+    ],
+)
+def test_arguments_as_other_commands_have_them(arguments: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}$"):
+        split_arguments(shlex.split(arguments))
+    assert split_arguments(["a=1.yaml"]) == ("a=1.yaml", [])
 
 
 def test_every_setting_has_a_description() -> None:

@@ -1,8 +1,11 @@
 """Load a `RunConfig` from a run file and ``--key value`` overrides, and report all errors together."""
 
+import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -83,7 +86,7 @@ def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split command-line tokens into the run file, if any, and the overrides.
 
     Raises:
-        ConfigError: more than one file is given.
+        ConfigError: more than one file is given, or a setting without dashes.
     """
     files, overrides = [], []
     expects_value = False
@@ -93,9 +96,22 @@ def split_arguments(tokens: Sequence[str]) -> tuple[str | None, list[str]]:
             overrides.append(token)
         else:
             files.append(token)
+    for file in files:
+        if (pair := re.fullmatch(r"\+*([A-Za-z]\w*)=(.*)", file)) and not file.endswith((".yaml", ".yml")):
+            raise ConfigError(f"{file} is no run file; write --{pair[1]} {shlex.quote(pair[2])}")
     if len(files) > 1:
-        raise ConfigError(f"expected one run file, but got {len(files)}: {', '.join(files)}")
+        raise ConfigError(f"expected one run file, but got {len(files)}: {', '.join(files)}{_list_hint(tokens)}")
     return (files[0] if files else None), overrides
+
+
+def _list_hint(tokens: Sequence[str]) -> str:
+    """Return the hint at how a list is written, for a setting that takes one and is followed by several values; else empty."""
+    for index, token in enumerate(tokens):
+        option, *first = token.split("=", 1)
+        values = [*first, *takewhile(lambda each: not each.startswith("--"), tokens[index + 1 :])]
+        if token.startswith("--") and len(values) > 1 and _takes_list(option.removeprefix("--")):
+            return f"; write a list in brackets: {option} '[{', '.join(values)}]'"
+    return ""
 
 
 def parse_overrides(tokens: Sequence[str]) -> dict[str, Any]:
@@ -141,6 +157,19 @@ def _is_bare_flag(token: str, following: Sequence[str]) -> bool:
     if _is_boolean(key):
         return not following or following[0].startswith("--") or following[0].endswith((".yaml", ".yml"))
     return key.startswith(("no_", "no-")) and _is_boolean(key[len("no-") :])
+
+
+def _takes_list(key: str) -> bool:
+    """Return whether a setting can be a list."""
+    fields = [schema.model_fields.get(key.replace("-", "_")) for schema in SCHEMAS.values()]
+    return any(field is not None and list in _types_in(field.annotation) for field in fields)
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation is made of, at any depth, without their parameters."""
+    yield get_origin(annotation) or annotation
+    for each in get_args(annotation):
+        yield from _types_in(each)
 
 
 def _is_boolean(key: str) -> bool:

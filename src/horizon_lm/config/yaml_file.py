@@ -1,5 +1,6 @@
 """Read the settings of a YAML file, together with their line and column numbers."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,8 @@ def read_yaml(path: str) -> tuple[dict[str, Any], SettingPlaces]:
     Raises:
         ConfigError: the file cannot be read, or is not a mapping of settings.
     """
+    if path.endswith(_SUFFIXES_OF_ROWS) and exists(path):
+        raise _file_of_rows(path)
     try:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             text = file.read(MAX_CHARS + 1)
@@ -157,6 +160,8 @@ def read_yaml(path: str) -> tuple[dict[str, Any], SettingPlaces]:
             f"{path} is a Python script, not a file of settings; two changed lines stream the model of a script "
             "of transformers or TRL (docs/trainer.md)"
         )
+    if _has_rows(path, text):
+        raise _file_of_rows(path)
     settings = parse_yaml(text, path)
     marks = _parse(text, path, "rt")  # read again for positions, which the safe loader does not keep
     if settings is None:
@@ -167,3 +172,21 @@ def read_yaml(path: str) -> tuple[dict[str, Any], SettingPlaces]:
         if not isinstance(key, str):
             raise ConfigError(f"{path}: {key!r} is not the name of a setting")
     return settings, SettingPlaces(path, marks)
+
+
+_SUFFIXES_OF_ROWS = (".jsonl", ".jsonl.gz", ".json.gz", ".csv", ".tsv", ".parquet", ".arrow")
+
+
+def _has_rows(path: str, text: str) -> bool:
+    """Return whether a JSON or text file, which may be one of settings, has rows: a list, an object in each line, or prose."""
+    lines = [line for each in text.splitlines() if (line := each.strip())]
+    if path.endswith(".json"):
+        return [line[0] for line in lines[:2]] == ["{", "{"] or text.lstrip().startswith("[")
+    return path.endswith(".txt") and lines != [] and not any(re.match(r"[\w-]+\s*:", line) for line in lines)
+
+
+def _file_of_rows(path: str) -> ConfigError:
+    """Return the error for a file of rows in the place of a run file, with the remedy."""
+    return ConfigError(
+        f"{path}: this is a file of rows; name a run file with datasets: {path} (horizon-lm init writes one)"
+    )
