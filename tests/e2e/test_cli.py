@@ -292,6 +292,17 @@ def test_a_folder_with_a_gguf_file_alone(tmp_path: Path) -> None:
         assert (result.exit_code, "gguf_file: b.gguf (--gguf-file b.gguf)" in result.stderr) == (2, True), result.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--gguf-file", "b.gguf")])
+def test_a_gguf_file_in_place_of_its_folder(tmp_path: Path, more: tuple[str, ...]) -> None:
+    (file := tmp_path / "b.gguf").write_bytes(b"GGUF")
+    for arguments in (("generate", file, "Who?"), ("eval", file, "--tasks", "a")):
+        result = run(*arguments, *more)
+        assert (result.exit_code, result.stderr) == (
+            2,
+            f"error: {file} is a file; write {tmp_path} --gguf-file b.gguf\n",
+        )
+
+
 def test_system_prompt_of_generate(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[str] = []
 

@@ -55,6 +55,11 @@ def run_alone(arguments: str) -> tuple[str, str]:
         ),
         ("plan --model ./nowhere --device h200", "--model: './nowhere': no such folder"),
         ("train nowhere.yaml", "nowhere.yaml: No such file"),
+        ("train --config sft.yaml", "error: --config is not an option; write horizon-lm train sft.yaml\n"),
+        ("plan --config=a/sft.yaml --seed 1", "error: --config is not an option; write horizon-lm plan a/sft.yaml\n"),
+        ("sft sft.yaml", "No such command 'sft'; use train, with objective: sft in the run file"),
+        ("chat model", "No such command 'chat'; use generate"),
+        ("merge_lora adapters out", "No such command 'merge_lora'; use merge"),
         ("inspect --device_memory banana", "\n--device_memory: 'banana': is not a size; write for example 64MiB"),
         (
             "generate model hi --device-memory banana",
@@ -70,6 +75,10 @@ def run_alone(arguments: str) -> tuple[str, str]:
         ),
         ("export model out --dtype int8", "choose one of bfloat16"),
         ("merge model out --dtype int8", "choose one of bfloat16"),
+        (
+            "export model out --format GGUF --dtype q4_k_m",
+            "choose one of bfloat16, float16, float32, and quantize the file with llama.cpp's llama-quantize\n",
+        ),
     ],
 )
 def test_nothing_heavy_is_imported(arguments: str, message: str) -> None:
@@ -137,6 +146,7 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [  # settings, exit code, erro
     ({"model_name_or_path": "no-type"}, 2, "no-type: no usable config.json (it has no model_type)"),
     ({"model_name_or_path": "no-weights"}, 2, NO_WEIGHTS),
     ({"model_name_or_path": "torn"}, 2, "torn/model.safetensors cannot be read (it has "),
+    ({"model_name_or_path": "pointer"}, 2, "pointer/model.safetensors cannot be read (it is a pointer of Git LFS); run git lfs pull in its folder"),
     ({"model_name_or_path": "no-tokenizer"}, 2, NO_TOKENIZER),
     ({"model_name_or_path": "adapters"}, 2, "it holds adapters: name their base"),
     ({"adapter_name_or_path": "folder", "use_peft": "true"}, 2, "folder has no adapter_config.json"),
@@ -198,7 +208,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model, rows, and damaged copies of them."""
     here = tmp_path_factory.mktemp("mistakes")
     tiny.save_model(here / "model")
-    for name in ("no-config", "bad-config", "no-type", "no-weights", "torn", "no-tokenizer"):
+    for name in ("no-config", "bad-config", "no-type", "no-weights", "torn", "pointer", "no-tokenizer"):
         shutil.copytree(here / "model", here / name)
     shutil.copytree(here / "model", here / "wrap" / "inner")
     (here / "no-config" / "config.json").unlink()
@@ -207,6 +217,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "no-weights" / "model.safetensors").unlink()
     weights = here / "torn" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
+    (here / "pointer" / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+    )
     for path in (here / "no-tokenizer").glob("tokenizer*"):
         path.unlink()
     for name in ("adapters", "folder", "finished/model", "foreign"):

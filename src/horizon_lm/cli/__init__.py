@@ -39,6 +39,14 @@ _COMMANDS = {
     "doctor": "Benchmark this machine (about a minute), and print what a bug report needs.",
     "version": "Print the versions of Horizon-LM and of the packages that its numbers depend on.",
 }
+_OF_OTHERS = {  # commands of other programs, or of their subcommands
+    **{name: f"use train, with objective: {name} in the run file" for name in ("sft", "dpo", "pretrain")},
+    **dict.fromkeys(("fit", "finetune", "lora", "run"), "use train"),
+    **dict.fromkeys(("chat", "infer", "inference", "predict"), "use generate"),
+    **dict.fromkeys(("merge-lora", "merge_lora", "fuse"), "use merge"),
+    "preprocess": "use inspect",
+    "evaluate": "use eval",
+}
 _STARTS_THREADS = ("plan", "train", "inspect", "generate", "eval", "export", "merge", "doctor")
 # Run settings are not declared as options: any setting of the schema can override the run file.
 _ACCEPT_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -68,7 +76,7 @@ class _LazyCommand(TyperCommand):
         given = list(args)  # which parsing empties
         context = command.make_context(info_name, args, *others, **extra)
         if takes_settings and not context.resilient_parsing:  # in completion
-            require_options(given, [option for each in command.params for option in each.opts])
+            require_options(str(self.name), given, [option for each in command.params for option in each.opts])
         return context
 
 
@@ -77,6 +85,12 @@ class _Commands(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"commands": {name: _LazyCommand(name) for name in _COMMANDS}})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments name. Fail with a hint for one that other programs have."""
+        if hint := _OF_OTHERS.get(args[0]):
+            ctx.fail(f"No such command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

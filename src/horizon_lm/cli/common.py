@@ -5,7 +5,7 @@ import functools
 import gc
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -88,16 +88,22 @@ def require_texts(arguments: Iterable[str]) -> None:
             raise ConfigError(f"{each[:60]!r} has a null character; remove it")
 
 
-def require_options(arguments: Iterable[str], options: Iterable[str]) -> None:
-    """Raise ConfigError if an argument is neither a setting of runs nor an option of the command, but similar to an option."""
+def require_options(command: str, arguments: Sequence[str], options: Iterable[str]) -> None:
+    """Raise ConfigError if an argument is neither a setting of runs nor an option of the command, but similar to an option,
+    or the option by which other trainers take a run file.
+    """
     from horizon_lm.config.run import SCHEMAS
     from horizon_lm.config.translate.tables import remedies
 
     own = {option.removeprefix("--").replace("-", "_"): option for option in options}
     settings = {name for schema in SCHEMAS.values() for name in schema.model_fields}
     known = own.keys() | settings | remedies().keys()  # names of other trainers, too, which have messages of their own
-    for each in arguments:
-        name = each.removeprefix("--").partition("=")[0].replace("-", "_")
+    for each, following in zip(arguments, (*arguments[1:], "RUN.yaml"), strict=True):
+        name, equals, value = each.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if each.startswith("--") and name in ("config", "config_file"):
+            file = shlex.quote(value if equals else following)
+            raise ConfigError(f"--{name} is not an option; write horizon-lm {command} {file}")
         if each.startswith("--") and name not in known and (close := closest_setting(name, own)):
             raise ConfigError(f"--{name} is neither an option nor a setting; did you mean {own[close]}?")
 
@@ -153,11 +159,11 @@ def read_size(option: str, text: str) -> int:
         raise ConfigError(f"{option}: {text!r}: {str(error).removeprefix(f'{text!r} ')}") from error
 
 
-def require_written(dtype: str | None, max_shard_size: str) -> None:
-    """Raise ConfigError if models are not written in a dtype, or a size of their files is none."""
+def require_written(dtype: str | None, max_shard_size: str, remedy: str = "") -> None:
+    """Raise ConfigError if models are not written in a dtype, or a size of their files is none. ``remedy``: how to get other dtypes."""
     read_size("--max-shard-size", max_shard_size)
     if dtype not in (None, *DTYPES):
-        raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+        raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}{remedy}")
 
 
 def print_written(model: Path, options: str = "") -> None:
@@ -167,11 +173,20 @@ def print_written(model: Path, options: str = "") -> None:
 
 
 def require_gguf(name: str, base: str | None, gguf_file: str | None) -> None:
-    """Raise ConfigError if a GGUF file in a local folder is missing or damaged, before anything is imported that takes seconds."""
+    """Raise ConfigError if a GGUF file is named in place of its folder, or is missing there or damaged, before anything is imported
+    that takes seconds.
+    """
     from horizon_lm.model.folder import gguf_path
 
-    if gguf_file is not None and exists(base or name):
-        read_gguf_header(gguf_path(Path(base or name).expanduser(), gguf_file))
+    if not exists(base or name):
+        return
+    path = Path(base or name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        raise ConfigError(
+            f"{path} is a file; write {shlex.quote(str(path.parent))} --gguf-file {shlex.quote(path.name)}"
+        )
+    if gguf_file is not None:
+        read_gguf_header(gguf_path(path, gguf_file))
 
 
 def find_model(

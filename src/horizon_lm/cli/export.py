@@ -35,9 +35,10 @@ def export(
     max_shard_size: common.ShardSize = "50GB",
     trust_remote_code: common.RemoteCode = False,
 ) -> None:
-    common.require_written(dtype, max_shard_size)
-    if format not in ("safetensors", "gguf"):
+    if (format := format.lower()) not in ("safetensors", "gguf"):
         raise ConfigError(f"--format {format}: choose safetensors or gguf")
+    quantizing = ", and quantize the file with llama.cpp's llama-quantize" if format == "gguf" else ""
+    common.require_written(dtype, max_shard_size, quantizing)
     if format == "gguf":
         target = folder.expanduser() if folder.suffix == ".gguf" else outputs.new_folder(folder)
         require_new(target)

@@ -15,6 +15,7 @@ from horizon_lm.paths import require_inside, require_regular
 from horizon_lm.run_folders import require_model_folder
 
 _INDEX = "model.safetensors.index.json"
+_START_OF_POINTER = b"version "  # of Git LFS, in place of a file that was not fetched
 _LONGEST = 32 * 2**20  # bytes of a header; published files have up to 2 MB
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")  # weights that torch.load reads, which may run code
 _BITS = {
@@ -130,10 +131,15 @@ def read_headers(path: Path) -> dict[str, Header]:
     Raises:
         ConfigError: the file has no header, or its size differs from that in the header.
     """
+    remedy = "download it again"
     try:
         with path.open("rb") as stream:
             num_bytes = os.fstat(stream.fileno()).st_size
-            length = int.from_bytes(stream.read(8), "little")
+            start = stream.read(8)
+            if start == _START_OF_POINTER:
+                remedy = "run git lfs pull in its folder"
+                raise ValueError("it is a pointer of Git LFS")
+            length = int.from_bytes(start, "little")
             if not 2 <= length <= min(num_bytes, _LONGEST):
                 raise ValueError("it has no safetensors header")
             entries = json.loads(stream.read(length), object_pairs_hook=_without_duplicates)
@@ -143,7 +149,7 @@ def read_headers(path: Path) -> dict[str, Header]:
         if num_bytes != expected:
             raise ValueError(f"it has {num_bytes:,} bytes instead of {expected:,}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-        raise ConfigError(f"{path} cannot be read ({first_line(error)}); download it again") from error
+        raise ConfigError(f"{path} cannot be read ({first_line(error)}); {remedy}") from error
     return headers
 
 
