@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -98,7 +99,7 @@ def require_options(command: str, arguments: Sequence[str], options: Iterable[st
     own = {option.removeprefix("--").replace("-", "_"): option for option in options}
     settings = {name for schema in SCHEMAS.values() for name in schema.model_fields}
     known = own.keys() | settings | remedies().keys()  # names of other trainers, too, which have messages of their own
-    for each, following in zip(arguments, (*arguments[1:], "RUN.yaml"), strict=True):
+    for each, following in pairwise((*arguments, "RUN.yaml")):
         name, equals, value = each.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if each.startswith("--") and name in ("config", "config_file"):
