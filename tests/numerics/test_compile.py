@@ -24,6 +24,9 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"),
     # torch.compile reads a chunk's gradient; the warning is hidden unless warnings are errors
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*cannot be compiled as one graph .*torch.compiler.disable:UserWarning"
+    ),  # the chunks
 ]
 
 

@@ -6,7 +6,7 @@ config and mode are therefore always current, and no copy has to be kept in sync
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from horizon_lm.errors import ModelNotSupportedError, StreamingError
 from horizon_lm.model import capture
-from horizon_lm.model.compiling import compile_function, compiling_chunks, mark_lengths
+from horizon_lm.model.compiling import compile_block, compiling_chunks, mark_lengths
+from horizon_lm.model.lazy_products import LazyTail
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _INTERNAL = frozenset(nn.Module().__dict__)  # attributes of every module: parameters, hooks, mode
@@ -65,6 +66,7 @@ class StreamedBlock:
         self._structure = Structure(self._modules)
         self._attributes = [_Attributes(module) for module in self._modules]
         self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
+        self._tails: dict[tuple[bool, ...], LazyTail] = {}
 
     def is_structure_changed(self) -> bool:
         """Return whether a module or parameter of the block was added, removed or replaced."""
@@ -74,16 +76,27 @@ class StreamedBlock:
         """Return the names of the block's parameters."""
         return list(self._places)
 
-    def forward(self, *args: Any, uncompiled: bool, **kwargs: Any) -> Any:
-        """Run the block's own forward method with the parameters that are `bound`. ``uncompiled``: never run compiled code."""
-        if self._instance_forward is not None:
-            return self._instance_forward(*args, **kwargs)
+    def forward(self, *args: Any, uncompiled: bool, unread: bool = False, **kwargs: Any) -> Any:
+        """Run the block's own forward method with the parameters that are `bound`.
+
+        Args:
+            args, kwargs: the block's arguments.
+            uncompiled: never run compiled code.
+            unread: nobody reads the output, only its graph is needed: the output may have no values.
+        """
         function = type(self.module).forward
-        if not self.compiled or uncompiled:
+        if self.compiled and not uncompiled and self._instance_forward is None:
+            mark_lengths(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            with _without_hooks(self._modules), compiling_chunks():
+                return compile_block(function)(unread, self.module, *args, **kwargs)
+        with self._tail().lazy(self.module) if unread else nullcontext():
+            if self._instance_forward is not None:
+                return self._instance_forward(*args, **kwargs)
             return function(self.module, *args, **kwargs)
-        mark_lengths(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        with _without_hooks(self._modules), compiling_chunks():
-            return compile_function(function)(self.module, *args, **kwargs)
+
+    def _tail(self) -> LazyTail:
+        """Return the part of the block that may be computed lazily, in the present mode of its modules."""
+        return self._tails.setdefault(tuple(module.training for module in self._modules), LazyTail())
 
     @contextmanager
     def bound(self, params: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from horizon_lm.model.compiled_block import CompiledBlock
+
 _RECOMPILE_LIMIT = 64
 _BACKEND = "inductor"
 
@@ -20,12 +22,27 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return _compile(function, _BACKEND)
 
 
+def compile_block(function: Callable[..., Any]) -> CompiledBlock:
+    """Return the compiled version of the forward method of a class of blocks, cached by function."""
+    return _compile_block(function, _BACKEND)
+
+
 @cache
 def _compile(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Compile a function, after raising torch's limit of recompilations if it is lower than ours."""
+    _raise_recompile_limit()
+    return torch.compile(function, backend=backend)
+
+
+@cache
+def _compile_block(function: Callable[..., Any], backend: str) -> CompiledBlock:
+    _raise_recompile_limit()
+    return CompiledBlock(function, backend)
+
+
+def _raise_recompile_limit() -> None:
+    """Raise torch's limit of recompilations if it is lower than ours."""
     # Each structure needs several graphs: with and without segments, for one row and for several.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
-    return torch.compile(function, backend=backend)
 
 
 def mark_lengths(tensors: Iterable[torch.Tensor]) -> None:

@@ -116,7 +116,7 @@ def spans_of(lengths: Iterable[int]) -> list[slice]:
 
 def run_block(
     module: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], keys: tuple[str, ...],
-    segments: Segments | None, rows: Rows, uncompiled: bool,
+    segments: Segments | None, rows: Rows, uncompiled: bool, unread: bool = False,
 ) -> Any:  # fmt: skip
     """Run a block's original forward method on one micro-batch, with the weights that are bound to it.
 
@@ -127,12 +127,13 @@ def run_block(
         segments: the documents in the batch's rows, if attention needs them.
         rows: the micro-batch.
         uncompiled: run the block uncompiled, regardless of its setting.
+        unread: nobody reads the output, which may have no values (`StreamedBlock.forward`).
 
     Returns:
         The block's output, and the captured outputs by key.
     """
     with capture.capture(keys) as captured, attending(segments, *rows):
-        return module.forward(*args, uncompiled=uncompiled, **kwargs), captured
+        return module.forward(*args, uncompiled=uncompiled, unread=unread, **kwargs), captured
 
 
 def compare_rows(

@@ -19,6 +19,7 @@ from torch import nn
 
 from horizon_lm.engine.units.grad_sink import unexpected_gradient
 from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.lazy_products import require_computed
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of hidden states (R, H), experts (R, 1) counted from the first of the tile, and their weights (R, 1)."""
@@ -57,6 +58,7 @@ class ExpertCall:
                 f"{tuple(weights.shape)} for experts of shape {tuple(ids.shape)}, so its experts cannot be cut into tiles; leave "
                 "expert_tile unset"
             )
+        require_computed(hidden, weights)  # in a recompute: they are read later
         self._order = order_of(module)
         self._ids, self._needs_grad = ids, _NeedsGrad(hidden.requires_grad, weights.requires_grad)
         self._hidden, self._weights = hidden.detach(), weights.detach()
