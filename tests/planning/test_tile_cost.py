@@ -55,8 +55,8 @@ def test_work_and_traffic_are_those_of_whole_blocks(outline: ModelOutline, tile:
 
 def test_several_micro_batches_compute_the_core_once_more(outline: ModelOutline) -> None:
     whole, tiled = (step(outline, device_micro_batch_size=1, expert_tile=tile) for tile in (None, 2))
-    cores = sum(4 * kind.core.forward.at(1).products * len(kind.indices) for kind in outline.kinds if kind.core)
-    cores += sum(4 * kind.core.forward.at(1).attention * len(kind.indices) for kind in outline.kinds if kind.core)
+    cores = sum(4 * kind.core.recompute.at(1).products * len(kind.indices) for kind in outline.kinds if kind.core)
+    cores += sum(4 * kind.core.recompute.at(1).attention * len(kind.indices) for kind in outline.kinds if kind.core)
     again = total(tiled, *COMPUTED, **COUNTING) - total(whole, *COMPUTED, **COUNTING)
     assert again == pytest.approx(cores)
 

@@ -43,6 +43,7 @@ def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_
                 footprint=Linear(Footprint(10**9, 12 * 10**8), Footprint(2 * 10**9, 24 * 10**8)),
                 forward_peak=Linear(3 * 10**8, 6 * 10**8),
                 forward=work(forward, attention),
+                recompute=work(forward, attention),
                 backward=work(2 * forward, 2.5 * attention),
             )
         ],

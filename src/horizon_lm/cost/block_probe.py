@@ -10,8 +10,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from horizon_lm.cost.meta_recorder import recording, uncounted
+from horizon_lm.cost.meta_recorder import Recorder, recording, uncounted
 from horizon_lm.model.block_template import StreamedBlock, structure_key
+from horizon_lm.model.lazy_products import LazyProducts
 from horizon_lm.model.outer_trial import OuterTrial
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.skeletons import meta_copy
@@ -25,13 +26,15 @@ class BlockRun:
     Attributes:
         footprint: bytes of activations.
         forward_peak: peak bytes of a forward pass without a graph.
-        forward, backward: work of a forward pass, and of a backward pass with an existing graph.
+        forward, recompute, backward: work of a forward pass, of a recompute (`LazyProducts`), and of a backward pass with an
+            existing graph.
         output: output of the block, on the meta device.
     """
 
     footprint: Footprint
     forward_peak: int
     forward: Work
+    recompute: Work
     backward: Work
     output: Any
 
@@ -64,8 +67,21 @@ def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ac
         torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
     with recording(module, args, kwargs, accelerated=accelerated) as alone, torch.no_grad():
         module.forward(*args, **kwargs)
-    work = recorder.work
-    return BlockRun(Footprint(graph, recorder.peak), alone.peak, forward, work - forward, _detached(output))
+    recompute = forward - _unread_work(module, args, kwargs, accelerated)
+    backward, footprint = recorder.work - forward, Footprint(graph, recorder.peak)
+    return BlockRun(footprint, alone.peak, forward, recompute, backward, _detached(output))
+
+
+def _unread_work(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool) -> Work:
+    """Return the work of a forward pass that a recompute leaves out."""
+    products = LazyProducts()
+    with uncounted(module, accelerated), torch.enable_grad(), products:
+        module.forward(*args, **kwargs)
+    unread = Recorder(())
+    with unread:
+        for call in products.left_out:
+            call.op(*call.args, **call.kwargs)
+    return unread.work
 
 
 def output_on_meta(

@@ -29,7 +29,7 @@ class CoreRun:
         grad: bytes of the largest gradient of a weight of one expert, 0 if none is trained; with adapters of these weights, the bytes
             that one more expert in a tile takes.
         before: work of the block's forward pass up to the experts.
-        forward, backward: work of the block without its experts.
+        forward, recompute, backward: work of the block without its experts.
         output: output of the block, on the meta device.
     """
 
@@ -37,6 +37,7 @@ class CoreRun:
     grad: int
     before: Work
     forward: Work
+    recompute: Work
     backward: Work
     output: Any
 
@@ -66,7 +67,7 @@ def run_core_on_meta(
     alone, grad = _run_experts(experts, left_out, accelerated)
     gathered, between_tiles = left_out.bytes_of_rows(alone.output.dtype)
     footprint = replace(core.footprint, experts=alone.footprint.peak + gathered, held=left_out.held + between_tiles)
-    return CoreRun(footprint, grad, left_out.before, core.forward, core.backward, core.output)
+    return CoreRun(footprint, grad, left_out.before, core.forward, core.recompute, core.backward, core.output)
 
 
 class _LeftOut:

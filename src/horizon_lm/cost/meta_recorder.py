@@ -170,9 +170,9 @@ def recording(module: nn.Module, *given: Any, accelerated: bool) -> Iterator[Rec
 
 
 @contextmanager
-def uncounted(module: nn.Module) -> Iterator[None]:
+def uncounted(module: nn.Module, accelerated: bool = False) -> Iterator[None]:
     """Context manager: run a module on the meta device as `recording` does, without the cost of counting."""
-    with _stand_ins(module, Recorder(()), accelerated=False):
+    with _stand_ins(module, Recorder(()), accelerated):
         yield
 
 

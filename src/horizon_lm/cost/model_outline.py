@@ -163,7 +163,7 @@ def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
     nothing, no_work = Linear(0, 0), Linear(Work(), Work())
     no_bytes = Linear(Footprint(0, 0), Footprint(0, 0))
     return {
-        "kinds": [BlockKind(range(parts.num_blocks), no_bytes, nothing, no_work, no_work)],
+        "kinds": [BlockKind(range(parts.num_blocks), no_bytes, nothing, no_work, no_work, no_work)],
         "shared": nothing,
         "head_peak": {"chunked": nothing, "whole": nothing},
         "head_forward": no_work,
@@ -178,7 +178,7 @@ def _kind(calls: BlockCalls, experts: RoutedExperts | None) -> BlockKind:
     one, two = calls.run(1), calls.run(2)
     core = None if experts is None else _core(calls, experts)
     return BlockKind(
-        calls.indices, core=core, **_linear(one, two, "footprint", "forward_peak", "forward", "backward")
+        calls.indices, core=core, **_linear(one, two, "footprint", "forward_peak", "forward", "recompute", "backward")
     )  # fmt: skip
 
 
@@ -186,7 +186,9 @@ def _core(calls: BlockCalls, experts: RoutedExperts) -> CoreCosts:
     """Measure blocks of one structure without their experts, and the experts alone, as `_kind` does."""
     one, two = calls.run_core(experts, 1), calls.run_core(experts, 2)
     # The gradients are of weights, so they are the same for all numbers of rows.
-    return CoreCosts(experts.count, one.grad, **_linear(one, two, "footprint", "before", "forward", "backward"))
+    return CoreCosts(
+        experts.count, one.grad, **_linear(one, two, "footprint", "before", "forward", "recompute", "backward")
+    )
 
 
 def _linear(one: object, two: object, *names: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class CoreCosts:
         grad: bytes of the largest gradient of a weight of one expert; 0 if none is trained.
         footprint: bytes, without the gradients of experts.
         before: work of a forward pass up to the experts.
-        forward, backward: work as in `BlockKind`, without the experts.
+        forward, recompute, backward: work as in `BlockKind`, without the experts.
     """
 
     count: int
@@ -98,6 +98,7 @@ class CoreCosts:
     footprint: Linear[Footprint]
     before: Linear[Work]
     forward: Linear[Work]
+    recompute: Linear[Work]
     backward: Linear[Work]
 
 
@@ -109,7 +110,8 @@ class BlockKind:
         indices: indices of these blocks.
         footprint: bytes of whole blocks.
         forward_peak: peak bytes of a forward pass without a graph.
-        forward, backward: work of a forward pass, and of a backward pass with an existing graph.
+        forward, recompute, backward: work of a forward pass, of one that is computed again for its graph, without what nobody reads, and
+            of a backward pass with an existing graph.
         core: the costs without experts; None if they cannot be cut into tiles.
     """
 
@@ -117,6 +119,7 @@ class BlockKind:
     footprint: Linear[Footprint]
     forward_peak: Linear[int]
     forward: Linear[Work]
+    recompute: Linear[Work]
     backward: Linear[Work]
     core: CoreCosts | None = None
 

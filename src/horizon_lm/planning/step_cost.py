@@ -77,9 +77,7 @@ class StepCost:
         """
         rows, total = tokens / self._outline.length, 0.0
         for kind in self._outline.kinds:
-            work = kind.forward.at(rows)
-            if backward:
-                work += kind.backward.at(rows)
+            work = kind.recompute.at(rows) + kind.backward.at(rows) if backward else kind.forward.at(rows)
             total += self._seconds(work, self._settings.compiled) * len(kind.indices)
         return total
 
@@ -253,10 +251,12 @@ class StepCost:
         if op_kind == Kind.STAGE:  # rounds gradients, which `_engine_bytes` has
             return total
         for rows in self._settings.slices:
-            if op_kind == Kind.FORWARD or not has_graph:
+            if op_kind == Kind.FORWARD:
                 total += kind.forward.at(rows)
-            if op_kind == Kind.BACKWARD:
-                total += kind.backward.at(rows)
+                continue
+            total += kind.backward.at(rows)
+            if not has_graph:
+                total += kind.recompute.at(rows)
         return total
 
     def _engine_bytes(self, op: Op, experts: ExpertSizes | None) -> float:

@@ -69,15 +69,15 @@ class TileCost:
 
     def _of_core(self, op: Op, core: CoreCosts, rows: int) -> Work:
         """Return the work of an operation of the block's core for a micro-batch of ``rows``."""
-        forward = core.forward.at(rows)
         if op.kind == Kind.ROUTE:
             return core.before.at(rows)
         if op.kind == Kind.FORWARD:
-            return forward - core.before.at(rows)
+            return core.forward.at(rows) - core.before.at(rows)
+        recompute = core.recompute.at(rows)
         if op.kind == Kind.RECOMPUTE:
-            return forward
+            return recompute
         # With several micro-batches, each graph is computed again here: only one at a time has room.
-        return core.backward.at(rows) + (forward if len(self._slices) > 1 else Work())
+        return core.backward.at(rows) + (recompute if len(self._slices) > 1 else Work())
 
     def _of_tile(self, op: Op, kind: BlockKind, core: CoreCosts, rows: int, experts: ExpertSizes) -> Work:
         """Return the work of a tile for a micro-batch of ``rows``. Its backward pass computes its forward pass again."""
