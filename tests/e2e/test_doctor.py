@@ -13,8 +13,8 @@ import pytest
 
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.cuda import CudaDevice
-from horizon_lm.doctor import machine
-from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update_seconds
+from horizon_lm.doctor import host_benchmarks, machine
+from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update_time
 from horizon_lm.doctor.machine import describe_machine
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
@@ -92,9 +92,36 @@ def test_unwritable_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # Parts that --quick skips, and their behavior when resources are short
 
 
-def test_update_seconds() -> None:
-    seconds = update_seconds("fp32_master", CpuDevice(), cores=1, available=2**30, rounds=QUICK)
-    assert 1e-11 < seconds < 1e-6
+def test_update_time() -> None:
+    found = update_time("fp32_master", CpuDevice(), cores=1, available=2**30, rounds=QUICK)
+    assert 1e-11 < found.parameter < 1e-6
+    assert 1e-8 < found.unit < 1e-1
+
+
+@pytest.mark.parametrize(
+    ("units", "parameters", "expected"),
+    [
+        (5e-4, 0.24e-9, (0.24e-9, 5e-4)),
+        (0.0, 0.24e-9, (0.24e-9, 1e-7)),  # JSON has positive figures
+        (4e-4, -0.01e-9, (4.05e-11, 1e-7)),  # the larger model was faster, because the machine was busy
+    ],
+)
+def test_an_update_is_timed_with_two_sizes(
+    monkeypatch: pytest.MonkeyPatch, units: float, parameters: float, expected: tuple[float, float]
+) -> None:
+    """What starting the update of a unit takes is no time of its parameters: in large blocks it does not count."""
+    sizes = []
+
+    def step_of(config: Any, *_: Any) -> tuple[int, float]:
+        block = 885_312 + 3 * 576 * config.intermediate_size
+        count = config.num_hidden_layers * block + 8192 * 576 + 576
+        sizes.append(count)
+        return count, (config.num_hidden_layers + 2) * units + parameters * count
+
+    monkeypatch.setattr(host_benchmarks, "_step_of", step_of)
+    found = update_time("fp32_master", CpuDevice(), cores=16, available=2**40, rounds=Rounds())
+    assert tuple(found) == pytest.approx(expected, rel=1e-3)
+    assert 18 * max(sizes) < 2 * 2**30
 
 
 def test_disk_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_figures_agree_with_each_other(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_profile_round_trip(tmp_path: Path, name: str) -> None:
     path = tmp_path / "new" / "folder" / "profile.json"
-    profile = replace(published()[name], update_seconds={"bf16": 5e-10})
+    profile = replace(published()[name], update_seconds={"bf16": 5e-10}, unit_update_seconds={"bf16": 1e-4})
     profile.save(path)
     assert read_profile(path) == profile == find_profile(str(path))
 
@@ -267,7 +267,10 @@ def test_folder_is_not_a_profile(tmp_path: Path) -> None:
 
 
 def test_optional_fields(tmp_path: Path, content: dict[str, Any]) -> None:
-    optional = {name: content.pop(name) for name in ("update_seconds", "disk_write", "disk_read", "sources")}
+    optional = {
+        name: content.pop(name)
+        for name in ("update_seconds", "unit_update_seconds", "disk_write", "disk_read", "sources")
+    }
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(content))
     profile = read_profile(path)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from horizon_lm.store.arena import Arena, as_array
 
 _MOST_HOST_BYTES = 2**30  # several times the largest caches
 _PIECE = 1 << 22  # elements of 4 bytes, about the size of an update task
-_BLOCK, _VOCABULARY, _HIDDEN = 3_540_096, 8192, 576  # parameters of a block of SmolLM2-135M; a smaller table
+_VOCABULARY, _HIDDEN, _WIDTH, _WIDER = 8192, 576, 1536, 3  # blocks of SmolLM2-135M; a smaller table
+_WIDE_BLOCK = 3_540_096 + 3 * _HIDDEN * (_WIDER - 1) * _WIDTH  # parameters
 _BYTES_PER_PARAMETER = 18  # including temporary memory for random weights
+_OTHER_UNITS, _LEAST_OF_UNIT = 2, 1e-7  # updates of a model beside those of its blocks; seconds
 
 
 @cache
@@ -59,11 +61,19 @@ def host_bandwidth(cores: int, available: int, rounds: Rounds) -> dict[str, floa
     return rates
 
 
-def update_seconds(precision: str, device: Device, cores: int, available: int, rounds: Rounds) -> float:
-    """Return the seconds per parameter of an optimizer step, from `step` until the last weight is written.
+class UpdateTime(NamedTuple):
+    """The seconds of an optimizer step: those of each parameter, and those of each unit beside its parameters."""
 
-    The model has blocks of SmolLM2-135M with random weights and gradients. As in training, a GPU reserves some cores
-    for its threads.
+    parameter: float
+    unit: float
+
+
+def update_time(precision: str, device: Device, cores: int, available: int, rounds: Rounds) -> UpdateTime:
+    """Measure an optimizer step, from `step` until the last weight is written.
+
+    Two models are timed, with as many units of other sizes, so their difference is that of the parameters alone: starting the
+    update of a unit takes a third of the time of small blocks. They have blocks of SmolLM2-135M, and such with a wider feed-forward
+    layer, with random weights and gradients. As in training, a GPU reserves some cores for its threads.
 
     Args:
         precision: precision of the weights.
@@ -72,12 +82,22 @@ def update_seconds(precision: str, device: Device, cores: int, available: int, r
         available: bytes of free host memory, of which at most a quarter is used, but no more than 2 GiB.
         rounds: time budget.
     """
+    blocks = 1 if rounds.quick else _num_blocks(cores, available)
+    few, seconds_of_few = _step_of(_config(blocks), precision, device, rounds)
+    many, seconds_of_many = _step_of(_config(blocks, times_as_wide=_WIDER), precision, device, rounds)
+    if seconds_of_many <= seconds_of_few:  # the machine was busy
+        return UpdateTime(seconds_of_many / many, _LEAST_OF_UNIT)
+    parameter = (seconds_of_many - seconds_of_few) / (many - few)
+    return UpdateTime(parameter, max(_LEAST_OF_UNIT, (seconds_of_few - parameter * few) / (blocks + _OTHER_UNITS)))
+
+
+def _step_of(config: Any, precision: str, device: Device, rounds: Rounds) -> tuple[int, float]:
+    """Return the number of parameters of a model, and the seconds of its optimizer step."""
     import horizon_lm
 
     gc.collect()  # free the previous streamed model, which has reference cycles
-    blocks = 1 if rounds.quick else _num_blocks(cores, available)
     with _one_thread():
-        model = horizon_lm.from_config(_config(blocks), device=device, precision=precision, compile=False)
+        model = horizon_lm.from_config(config, device=device, precision=precision, compile=False)
         optimizer = horizon_lm.AdamW(model, lr=1e-5, weight_decay=0.01)
         ids = torch.arange(16)[None]
         model(input_ids=ids, labels=ids).loss.backward()
@@ -86,7 +106,7 @@ def update_seconds(precision: str, device: Device, cores: int, available: int, r
         optimizer.step()
         horizon_lm.synchronize(model)
 
-    return rounds.median(step) / sum(param.numel() for param in model.parameters())
+    return sum(param.numel() for param in model.parameters()), rounds.median(step)
 
 
 @contextmanager
@@ -101,16 +121,16 @@ def _one_thread() -> Iterator[None]:
 
 
 def _num_blocks(cores: int, available: int) -> int:
-    """Return a number of blocks that keeps all cores busy and fits into memory."""
+    """Return a number of blocks that keeps all cores busy, and that fits into memory with the wider ones."""
     affordable = min(2 * 2**30, available // 4) // _BYTES_PER_PARAMETER
-    return max(1, min(max(12, cores // 2), (affordable - _VOCABULARY * _HIDDEN) // _BLOCK))
+    return max(1, min(max(12, cores // 2), (affordable - _VOCABULARY * _HIDDEN) // _WIDE_BLOCK))
 
 
-def _config(blocks: int) -> Any:
+def _config(blocks: int, times_as_wide: int = 1) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        hidden_size=_HIDDEN, intermediate_size=1536, num_hidden_layers=blocks, num_attention_heads=9,
+        hidden_size=_HIDDEN, intermediate_size=times_as_wide * _WIDTH, num_hidden_layers=blocks, num_attention_heads=9,
         num_key_value_heads=3, vocab_size=_VOCABULARY, tie_word_embeddings=True,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from horizon_lm.doctor.device_benchmarks import (
     matmul_rate,
     operation_seconds,
 )
-from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update_seconds
+from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update_time
 from horizon_lm.doctor.machine import available_memory, host_memory, processor
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
@@ -71,6 +71,7 @@ _NAMES = {
     "link_both": "link, both directions",
     "host_bandwidth": "host memory, threads:",
     "update_seconds": "AdamW update,",
+    "unit_update_seconds": "AdamW update, of a unit beside,",
     "disk_write": "disk, write",
     "disk_read": "disk, read",
     "device_memory": "device memory",
@@ -106,7 +107,7 @@ def _amount(field: str, value: float) -> str:
         return f"{value / 1e12:.1f} TFLOP/s" if value >= 1e13 else f"{value / 1e9:.0f} GFLOP/s"
     if field in ("device_memory", "host_memory"):
         return format_bytes(value)
-    if field == "op_seconds":
+    if field in ("op_seconds", "unit_update_seconds"):
         return f"{value * 1e6:.1f} us"
     if field == "update_seconds":
         return f"{value * 1e9:.2f} ns per parameter"
@@ -200,10 +201,11 @@ def _measure_host(notes: _Figures, open_device: Callable[[], Device], rounds: Ro
     notes.add("cores", cores, "affinity and quotas of this process")
     bandwidth = host_bandwidth(cores, available_memory(), rounds)
     notes.add("host_bandwidth", bandwidth, "an in-place pass of compiled threads, bytes read and written")
-    updates = {
-        precision: update_seconds(precision, open_device(), cores, available_memory(), rounds)
+    times = {
+        precision: update_time(precision, open_device(), cores, available_memory(), rounds)
         for precision in PRECISIONS
         if not rounds.quick  # compiling their kernels takes seconds
     }
-    how = "horizon_lm.AdamW.step on random weights, float32 moments"
-    notes.add("update_seconds", updates, how)
+    how = "horizon_lm.AdamW.step on random weights of two sizes, float32 moments"
+    notes.add("update_seconds", {precision: time.parameter for precision, time in times.items()}, how)
+    notes.add("unit_update_seconds", {precision: time.unit for precision, time in times.items()}, how)

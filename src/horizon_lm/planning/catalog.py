@@ -15,7 +15,16 @@ from horizon_lm.near_misses import closest_machines
 
 DTYPES = ("bfloat16", "float32")
 
-_OPTIONAL = ("update_seconds", "disk_write", "disk_read", "watts", "capability", "server", "sources")
+_OPTIONAL = (
+    "update_seconds",
+    "unit_update_seconds",
+    "disk_write",
+    "disk_read",
+    "watts",
+    "capability",
+    "server",
+    "sources",
+)
 _HOST = ("cores", "host_memory", "host_bandwidth")
 _SERVER = (*_HOST, "peer", "network")
 _NEEDED = ("cores", "device_bandwidth", "link_in", "link_out", "link_both")
@@ -45,6 +54,7 @@ class Hardware:
         host_bandwidth: bytes per second of host memory read and written in place, by number of threads.
         update_seconds: seconds per parameter of an AdamW update on all cores, by precision; estimated from the bandwidth
             if missing.
+        unit_update_seconds: seconds that the update of each unit takes beside those of its parameters, by precision.
         disk_write, disk_read: bytes per second of the disk.
         capability: the GPU's compute capability, such as 8.9.
         watts: power limits: ``device``, of the GPU with its memory, and ``host``, of the processors.
@@ -69,6 +79,7 @@ class Hardware:
     link_both: float
     host_bandwidth: Mapping[str, float]
     update_seconds: Mapping[str, float] = field(default_factory=dict)
+    unit_update_seconds: Mapping[str, float] = field(default_factory=dict)
     disk_write: float = 0.0
     disk_read: float = 0.0
     watts: Mapping[str, float] = field(default_factory=dict)
@@ -122,9 +133,12 @@ def parse_profile(content: Any, place: str) -> Hardware:
                 raise ConfigError(f"{place}: {name} is missing")
         elif problem := _problem(name, hints[name], content[name]):
             raise ConfigError(f"{place}: {name} is {content[name]!r}; {problem}")
+    # Without the seconds of units, those of parameters contain them: they are of a doctor that timed small blocks alone.
+    of_units = content.get("unit_update_seconds", {})
+    of_parameters = {name: value for name, value in content.get("update_seconds", {}).items() if name in of_units}
     # Whole numbers, all of which are required: JSON's 128e9 is a float.
     whole: dict[str, Any] = {name: int(content[name]) for name, hint in hints.items() if hint is int}
-    return Hardware(**{**content, **whole})
+    return Hardware(**{**content, **whole, "update_seconds": of_parameters})
 
 
 def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:

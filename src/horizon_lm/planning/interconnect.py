@@ -110,6 +110,7 @@ def connect(hardware: Hardware, gpus: int, machines: int) -> tuple[Hardware, Int
         host_memory=int(memory),
         host_bandwidth={str(max(1, cores // gpus)): bandwidth / gpus},
         update_seconds={},  # measured on all cores, so unknown for a share of them
+        unit_update_seconds={},
         disk_write=hardware.disk_write / gpus,
         disk_read=hardware.disk_read / gpus,
     )

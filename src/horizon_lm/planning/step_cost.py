@@ -204,7 +204,8 @@ class StepCost:
         if in_float32 := _in_float32(op.unit, self._outline.trained):  # counted above as the others
             of_float32 = replace(settings, precision="float32", grad_bytes=4)
             moved += in_float32 * (update_bytes(of_float32, hardware) - update_bytes(settings, hardware))
-        return moved / settings.shard.count
+        of_unit = hardware.unit_update_seconds.get(settings.precision, 0.0) * hardware.host_rate
+        return of_unit + moved / settings.shard.count
 
     def _matrices(self, unit: Unit) -> list[MatrixShape]:
         """Return the matrices of a unit that are orthogonalized."""
