@@ -16,6 +16,7 @@ import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.units.block_autograd import BlockAutograd
+from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.engine.units.fixed_routing import Choices
 from horizon_lm.errors import ConfigError, ModelNotSupportedError, StreamingError
 from horizon_lm.schedule import build
@@ -368,6 +369,30 @@ def test_one_graph_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockAutograd, "_recompute", recompute_alone)
     loss_and_gradients(streamed("qwen3_moe", 3, device_micro_batch_size=1))
     assert alive
+
+
+def test_the_host_waits_when_all_micro_batches_are_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks where the rows of each expert begin, once in a step, and not while another micro-batch could be computed."""
+    events: list[str] = []
+    begin, bounds = ExpertCall.__init__, ExpertCall._bounds.func
+
+    def call(self: ExpertCall, *args: Any) -> None:
+        begin(self, *args)
+        events.append("call")
+
+    def wait(self: ExpertCall) -> list[int]:
+        events.append("wait")
+        return bounds(self)
+
+    monkeypatch.setattr(ExpertCall, "__init__", call)
+    monkeypatch.setattr(ExpertCall._bounds, "func", wait)
+    model = streamed("qwen3_moe", 3, device_micro_batch_size=1)
+    loss_and_gradients(model)
+    num_blocks, num_calls = len(model._horizon.blocks.blocks), events.count("wait") // len(model._horizon.blocks.blocks)
+    assert num_calls > 1
+    forward, backward = num_blocks * num_calls * 2, num_blocks * num_calls
+    assert events[:forward] == ([*["call"] * num_calls, *["wait"] * num_calls] * num_blocks)
+    assert events[forward:] == ["call"] * backward
 
 
 def test_on_the_emulated_gpu() -> None:

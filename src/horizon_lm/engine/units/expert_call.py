@@ -11,6 +11,7 @@ Shapes: N tokens, K experts of a token, S = N * K rows, R rows of a tile, H hidd
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -68,14 +69,25 @@ class ExpertCall:
         # By row (S,): its token, and the place of its pair in the flattened (N, K).
         self._tokens = order % num_tokens if self._order.by_rank else order // num_ranks
         self._places = self._tokens * num_ranks + order // num_tokens if self._order.by_rank else order
-        # Where the rows of each expert begin; the same in the backward pass, so the host waits for them only once.
-        self._bounds: list[int] = _bounds(flat, count) if before is None else before._bounds
+        self._count = count
+        if before is not None:  # the host waits for them only once
+            self._bounds = before._bounds
         self._grad: torch.Tensor | None = None  # of the output
         self._weight_grads: torch.Tensor | None = None  # (S,), by place
         self._row_outputs: torch.Tensor | None = None  # (S, H), until they are added up
         self._row_grads: torch.Tensor | None = None  # of the hidden states of all rows, (S, H)
         self.output: torch.Tensor | None = None if before is None else before.output
         self.output_like = hidden.shape, hidden.dtype
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Where the rows of each expert begin among the sorted rows, and where those of the last end.
+
+        The host waits for them. That is not until rows are computed, when all micro-batches of the block are enqueued.
+        """
+        experts = torch.arange(self._count + 1, device=self._experts.device)
+        bounds: list[int] = torch.searchsorted(self._experts, experts).tolist()
+        return bounds
 
     def chosen(self) -> list[int]:
         """Return the experts that tokens are routed to."""
@@ -207,12 +219,6 @@ class ExpertCall:
         # It requires a gradient even if neither input does, because `TiledBackward` asks autograd for it.
         output: torch.Tensor = _FromTiles.apply(self, self.output.detach().requires_grad_(), hidden, weights)
         return output
-
-
-def _bounds(ids: torch.Tensor, count: int) -> list[int]:
-    """Return where the rows of each expert begin among the sorted rows, and where those of the last end. The host waits for it."""
-    ends = torch.bincount(ids.clamp(max=count), minlength=count + 1)[:count].cumsum(0)
-    return [0, *ends.tolist()]
 
 
 def _weighted(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
