@@ -4,6 +4,9 @@ import contextvars
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,3 +171,28 @@ def test_nothing_is_kept() -> None:
     del tensors
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
+
+
+def test_members_stay_on_the_gpu_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on the first GPU: leaving the stream of another would go back there, and make a context on it."""
+    current = threading.local()
+    entered: list[int] = []
+    stream = SimpleNamespace(device=torch.device("cuda:3"))
+
+    @contextmanager
+    def use(of: Any) -> Iterator[None]:
+        before = getattr(current, "index", 0)
+        current.index = of.device.index
+        try:
+            yield
+        finally:
+            entered.append(before)  # to which torch goes back
+            current.index = before
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "index", device.index))
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    assert run_together([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
+    assert entered
+    assert set(entered) == {3}

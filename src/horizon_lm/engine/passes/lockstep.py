@@ -64,6 +64,8 @@ class ThreadState:
                 if self._device != torch.get_default_device():
                     stack.enter_context(self._device)
                 if self._stream is not None:
+                    # A thread begins on the first GPU. Going back to it, as the stream does at its end, would make a context there.
+                    torch.cuda.set_device(self._stream.device)
                     stack.enter_context(torch.cuda.stream(self._stream))
                 stack.enter_context(torch.set_grad_enabled(self._grad))
                 return function()
