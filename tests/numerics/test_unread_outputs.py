@@ -229,6 +229,14 @@ def test_a_compiled_recompute(family: str, left_out: list[Mapping[str, int]], mo
     assert all(map(torch.equal, *grads))
 
 
+def test_nothing_is_compiled_while_a_mode_is_active() -> None:
+    """As torch does it, whose demand for one graph would be an error then: an emulated GPU is such a mode."""
+    block, tensor = compiled_block.CompiledBlock(torch.cos, "inductor"), torch.randn(3)
+    with counting() as counts:
+        assert torch.equal(block(True, tensor), tensor.cos())
+    assert counts["cos"] == 2
+
+
 def _names(graph: Any) -> list[str]:
     targets = (node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload))
     return [target._schema.name.removeprefix("aten::") for target in targets]
