@@ -40,7 +40,7 @@ class CompiledBlock:
         if is_in_torch_dispatch_mode(include_infra_modes=False):  # in which torch compiles nothing
             return self._function(*args, **kwargs)
         try:
-            with _reading_nothing(unread):
+            with _leaving_out_outputs(unread):
                 return self._compiled(*args, **kwargs)
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             reason = first_line(error)
@@ -56,7 +56,7 @@ _current = threading.local()  # its `unread`: nobody reads the outputs of the co
 
 
 @contextmanager
-def _reading_nothing(unread: bool) -> Iterator[None]:
+def _leaving_out_outputs(unread: bool) -> Iterator[None]:
     """Context manager: let compiled blocks leave out what only their outputs need, if these are ``unread``."""
     before = getattr(_current, "unread", False)
     _current.unread = unread

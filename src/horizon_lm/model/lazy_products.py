@@ -31,7 +31,7 @@ _OUT = {**_PRODUCTS, **_SUMS}
 
 
 class _Kind(Enum):
-    """What an operation does with what is not computed yet."""
+    """The way in which an operation treats tensors that are not computed yet."""
 
     PRODUCT = "is put off; its inputs are not"
     SUM = "is put off, with its inputs"

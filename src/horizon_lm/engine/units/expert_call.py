@@ -81,7 +81,7 @@ class ExpertCall:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Where the rows of each expert begin among the sorted rows, and where those of the last end.
+        """The places at which the rows of each expert begin among the sorted rows, and that at which those of the last end.
 
         The host waits for them. That is not until rows are computed, when all micro-batches of the block are enqueued.
         """
