@@ -155,9 +155,9 @@ def test_a_frozen_head_has_no_gradients(tied: bool) -> None:
         outline_model(source, length=64, dtype=torch.float32, trainable=trainable) for trainable in (None, "layers")
     )
     of_head = 2 * 64 * sum(trained.sizes.tensors_of(HEAD))
-    assert trained.head_backward.at(64).products == 2 * of_head
-    assert frozen.head_backward.at(64).products == of_head
-    assert trained.head_peak["whole"].at(64) - frozen.head_peak["whole"].at(64) >= 4 * sum(
+    assert trained.heads["whole"].backward.at(64).products == 2 * of_head
+    assert frozen.heads["whole"].backward.at(64).products == of_head
+    assert trained.heads["whole"].peak.at(64) - frozen.heads["whole"].peak.at(64) >= 4 * sum(
         trained.sizes.tensors_of(HEAD)
     )
 

@@ -240,7 +240,7 @@ def test_statistics_are_compiled_if_blocks_are(compiles: bool, monkeypatch: pyte
         streamed = horizon_lm.stream(tiny_models.build("llama"), device="cpu", compile=compiles, head=head)
         with collect_statistics(streamed):
             streamed(**tiny_models.batch())
-    assert compiled.count(functional._statistics) == (2 if compiles else 0)
+    assert compiled.count(functional._fused_statistics) == (2 if compiles else 0)
 
 
 @pytest.mark.usefixtures("whole_installation")

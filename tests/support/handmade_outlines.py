@@ -5,7 +5,7 @@ from typing import Any
 
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.model_sizes import ModelSizes
-from horizon_lm.planning.outline import BlockKind, Footprint, Linear, ModelOutline, Work
+from horizon_lm.planning.outline import BlockKind, Footprint, HeadCosts, Linear, ModelOutline, Work
 from horizon_lm.units import EMBED, HEAD, OUTER, block
 
 # The shape of Qwen2.5-7B.
@@ -29,6 +29,9 @@ def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_
         one = Work(products=products, attention=attention)
         return Linear(one, one * 2)
 
+    head = HeadCosts(
+        Linear(12 * VOCABULARY, 24 * VOCABULARY), forward=work(2.0 * TABLE, 0.0), backward=work(4.0 * TABLE, 0.0)
+    )
     forward, attention = 2.0 * BLOCK * length, 2.0 * length * length * ATTENTION
     return ModelOutline(
         name="by hand",
@@ -48,9 +51,7 @@ def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_
             )
         ],
         shared=Linear(0, 0),
-        head_peak=dict.fromkeys(("chunked", "whole"), Linear(12 * VOCABULARY, 24 * VOCABULARY)),
-        head_forward=work(2.0 * TABLE, 0.0),
-        head_backward=work(4.0 * TABLE, 0.0),
+        heads=dict.fromkeys(("chunked", "compiled", "whole"), head),
         attention="varlen",
     )
 

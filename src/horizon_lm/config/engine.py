@@ -81,7 +81,8 @@ class EngineSettings(Settings):
         "null: whole blocks. auto: tiles where whole blocks do not fit twice, or where the planned step is notably shorter with them.",
     )
     compile: Annotated[Literal["auto"] | bool, OnResume.ROUNDING] = Field(
-        "auto", description="Compile blocks with torch.compile, once per block structure. auto: only on a GPU."
+        "auto",
+        description="Compile blocks with torch.compile, once per block structure, and the loss of a chunk of logits. auto: only on a GPU.",
     )
 
     check_gradients: Annotated[CountOrZero, OnResume.FREE] = Field(

@@ -1,6 +1,7 @@
 """Find the memory and work of the norm, head and loss by running the model's own code on the meta device."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -8,18 +9,34 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.cost.meta_recorder import recording
+from horizon_lm.model.compiled_loss import loss_computed_by
 from horizon_lm.model.functional import in_place, logprobs_of_logits
 from horizon_lm.model.outer_trial import Decoded, forwards
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.skeletons import meta_copy
-from horizon_lm.planning.outline import Linear, Work
+from horizon_lm.planning.outline import HeadCosts, Linear, Work
 from horizon_lm.units import HEAD, OUTER
 
 _TOKENS = 4096  # tokens of a trial, enough to make the part that does not depend on the number of tokens negligible
 
 
+def head_costs(
+    parts: ModelParts, trunk: nn.Module, dtype: torch.dtype, chunked: bool, compiled: bool, values: Sequence[str]
+) -> HeadCosts:
+    """Return the peak bytes of norm, head and loss, and their work. The arguments are those of `head_peak`."""
+    peak = head_peak(parts, trunk, dtype, chunked, compiled, values)
+    one, two = (_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False, compiled=compiled) for tokens in (1, 2))
+    backward = Linear(one.both - one.forward, two.both - two.forward)
+    return HeadCosts(peak, Linear(one.forward, two.forward), backward)
+
+
 def head_peak(
-    parts: ModelParts, trunk: nn.Module, dtype: torch.dtype, chunked: bool, values: Sequence[str] = ()
+    parts: ModelParts,
+    trunk: nn.Module,
+    dtype: torch.dtype,
+    chunked: bool,
+    compiled: bool = False,
+    values: Sequence[str] = (),
 ) -> Linear[int]:
     """Return the peak bytes of norm, head and loss for any number of tokens, without hidden states, weights and gradient slots.
 
@@ -28,22 +45,17 @@ def head_peak(
         trunk: module that the model calls for hidden states.
         dtype: dtype of weights and hidden states.
         chunked: weight gradients are added directly to their slot, and the logits are not kept.
+        compiled: the loss, or the per-token values, are computed by compiled code.
         values: per-token values that the loss uses, as in `functional.logprobs_of_logits`; empty for Hugging Face's own loss.
     """
     linear = _ChunkLinear.apply if chunked else F.linear
     peak, peak_of_twice = (
-        _run(parts, trunk, dtype, tokens, linear, holds_logits=not chunked, values=values).peak
+        _run(parts, trunk, dtype, tokens, linear, not chunked, compiled, values).peak
         for tokens in (_TOKENS, 2 * _TOKENS)
     )
     of_token = (peak_of_twice - peak) // _TOKENS
     one = peak - (_TOKENS - 1) * of_token
     return Linear(one, one + of_token)  # which is given by its values for one token and for two
-
-
-def head_work(parts: ModelParts, trunk: nn.Module, dtype: torch.dtype) -> tuple[Linear[Work], Linear[Work]]:
-    """Return the work of norm, head and loss for any number of tokens, of the forward pass and of the backward pass."""
-    one, two = (_run(parts, trunk, dtype, tokens, F.linear, holds_logits=False) for tokens in (1, 2))
-    return Linear(one.forward, two.forward), Linear(one.both - one.forward, two.both - two.forward)
 
 
 class _Trial(NamedTuple):
@@ -61,12 +73,13 @@ def _run(
     tokens: int,
     linear: Callable[..., torch.Tensor],
     holds_logits: bool,
+    compiled: bool = False,
     values: Sequence[str] = (),
 ) -> _Trial:
     """Run norm, head and loss, forward and backward.
 
     Args:
-        parts, trunk, dtype, values: as in `head_peak`.
+        parts, trunk, dtype, compiled, values: as in `head_peak`.
         tokens: tokens of the trial.
         linear: the product of hidden states and the weight of the head.
         holds_logits: the caller keeps the logits until the backward pass.
@@ -82,8 +95,10 @@ def _run(
         parts.head: lambda states: linear(states, weight),
     }
     options = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+    loss_code = loss_computed_by(model, _fused_loss) if compiled else nullcontext()
     with (
         forwards(replaced),
+        loss_code,
         in_place(_read_weights(parts, dtype, weight)),
         recording(norm, weight, hidden, labels, accelerated=True) as recorder,
         torch.enable_grad(),
@@ -91,10 +106,13 @@ def _run(
         if values:
             output = type(model).forward(model, input_ids=labels, **options)
             logits = output.logits.flatten(0, 1)
-            # Without chunks, the head selects the logits of trained tokens, which makes a copy.
-            made = logprobs_of_logits(logits.clone() if holds_logits else logits, labels[0], 1.0, values)
+            if compiled:
+                loss = _fused_loss(logits)
+            else:
+                # Without chunks, the head selects the logits of trained tokens, which makes a copy.
+                made = logprobs_of_logits(logits.clone() if holds_logits else logits, labels[0], 1.0, values)
+                loss = torch.stack(made).sum()
             del logits
-            loss = torch.stack(made).sum()
         elif parts.classifies:  # a label belongs to a row, and its loss takes next to nothing
             output = type(model).forward(model, input_ids=labels, **options)
             loss = output.logits.sum()
@@ -138,6 +156,28 @@ class _ChunkLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         _, weight = ctx.saved_tensors
         return grad.matmul(weight), None
+
+
+def _fused_loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return a scalar that costs as much as a compiled loss, or compiled values, of logits (..., V)."""
+    value: torch.Tensor = _FusedLoss.apply(logits)
+    return value
+
+
+class _FusedLoss(torch.autograd.Function):
+    """A stand-in for a compiled loss: it makes no tensor of the size of the logits but their gradient, in their dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return (
+            logits.amax() + logits.sum()
+        )  # reads the logits once for the maximum, and once for the sum of exponentials
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (logits,) = ctx.saved_tensors
+        return logits * grad.to(logits.dtype)
 
 
 def _norm(parts: ModelParts, dtype: torch.dtype) -> nn.Module:

@@ -13,7 +13,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls, shared_bytes
-from horizon_lm.cost.head_probe import head_peak, head_work
+from horizon_lm.cost.head_probe import head_costs
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_layers import adapted_model
@@ -34,7 +34,7 @@ from horizon_lm.model.routed_experts import (
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.model_sizes import ModelSizes
-from horizon_lm.planning.outline import BlockKind, CoreCosts, Footprint, Linear, ModelOutline, Work
+from horizon_lm.planning.outline import BlockKind, CoreCosts, Footprint, HeadCosts, Linear, ModelOutline, Work
 from horizon_lm.units import HEAD, block
 
 
@@ -144,17 +144,16 @@ def _costs(
             if not chunk_mlps(each.block, mlp_chunk_tokens):
                 raise ConfigError(f"mlp_chunk_tokens: {type(each.block).__name__} has no feed-forward layer to chunk")
     trunk = parts.trunks()[-1] if path is None else path.trunk
-    forward, backward = head_work(parts, trunk, dtype)
+    in_chunks = path is not None  # a head without a chunked path computes the whole either way
     experts = find_divisible_experts(parts)
     return {
         "kinds": [_kind(each, experts.get(each.indices[0])) for each in calls],
         "shared": Linear(shared_bytes(calls, 1), shared_bytes(calls, 2)),
-        "head_peak": {  # a head without a chunked path computes the whole either way
-            "chunked": head_peak(parts, trunk, dtype, chunked=path is not None, values=head_values),
-            "whole": head_peak(parts, trunk, dtype, chunked=False, values=head_values),
+        "heads": {
+            "chunked": head_costs(parts, trunk, dtype, in_chunks, compiled=False, values=head_values),
+            "compiled": head_costs(parts, trunk, dtype, in_chunks, compiled=in_chunks, values=head_values),
+            "whole": head_costs(parts, trunk, dtype, chunked=False, compiled=False, values=head_values),
         },
-        "head_forward": forward,
-        "head_backward": backward,
     }  # fmt: skip
 
 
@@ -165,9 +164,7 @@ def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
     return {
         "kinds": [BlockKind(range(parts.num_blocks), no_bytes, nothing, no_work, no_work, no_work)],
         "shared": nothing,
-        "head_peak": {"chunked": nothing, "whole": nothing},
-        "head_forward": no_work,
-        "head_backward": no_work,
+        "heads": dict.fromkeys(("chunked", "compiled", "whole"), HeadCosts(nothing, no_work, no_work)),
         "unknown": f"{type(parts.model).__name__} cannot be tried without weights ({first_line(error)})",
     }
 

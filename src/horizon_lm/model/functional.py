@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.model.compiling import compile_function, mark_varying
 
@@ -75,9 +76,11 @@ def _gradient(module: nn.Module, table: torch.Tensor, positions: torch.Tensor, g
 
 
 def logprobs_of_logits(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, names: Sequence[str]
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, names: Sequence[str], compiled: bool = False
 ) -> list[torch.Tensor]:
     """Return per-token values (n,), one tensor for each name.
+
+    Compiled code makes no tensor (n, V) but the gradient of the logits.
 
     Args:
         logits: logits (n, V).
@@ -86,11 +89,16 @@ def logprobs_of_logits(
         names: ``logprobs`` of the labels, ``mean`` log-probability over the vocabulary, ``entropy`` in nats; and, without
             gradients, ``mean_logits`` over the vocabulary, ``log_sum_sq_probs`` (log of the sum of squared
             probabilities), and ``is_top1`` (1 where the label has the largest logit).
+        compiled: use compiled code.
     """
+    if compiled:
+        _mark_tokens(logits, labels)
+        return list(compile_function(logprobs_of_logits)(logits, labels, temperature, names))
     scaled = logits.float() / temperature if temperature != 1 else logits.float()
     logs = torch.log_softmax(scaled, dim=-1)
     compute = {
-        "logprobs": lambda: logs.gather(-1, labels[:, None]).squeeze(-1),
+        # Not `gather`, whose gradient is a tensor (n, V) of its own in compiled code.
+        "logprobs": lambda: -F.nll_loss(logs, labels, reduction="none"),
         "mean": lambda: logs.mean(-1),
         "entropy": lambda: -(logs.exp() * logs).sum(-1),
         "mean_logits": lambda: scaled.detach().mean(-1),
@@ -108,9 +116,9 @@ _CACHED_LOGITS = 2**21  # logits of a piece on a CPU, 8 MiB in float32: few enou
 def token_statistics(logits: torch.Tensor, labels: torch.Tensor, compiled: bool = False) -> dict[str, torch.Tensor]:
     """Return the `STATISTICS` of tokens, float32 (N,) each, without a graph.
 
-    An accelerator computes all tokens in a few operations, in no more memory than the backward pass of the loss, which takes
-    at least 6 bytes a logit on top of what exists here: compiled code makes at most one float32 tensor (N, V), and without
-    it each of two halves makes at most two. A CPU computes pieces that fit into its cache instead.
+    An accelerator computes all tokens in a few operations, in no more memory than the backward pass of the loss: compiled code
+    makes no tensor (N, V), and without it, where the loss takes at least 6 bytes a logit on top of what exists here, each of two
+    halves makes at most two. A CPU computes pieces that fit into its cache instead.
 
     Args:
         logits: logits (N, V).
@@ -122,14 +130,26 @@ def token_statistics(logits: torch.Tensor, labels: torch.Tensor, compiled: bool 
     """
     logits = logits.detach()
     if compiled:
-        for tensor in (logits, labels):
-            mark_varying(tensor, [0])
-        return dict(compile_function(_statistics)(logits, labels))
+        _mark_tokens(logits, labels)
+        return dict(compile_function(_fused_statistics)(logits, labels))
     num_tokens, vocabulary = logits.shape
     half = -(-num_tokens // 2)
     size = max(1, _CACHED_LOGITS // vocabulary if logits.device.type == "cpu" else half)
     pieces = [_statistics(*piece) for piece in zip(logits.split(size), labels.split(size), strict=True)]
     return {name: torch.cat([piece[name] for piece in pieces]) for name in STATISTICS}
+
+
+def _mark_tokens(logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """Mark that the number of tokens varies, of logits (N, V) and labels (N,)."""
+    for tensor in (logits, labels):
+        mark_varying(tensor, [0])
+
+
+def _fused_statistics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the same as `_statistics`, by operations that torch.compile computes without a tensor (N, V)."""
+    logs = torch.log_softmax(logits, -1, dtype=torch.float32)
+    # A logit of -inf gives 0 * -inf, which is NaN here and 0 in the sum.
+    return {"entropy": -(logs.exp() * logs).nansum(-1), "is_top1": (logits.argmax(-1) == labels).float()}
 
 
 def _statistics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

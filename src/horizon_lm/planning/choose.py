@@ -65,12 +65,14 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
         room: as from `device_room`.
     """
     spare = None if room is None else max(0, room)
-    chunk = request.head_chunk_tokens or head_chunk_tokens(spare, outline.sizes.vocabulary)
+    compiled = (
+        request.compiled and request.expert_tile is None
+    )  # code of a whole block cannot be interrupted for its tiles
+    chunk = head_chunk_tokens(spare, outline.sizes.vocabulary, outline.compute_bytes, compiled)
     chosen: dict[str, Any] = {
         "device_micro_batch_size": micro_batch,
-        "head_chunk_tokens": chunk,
-        # Code of a whole block cannot be interrupted for its tiles.
-        "compiled": request.compiled and request.expert_tile is None,
+        "head_chunk_tokens": request.head_chunk_tokens or chunk,
+        "compiled": compiled,
         **Residency(*request.requested_residency(outline.num_blocks, auto_on_device=room is None)).options(),
     }
     return StepSettings(**{each.name: getattr(request, each.name) for each in fields(request)} | chosen)

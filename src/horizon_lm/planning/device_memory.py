@@ -103,7 +103,7 @@ def step_working(step: Step) -> Working:
     outline, settings = step.outline, step.settings
     return working(
         [outline.footprints(rows, settings.expert_tile) for rows in settings.slices],
-        hidden=step.hidden, boundary=step.boundary, tokens=step.tokens, head_peak=outline.head_peak[settings.head],
+        hidden=step.hidden, boundary=step.boundary, tokens=step.tokens, head_peak=step.head.peak,
         chunk_tokens=settings.chunk_tokens, first=outline.first_differentiated,
     )  # fmt: skip
 
@@ -137,8 +137,7 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
         in_block += max(
             (kind.core.footprint.at(batch.rows * per_row).held for kind in outline.kinds if kind.core), default=0
         )
-    head = outline.head_peak[settings.head]
-    at_head = head.at(min(tokens, settings.chunk_tokens or tokens))
+    at_head = step.head.peak.at(min(tokens, settings.chunk_tokens or tokens))
     # Those of training are in `DeviceUse.shared`.
     masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
     # Of the whole batch, a block's input, its output in micro-batches, and these concatenated.

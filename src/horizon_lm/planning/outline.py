@@ -136,6 +136,20 @@ class BlockKind:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadCosts:
+    """Costs of norm, head and loss as functions of the number of tokens.
+
+    Attributes:
+        peak: peak bytes.
+        forward, backward: work. The weights are read once, regardless of the number of tokens.
+    """
+
+    peak: Linear[int]
+    forward: Linear[Work]
+    backward: Linear[Work]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOutline:
     """A causal language model for sequences of one length in one dtype.
 
@@ -151,9 +165,8 @@ class ModelOutline:
         compute_bytes: bytes of an element on the device.
         kinds: structures of the blocks; each block has one structure.
         shared: bytes of the inputs shared by all blocks, such as masks and rotary tables.
-        head_peak: peak bytes of norm, head and loss per token count, for the heads ``chunked`` and ``whole``.
-        head_forward, head_backward: work of norm, head and loss per token count. The weights are read once, regardless
-            of the count.
+        heads: costs of norm, head and loss, for the heads ``chunked`` and ``whole``, and ``compiled`` for a chunked head with
+            compiled code.
         attention: name of the attention implementation.
         first_differentiated: the first block with a gradient.
         has_adapters: blocks have adapters, which belong to the outer parameters.
@@ -174,9 +187,7 @@ class ModelOutline:
     compute_bytes: int
     kinds: Sequence[BlockKind]
     shared: Linear[int]
-    head_peak: Mapping[str, Linear[int]]
-    head_forward: Linear[Work]
-    head_backward: Linear[Work]
+    heads: Mapping[str, HeadCosts]
     attention: str
     experts: int = 0
     routed_tokens: int = 0

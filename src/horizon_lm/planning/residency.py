@@ -103,17 +103,25 @@ class DevicePlan:
         return DevicePlan(residency, max(self.peak, other.peak))
 
 
-_LOGIT_BYTES = 12  # bytes of a logit with its log-probability and gradients
+_LOGIT_BYTES = 12  # bytes of a logit with its log-probability and gradients, without compiled code
 _CHUNK_SHARE = 16  # a chunk of logits gets one part of so many of spare memory
 _MOST_CHUNK_BYTES = 4 * 2**30  # larger chunks are no faster
 
 
-def head_chunk_tokens(spare: int | None, vocabulary: int) -> int:
-    """Return the tokens of a chunk of logits, which takes a share of the ``spare`` bytes; None if memory is not limited: about 64 MiB."""
+def head_chunk_tokens(spare: int | None, vocabulary: int, itemsize: int, compiled: bool) -> int:
+    """Return the tokens of a chunk of logits.
+
+    Args:
+        spare: bytes of device memory, of which a chunk takes a share; None if memory is not limited, for about 64 MiB.
+        vocabulary: logits of a token.
+        itemsize: bytes of a logit.
+        compiled: the loss is computed by compiled code, which makes nothing of this size but the gradient of the logits.
+    """
     if spare is None:
         return max(64, 64 * 2**20 // (4 * vocabulary))
     num_bytes = min(spare // _CHUNK_SHARE, _MOST_CHUNK_BYTES)
-    return max(64, num_bytes // (_LOGIT_BYTES * vocabulary) // 64 * 64)
+    logit_bytes = 2 * itemsize if compiled else _LOGIT_BYTES
+    return max(64, num_bytes // (logit_bytes * vocabulary) // 64 * 64)
 
 
 @dataclass(frozen=True, slots=True)

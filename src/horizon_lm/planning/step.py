@@ -5,7 +5,7 @@ from typing import Self
 
 from horizon_lm.planning.device_buffers import BufferSettings
 from horizon_lm.planning.experts import ExpertSizes
-from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.outline import HeadCosts, ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.residency import Residency
 from horizon_lm.schedule import build
@@ -56,6 +56,12 @@ class Step:
 
     outline: ModelOutline
     settings: StepSettings
+
+    @property
+    def head(self) -> HeadCosts:
+        """The costs of norm, head and loss."""
+        is_compiled = self.settings.chunked_head and self.settings.compiled
+        return self.outline.heads["compiled" if is_compiled else self.settings.head]
 
     @property
     def tokens(self) -> int:

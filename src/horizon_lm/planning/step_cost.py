@@ -283,7 +283,7 @@ class StepCost:
         pass of a frozen head computes the chunks again.
         """
         outline, tokens, chunk_tokens = self._outline, self._step.tokens, self._settings.chunk_tokens
-        forward, backward = outline.head_forward, outline.head_backward
+        forward, backward = self._step.head.forward, self._step.head.backward
         if chunk_tokens is None:
             return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
         is_trained = bool(outline.trained.tensors_of(HEAD))

@@ -4,6 +4,7 @@ Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V v
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.token_statistics import TokenStatistics
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
+from horizon_lm.model.compiled_loss import compiled_loss
 from horizon_lm.model.functional import logprobs_of_logits
 
 
@@ -119,12 +121,20 @@ class LossRun(ChunkedRun):
         # transformers computes a loss if there are `labels`, and shifts none if there are `shift_labels`: tokens of a
         # chunk need not follow each other.
         target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
-        loss_inputs = {"labels": target, "shift_labels": target, "num_items_in_batch": self.inputs.num_items}
-        output = self.call_model(hidden, outer, grads, overwrite, **loss_inputs)
+        loss_inputs = {"labels": target, "shift_labels": target, "num_items_in_batch": self._num_items()}
+        with compiled_loss(self.engine.parts.model) if self.engine.options.compile else nullcontext():
+            output = self.call_model(hidden, outer, grads, overwrite, **loss_inputs)
         if self.statistics is not None:
             # Here, while the logits exist: what this takes is freed before the chunk's backward pass, whose peak is higher.
             self.statistics.add(index, output.logits[0])
         return output.loss  # type: ignore[no-any-return]
+
+    def _num_items(self) -> torch.Tensor | int:
+        """Return the divisor of the batch's loss; for compiled code as a tensor, since it is compiled again for another number."""
+        num_items = self.inputs.num_items
+        if isinstance(num_items, int) and self.engine.options.compile:
+            return torch.full((), num_items, device=self.inputs.labels.device)
+        return num_items
 
 
 def _zero(device: torch.device) -> torch.Tensor:
@@ -280,4 +290,5 @@ class LogprobRun(ChunkedRun):
         logits = self.call_model(hidden, outer, grads, overwrite).logits[0]  # (N, V)
         if self.statistics is not None:
             self.statistics.add(index, logits)
-        return logprobs_of_logits(logits, self.inputs.labels.reshape(-1)[index], self._temperature, names)
+        labels = self.inputs.labels.reshape(-1)[index]  # (N,)
+        return logprobs_of_logits(logits, labels, self._temperature, names, self.engine.options.compile)

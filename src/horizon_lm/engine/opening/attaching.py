@@ -171,16 +171,18 @@ def _engine_options(
         compiles = arguments.on_accelerator and arguments.expert_tile is None
     else:
         compiles = bool(arguments.compile)
+    chunk_tokens = head_chunk_tokens(spare, parts.sizes().vocabulary, dtype.itemsize, compiles)
+    in_chunks = path is not None
     chosen: dict[str, Any] = {
-        "head": "whole" if path is None else "chunked",
-        "head_chunk_tokens": arguments.head_chunk_tokens or head_chunk_tokens(spare, parts.sizes().vocabulary),
+        "head": "chunked" if in_chunks else "whole",
+        "head_chunk_tokens": arguments.head_chunk_tokens or chunk_tokens,
         "compile": compiles,
     }
     return EngineOptions(
         **StreamingOptions.of(arguments) | _residency(arguments, parts.num_blocks, device) | chosen,
         compute_dtype=dtype,
         # Without a limit no memory is planned, so nobody needs this trial run of the head on the meta device.
-        head_peak=None if spare is None else head_peak(parts, trunk, dtype, chunked=path is not None),
+        head_peak=None if spare is None else head_peak(parts, trunk, dtype, in_chunks, compiled=compiles and in_chunks),
         check_recompute=arguments.check_recompute,
     )
 

@@ -72,7 +72,8 @@ def stream(
             chunks. None for all tokens.
         expert_tile: the number of experts of a mixture that are on the device at once, for blocks that do not fit: attention, router
             and shared experts of a block are streamed as one unit, its routed experts as tiles of this many. None for whole blocks.
-        compile: compile blocks with torch.compile, once per block structure; ``auto`` for CUDA only.
+        compile: compile blocks with torch.compile, once per block structure, and the loss of a chunk of logits; ``auto`` for CUDA
+            only.
         check_recompute: compare each recomputed output with that of the forward pass; keeps all outputs, for tests.
         attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, with flash-attn or
             torch's own kernel on CUDA. None for the model's own; on CUDA, ``varlen`` replaces ``sdpa`` if the model allows it.

@@ -88,7 +88,7 @@ class EngineOptions(StreamingOptions):
     Attributes:
         head_chunk_tokens: tokens per chunk of logits with ``head="chunked"``.
         expert_tile: number of experts in a tile; None for whole blocks.
-        compile: compile blocks, once per block structure.
+        compile: compile blocks, once per block structure, and the loss of a chunk of logits.
         compute_dtype: dtype of weights on the device and of hidden states.
         head_peak: peak bytes of norm, head and loss, as a function of tokens; None if memory is not planned.
         check_recompute: compare every recomputed output with that of the forward pass; slow, for tests.

@@ -3,6 +3,7 @@
 Shapes: N tokens of a chunk, H hidden size, V vocabulary.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,20 +18,22 @@ class ChunkLinear(torch.autograd.Function):
     Autograd would compute a gradient (V, H) for each chunk and add it to the sum, which takes two more tensors of the
     head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned.
 
-    Its arguments are those of ``F.linear``, the buffers by the names ``weight`` and ``bias``, and whether to overwrite the buffers.
+    Its arguments are those of ``F.linear``, the buffers by the names ``weight`` and ``bias``, whether to overwrite the buffers, and
+    whether a chunk's product may be added to a float32 buffer unrounded, where the device can do that: it is more exact than plain
+    autograd, which rounds products to the dtype of the logits.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grads: dict[str, torch.Tensor],
-        overwrite: bool,
+        overwrite: bool, unrounded: bool,
     ) -> torch.Tensor:  # fmt: skip
         # Cast explicitly, because autocast does not apply inside of an autograd function.
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))
         ctx.save_for_backward(x, weight)
-        ctx.grads, ctx.overwrite = grads, overwrite
+        ctx.grads, ctx.overwrite, ctx.unrounded = grads, overwrite, unrounded
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
@@ -38,17 +41,19 @@ class ChunkLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, V), (N, H)
         if "weight" in ctx.grads:
-            _add_product(ctx.grads["weight"], flat, inputs, ctx.overwrite)
+            _add_product(ctx.grads["weight"], flat, inputs, ctx.overwrite, ctx.unrounded)
         bias_grad = None
         if "bias" in ctx.grads:
             total = ctx.grads["bias"]
             total.copy_(flat.sum(0) if ctx.overwrite else total + flat.sum(0))
         elif ctx.needs_input_grad[2]:
             bias_grad = flat.sum(0)
-        return grad.matmul(weight.to(grad.dtype)), None, bias_grad, None, None  # (1, N, V) x (V, H) -> (1, N, H)
+        return grad.matmul(weight.to(grad.dtype)), None, bias_grad, None, None, None  # (1, N, V) x (V, H) -> (1, N, H)
 
 
-def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, overwrite: bool) -> None:
+def _add_product(
+    total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, overwrite: bool, unrounded: bool
+) -> None:
     """Add ``grad^T inputs`` to ``total`` (V, H), from grad (N, V) and inputs (N, H), without a second (V, H) tensor.
 
     Args:
@@ -56,11 +61,16 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, 
         grad: gradient of the chunk's logits.
         inputs: inputs of the projection.
         overwrite: put the product into ``total`` instead of adding it.
+        unrounded: as in `ChunkLinear`.
     """
+    beta = 0 if overwrite else 1
     if total.dtype == grad.dtype == inputs.dtype:
-        torch.addmm(total, grad.t(), inputs, beta=0 if overwrite else 1, out=total)
+        torch.addmm(total, grad.t(), inputs, beta=beta, out=total)
         return
-    # addmm cannot write to another dtype (a float32 sum of bfloat16 products): products are computed some rows at a time.
+    if unrounded and total.dtype == torch.float32 and grad.dtype == inputs.dtype and _adds(grad.dtype, total.device):
+        torch.addmm(total, grad.t(), inputs, out_dtype=torch.float32, beta=beta, out=total)
+        return
+    # A product that is rounded to another dtype than that of the sum is computed some rows at a time.
     for start in range(0, total.shape[0], _ROW_BLOCK):
         rows = total[start : start + _ROW_BLOCK]
         product = grad[:, start : start + _ROW_BLOCK].t().matmul(inputs)
@@ -68,3 +78,15 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, 
             rows.copy_(product)
         else:
             rows.add_(product)
+
+
+@cache
+def _adds(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a device adds products of this dtype to a float32 sum in place, which torch has for some devices."""
+    factor = torch.ones((16, 16), dtype=dtype, device=device)
+    total = torch.ones_like(factor, dtype=torch.float32)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):  # no such kernel, or no such argument in an older torch
+        return False
+    return bool((total == 17).all())

@@ -178,4 +178,6 @@ class Chunk:
         # The bias of a tied head is an outer parameter.
         weights = self.owner.by_attribute(head.weights() | {name: self.outer[name] for name in head.outer_places})
         grads = self.owner.by_attribute(self.grads)
-        return ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.overwrite)
+        # Without compiled code, gradients have the bits of plain autograd.
+        unrounded = head.engine.options.compile
+        return ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.overwrite, unrounded)
