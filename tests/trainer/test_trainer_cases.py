@@ -239,12 +239,15 @@ def test_lion(tmp_path: Path, optim: str, moments: str) -> None:
     assert difference(copied_weights(streamed), copied_weights(other), 0.0) is None
 
 
-def test_updates_in_the_backward_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_updates_in_the_backward_pass(accumulated: int, tmp_path: Path) -> None:
+    """Micro-batches that are accumulated share one backward pass, so their sum is known when a unit is updated."""
     plain, streamed = models()
-    expected = train(Trainer, plain, tmp_path / "plain", max_grad_norm=0.0, eval_strategy="no")
+    settings = {"eval_strategy": "no", "gradient_accumulation_steps": accumulated}
+    expected = train(Trainer, plain, tmp_path / "plain", max_grad_norm=0.0, **settings)
     optimizer = horizon_lm.AdamW(streamed, lr=1e-3, weight_decay=0.0, update_in_backward=True)
     cls, scheduler = horizon_lm.trainer(Trainer), get_linear_schedule_with_warmup(optimizer, 0, STEPS)
-    given = {"optimizers": (optimizer, scheduler), "eval_strategy": "no"}
+    given = {"optimizers": (optimizer, scheduler), **settings}
     with pytest.raises(ConfigError, match="max_grad_norm=0"):
         train(cls, streamed, tmp_path / "streamed", **given)
     train(cls, streamed, tmp_path / "streamed", max_grad_norm=0.0, **given)

@@ -12,6 +12,7 @@ import torch
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
 from horizon_lm.device.base import Device
+from horizon_lm.device.host_copy import HostCopy
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import ConfigError
 
@@ -21,16 +22,16 @@ class TokenSums:
     """Sums of a statistic over the targets of R rows or pairs.
 
     Attributes:
-        sums: shape (R,), on the device, so reading them waits for it.
+        sums: shape (R,).
         counts: number of targets, shape (R,), on the host.
     """
 
-    sums: torch.Tensor
+    sums: HostCopy
     counts: torch.Tensor
 
     def of_micro_batches(self, num_rows: int) -> list[tuple[float, int]]:
         """Return the sum and the number of targets of each micro-batch of some rows."""
-        sums = self.sums.double().cpu().split(num_rows)
+        sums = self.sums.read().double().split(num_rows)
         counts = self.counts.split(num_rows)
         return [(float(s.sum()), int(n.sum())) for s, n in zip(sums, counts, strict=True)]
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.config import DpoConfig
 from horizon_lm.data.batch import Batch
+from horizon_lm.device.host_copy import HostCopy
 from horizon_lm.engine.calls.chunked_losses import token_logprobs
 from horizon_lm.engine.units.token_statistics import collect_statistics
 from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets
@@ -98,8 +99,8 @@ class Dpo:
         sums = torch.stack([values.detach().sum() for values in metrics.values()]).tolist()
         by_answer = {name: values.sum(1).view(2, -1) for name, values in statistics.values.items()}
         token_metrics = {  # as in TRL's DPOTrainer: the entropy of both answers, the accuracy of the chosen one
-            "entropy": TokenSums(by_answer["entropy"].sum(0), lengths.sum(0)),
-            "mean_token_accuracy": TokenSums(by_answer["is_top1"][0], lengths[0]),
+            "entropy": TokenSums(HostCopy(by_answer["entropy"].sum(0)), lengths.sum(0)),
+            "mean_token_accuracy": TokenSums(HostCopy(by_answer["is_top1"][0]), lengths[0]),
         }
         mean = torch.stack(terms).sum()
         return Loss(

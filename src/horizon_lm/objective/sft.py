@@ -3,6 +3,7 @@
 from typing import Any
 
 from horizon_lm.data.batch import Batch
+from horizon_lm.device.host_copy import HostCopy
 from horizon_lm.engine.calls.chunked_losses import token_logprobs
 from horizon_lm.engine.units.token_statistics import TokenStatistics, collect_statistics
 from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets, share_aux_loss
@@ -11,7 +12,7 @@ from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets
 def _token_metrics(statistics: TokenStatistics, batch: Batch) -> dict[str, TokenSums]:
     """Return the metrics of TRL's SFTTrainer."""
     names, counts = {"entropy": "entropy", "mean_token_accuracy": "is_top1"}, num_targets(batch)
-    return {name: TokenSums(statistics.values[key].sum(1), counts) for name, key in names.items()}
+    return {name: TokenSums(HostCopy(statistics.values[key].sum(1)), counts) for name, key in names.items()}
 
 
 def nll(model: Any, batch: Batch) -> Loss:

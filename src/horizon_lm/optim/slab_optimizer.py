@@ -263,7 +263,8 @@ class SlabOptimizer(torch.optim.Optimizer):
         if self.pending:
             raise StreamingError(
                 "update_in_backward has already changed the weights in this step's backward; call optimizer.step() after "
-                "each backward, and put all rows of a step into one forward"
+                "each backward, and put all rows of a step into one forward, "
+                "or several batches into horizon_lm.run_together"
             )
         self._current = self._new_step(clip=1.0)
 

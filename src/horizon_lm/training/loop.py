@@ -5,6 +5,7 @@ from dataclasses import astuple, replace
 from functools import partial
 
 from horizon_lm.data.batch import Batch
+from horizon_lm.device.host_copy import HostCopy
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.errors import InterruptedRunError, RankLostError, first_line
 from horizon_lm.training.busy_cores import BusyCores
@@ -112,11 +113,12 @@ class Loop:
         loss = self.objectives.training(self.model, batch)
         if batch.is_stand_in:  # computed as any other, since a loss may be a mean over the targets or the answers
             loss = replace(loss, value=loss.value * 0)
+        number = HostCopy(loss.value)
         if config.update_in_backward:  # the backward pass changes weights, so check the loss before it
-            self.non_finite.finite_loss(loss, step, batch)
+            self.non_finite.finite_loss(number, step, batch)
         loss.value.backward()
-        # Reading the loss waits for the device. Do so after the backward pass is queued, so that the device stays busy.
-        value = self.non_finite.finite_loss(loss, step, batch)  # of all ranks
+        # Reading the loss waits for the forward pass. Do so after the backward pass is queued, so that the device stays busy.
+        value = self.non_finite.finite_loss(number, step, batch)  # of all ranks
         for part in self.parts:
             part.before_update()
         self.non_finite.update(self.optimizer, value, step, batch)

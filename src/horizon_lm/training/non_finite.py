@@ -11,9 +11,9 @@ from typing import Any
 
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
+from horizon_lm.device.host_copy import HostCopy
 from horizon_lm.disk import Disk, write_file
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
-from horizon_lm.objective.base import Loss
 from horizon_lm.training.bad_rows import BadRows, find_bad_rows
 from horizon_lm.training.run import Run, Training
 from horizon_lm.units import Unit
@@ -32,9 +32,9 @@ class NonFinite:
         self._model, self._objective = training.model, training.objectives.training
         self._num_searches, self._own_loss = 0, 0.0
 
-    def finite_loss(self, loss: Loss, step: int, batch: Batch) -> float:
+    def finite_loss(self, loss: HostCopy, step: int, batch: Batch) -> float:
         """Return the loss of all ranks as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
-        self._own_loss = float(loss.value.item())
+        self._own_loss = float(loss.read())
         value = self._ranks.sum("the loss of a step", self._own_loss)
         if not math.isfinite(value) and self._config.non_finite == "raise":
             problem, cause = self._explain(None, value, step, batch)
