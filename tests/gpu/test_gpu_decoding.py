@@ -34,6 +34,14 @@ def test_values_equal_those_of_the_cpu(device: str, name: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_values_are_rounded_to_their_own_dtype_first(device: str, name: str) -> None:
+    codec, shape, packed = packed_case(name)
+    out = torch.empty(shape, device=device)
+    decoding.decode(codec, codec.views(packed.to(device), shape), out, torch.bfloat16)
+    assert torch.equal(out.cpu(), codec.decode(packed, torch.empty(shape, dtype=torch.bfloat16)).float())
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_link_decodes_what_it_copies(device: str, only_cuda: Accelerator, name: str) -> None:
     codec, shape, packed = packed_case(name)
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
@@ -47,10 +55,11 @@ def test_nothing_is_allocated_or_awaited(device: str, only_cuda: Accelerator) ->
     for name in CASES:
         codec, shape, packed = packed_case(name)
         components = codec.views(packed.cuda(), shape)
-        out = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
-        decoding.decode(codec, components, out, out.dtype)  # compiles
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        with only_cuda.without_synchronization():
-            decoding.decode(codec, components, out, out.dtype)
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, name
+        for dtype in (torch.bfloat16, torch.float32):  # the same as rounded values have, and another
+            out = torch.empty(shape, dtype=dtype, device="cuda")
+            decoding.decode(codec, components, out, torch.bfloat16)  # compiles
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            with only_cuda.without_synchronization():
+                decoding.decode(codec, components, out, torch.bfloat16)
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, (name, dtype)

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,23 @@ def test_kernels_equal_torch(interpreted: Any, name: str, dtype: torch.dtype) ->
             assert torch.equal(out.view(-1), expected.view(-1)[part.start : part.stop])
 
 
-def test_values_are_rounded_to_their_own_dtype_first(interpreted: Any) -> None:
-    codec, shape, packed = packed_case("nf4")
-    out = torch.empty(shape)
-    decoding.decode(codec, codec.views(packed, shape), out, torch.bfloat16)
-    assert torch.equal(out, codec.decode(packed, torch.empty(shape, dtype=torch.bfloat16)).float())
+VIA = [("nf4", *pair) for pair in permutations((torch.bfloat16, torch.float16, torch.float32), 2)] + [
+    (name, torch.bfloat16, torch.float32) for name in ("nf4 nested", "mxfp4", "fp8", "int4", "stacked nf4", "stacked int4")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "first", "dtype"), VIA, ids=str)
+def test_values_are_rounded_to_their_own_dtype_first(
+    interpreted: Any, name: str, first: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no memory is allocated for it: the thread that enqueues copies might wait for it."""
+    codec, shape, packed = packed_case(name)
+    expected, out = codec.decode(packed, torch.empty(shape, dtype=first)).to(dtype), torch.empty(shape, dtype=dtype)
+    with monkeypatch.context() as patch:
+        for allocate in ("empty", "empty_like", "zeros"):
+            patch.setattr(torch, allocate, None)
+        decoding.decode(codec, codec.views(packed, shape), out, first)
+    assert torch.equal(out, expected)
 
 
 def test_without_triton_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +71,11 @@ def test_without_triton_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(out, codec.decode(packed, torch.empty(shape)))
 
 
+@pytest.mark.parametrize("rounded", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("capability", thinned([90, 80], every=2))
-def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) -> None:
+def test_kernels_compile_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, rounded: torch.dtype | None
+) -> None:
     """Compile without a GPU, and check that no product is fused with a sum, which would round once instead of twice."""
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -67,21 +83,22 @@ def test_kernels_compile_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.delitem(sys.modules, KERNELS, raising=False)
     kernels = importlib.import_module(KERNELS)
     monkeypatch.delitem(sys.modules, KERNELS)
+    via = kernels.ROUNDED_TO[rounded]
     nested = dict.fromkeys(("table", "nested_table", "nested_absmax", "nested_offset"), "*fp32")
     nested |= {"weight": "*u8", "absmax": "*u8", "out": "*i16", "numel": "i32"}
-    constants: dict[str, Any] = {"blocksize": 64, "nested": True, "size": 1024}
+    constants: dict[str, Any] = {"blocksize": 64, "nested": True, "via": via, "size": 1024}
     assert "fma" not in _compiled(kernels.decode_4bit, nested, constants, capability)
     assert "fma" in _compiled(kernels.decode_4bit, nested, constants, capability, fused=True)  # the control
     mxfp4 = {"blocks": "*u8", "scales": "*u8", "out": "*i16", "num_out": "i32"}
-    assert "ftz" not in _compiled(kernels.decode_mxfp4, mxfp4, {"size": 1024}, capability)
+    assert "ftz" not in _compiled(kernels.decode_mxfp4, mxfp4, {"via": via, "size": 1024}, capability)
     fp8 = dict.fromkeys(("num_rows", "num_columns", "grid_rows", "grid_columns"), "i32")
     for scales, e8m0 in (("*fp32", False), ("*bf16", False), ("*u8", True)):
-        constants = {"tile_rows": 128, "tile_columns": 128, "e8m0": e8m0, "size": 1024}
+        constants = {"tile_rows": 128, "tile_columns": 128, "e8m0": e8m0, "via": via, "size": 1024}
         signature = fp8 | {"weight": "*u8", "scales": scales, "out": "*fp16"}
         assert "ftz" not in _compiled(kernels.decode_fp8, signature, constants, capability)
     for scales in ("*bf16", "*fp16", "*fp32"):
         int4 = {"pairs": "*u8", "scales": scales, "out": "*i16", "num_columns": "i32", "columns_of_scale": "i32"}
-        assert "ftz" not in _compiled(kernels.decode_int4, int4, {"size": 1024}, capability)
+        assert "ftz" not in _compiled(kernels.decode_int4, int4, {"via": via, "size": 1024}, capability)
 
 
 def _compiled(

@@ -27,7 +27,7 @@ def has_triton() -> bool:
 def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch.dtype) -> None:
     """Decode components on the current stream, bit-equal to the codec's own `decode_part`.
 
-    Nothing is allocated, except without Triton, or if values are rounded to a dtype other than that of ``out``.
+    Nothing is allocated, except without Triton.
 
     Args:
         codec: the format.
@@ -39,19 +39,15 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
         decode(codec.of, components, out, dtype)
     elif not has_triton():
         codec.decode_part(components, out, dtype)
-    elif dtype != out.dtype:
-        rounded = torch.empty(out.shape, dtype=dtype, device=out.device)
-        decode(codec, components, rounded, dtype)
-        out.copy_(rounded)
     elif isinstance(codec, Stack) and not isinstance(codec.of, _OF_STACKS):
         for index, each in enumerate(out):
             decode(codec.of, {name: part[index] for name, part in components.items()}, each, dtype)
     else:
         one = codec.of if isinstance(codec, Stack) else codec
-        _DECODERS[type(one)](one, components, out)
+        _DECODERS[type(one)](one, components, out, _kernels().ROUNDED_TO[None if dtype == out.dtype else dtype])
 
 
-def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor) -> None:
+def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor, via: Any) -> None:
     """Decode 4-bit codes with a kernel. Without nested scales, three unused arguments get any tensor."""
     table = components["quant_map"]
     names = ("nested_quant_map", "nested_absmax", "nested_offset")
@@ -59,40 +55,41 @@ def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor) -> N
     kernels = _kernels()
     kernels.decode_4bit[(_programs(out.numel()),)](
         components["weight"], table, components["absmax"], *nested, _target(out), out.numel(), blocksize=codec.blocksize,
-        nested=codec.nested, size=kernels.BLOCK, enable_fp_fusion=False,
+        nested=codec.nested, via=via, size=kernels.BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _decode_mxfp4(codec: Mxfp4, components: Components, out: torch.Tensor) -> None:
+def _decode_mxfp4(codec: Mxfp4, components: Components, out: torch.Tensor, via: Any) -> None:
     """Decode blocks (I / 32, 16, O) with a kernel, one program for some columns of a row of 16 pairs."""
     kernels, height = _kernels(), out.shape[-1]
     kernels.decode_mxfp4[(components["blocks"].numel() // height, _programs(height))](
-        components["blocks"], components["scales"], _target(out), height, size=kernels.BLOCK, enable_fp_fusion=False
-    )
+        components["blocks"], components["scales"], _target(out), height, via=via, size=kernels.BLOCK,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
-def _decode_fp8(codec: Fp8, components: Components, out: torch.Tensor) -> None:
+def _decode_fp8(codec: Fp8, components: Components, out: torch.Tensor, via: Any) -> None:
     """Decode a matrix (O, I), or a stack of them (E, O, I)."""
     kernels, (num_rows, num_columns) = _kernels(), out.shape[-2:]
     scales, e8m0 = components["weight_scale_inv"], codec.scale_dtype == torch.float8_e8m0fnu
     kernels.decode_fp8[(out.numel() // num_columns, _programs(num_columns))](
         components["weight"].view(torch.uint8), scales.view(torch.uint8) if e8m0 else scales, _target(out), num_rows,
         num_columns, *scales.shape[-2:], tile_rows=codec.tile[0], tile_columns=codec.tile[1], e8m0=e8m0,
-        size=kernels.BLOCK, enable_fp_fusion=False,
+        via=via, size=kernels.BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _decode_int4(codec: Int4, components: Components, out: torch.Tensor) -> None:
+def _decode_int4(codec: Int4, components: Components, out: torch.Tensor, via: Any) -> None:
     """Decode a matrix (O, I), or a stack of them (E, O, I), of which all rows are alike."""
     kernels, num_columns = _kernels(), out.shape[-1]
     kernels.decode_int4[(out.numel() // num_columns, _programs(num_columns))](
         components["weight_packed"].view(torch.uint8), components["weight_scale"], _target(out), num_columns,
-        codec.columns_of_scale(num_columns), size=kernels.BLOCK, enable_fp_fusion=False,
+        codec.columns_of_scale(num_columns), via=via, size=kernels.BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 # The decoder of each format, and the formats of which it decodes a stack at once.
-_DECODERS: dict[type[Codec], Callable[[Any, Components, torch.Tensor], None]] = {
+_DECODERS: dict[type[Codec], Callable[[Any, Components, torch.Tensor, Any], None]] = {
     Bnb4Bit: _decode_4bit, Mxfp4: _decode_mxfp4, Fp8: _decode_fp8, Int4: _decode_int4
 }  # fmt: skip
 _OF_STACKS = (Fp8, Int4)
