@@ -1,11 +1,12 @@
 """Compare quantized weights that are decoded on the device with the codecs' torch code on the CPU, bit for bit."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
-from horizon_lm.device.cuda_link import CudaLink
+from horizon_lm.device.cuda_link import CudaLink, packed_bytes
 from horizon_lm.kernels import decoding
 from tests.gpu.accelerator import Accelerator
 from tests.support.quantized_tensors import CASES, DTYPES, packed_case
@@ -39,6 +40,28 @@ def test_values_are_rounded_to_their_own_dtype_first(device: str, name: str) -> 
     out = torch.empty(shape, device=device)
     decoding.decode(codec, codec.views(packed.to(device), shape), out, torch.bfloat16)
     assert torch.equal(out.cpu(), codec.decode(packed, torch.empty(shape, dtype=torch.bfloat16)).float())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_warming_up_compiles_all_that_a_link_needs(device: str, only_cuda: Accelerator, name: str) -> None:
+    """A link that decodes after it finds each kernel compiled."""
+    if not decoding.has_triton():
+        pytest.skip("torch compiles nothing")
+    codec, shape, packed = packed_case(name)
+    kernels = decoding._kernels()
+    compiled = [getattr(kernels, each) for each in ("decode_4bit", "decode_mxfp4", "decode_fp8", "decode_int4")]
+    decoding.warm_up(codec, shape, torch.float32, torch.float16, packed_bytes(), only_cuda.torch_device)
+    before = [_variants(each) for each in compiled]
+    assert any(before)
+    out = torch.empty(shape, device=device)
+    CudaLink(only_cuda.torch_device).decode(out, packed, codec, torch.float16)
+    assert torch.equal(out.cpu(), codec.decode(packed, torch.empty(shape, dtype=torch.float16)).float())
+    assert [_variants(each) for each in compiled] == before
+
+
+def _variants(kernel: Any) -> int:
+    """Return how many variants of a kernel Triton has compiled on this device."""
+    return len(kernel.device_caches[torch.cuda.current_device()][0])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.errors import DeviceMemoryError
 from horizon_lm.quantities import format_bytes
@@ -153,6 +154,17 @@ class Device(ABC):
     @abstractmethod
     def open_streams(self) -> None:
         """Open the streams and allocate the memory for transfers, before the first step."""
+
+    def prepare_decoding(self, codec: Codec, shape: Sequence[int], dtype: torch.dtype, rounded: torch.dtype) -> None:
+        """Compile the code that decodes a quantized tensor, so that no step waits for a compiler.
+
+        Args:
+            codec: its format.
+            shape: its shape.
+            dtype: dtype of its values on the device.
+            rounded: dtype that values are rounded to first.
+        """
+        return
 
     @abstractmethod
     def host_buffer(self, num_bytes: int) -> torch.Tensor:

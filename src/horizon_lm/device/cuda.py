@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from horizon_lm.codecs.base import Codec
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Meter
-from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink, DeviceLink
+from horizon_lm.device.cuda_link import LINK_SCRATCH_BYTES, CudaLink, DeviceLink, packed_bytes
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.device.transfers import Link
 from horizon_lm.errors import ConfigError, PageLockWarning, warn
+from horizon_lm.kernels.decoding import warm_up
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.schedule.ops import Stream
 from horizon_lm.store.arena import Arena
@@ -142,6 +144,10 @@ class CudaDevice(StreamDevice):
     def open_streams(self) -> None:
         super().open_streams()
         self.workspace_bytes = max(self.workspace_bytes, _make_workspaces(self.torch_device))
+
+    def prepare_decoding(self, codec: Codec, shape: Sequence[int], dtype: torch.dtype, rounded: torch.dtype) -> None:
+        with torch.cuda.device(self.torch_device):
+            warm_up(codec, shape, dtype, rounded, packed_bytes(), self.torch_device)
 
     @property
     def _enter_thread(self) -> Callable[[], None]:

@@ -117,7 +117,7 @@ class CudaLink:
         those of the part before are decoded from the other half, on the stream beside the copies.
         """
         copying, self._is_decoding = torch.cuda.current_stream(self._device), True
-        for components, place in codec.cut(packed, destination, _packed_bytes()):
+        for components, place in codec.cut(packed, destination, packed_bytes()):
             self._half ^= 1
             filled, free = self._filled[self._half], self._free[self._half]
             copying.wait_event(free)
@@ -224,11 +224,11 @@ class DeviceLink(HostLink):
     """The link of a stream of collectives, which must be current: everything that it touches is on the device."""
 
     def decode(self, destination: torch.Tensor, packed: torch.Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        for components, place in codec.cut(packed, destination, _packed_bytes()):
+        for components, place in codec.cut(packed, destination, packed_bytes()):
             decode(codec, components, place, dtype)
 
 
-def _packed_bytes() -> int:
+def packed_bytes() -> int:
     """Return the largest number of packed bytes that are decoded at once."""
     return _PACKED_BYTES if has_triton() else _PACKED_BYTES_OF_TORCH
 

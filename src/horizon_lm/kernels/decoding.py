@@ -1,7 +1,7 @@
 """Decode parts of quantized weights on a GPU, with Triton kernels, or with torch where Triton is not installed."""
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from horizon_lm.codecs.rows import Rows
 from horizon_lm.codecs.stack import Stack
 
 Components = Mapping[str, torch.Tensor]
+_ALIGNED_ELEMENTS = 16  # so many elements of any dtype are a multiple of the 16 bytes that Triton looks at
 
 
 @cache
@@ -45,6 +46,38 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
     else:
         one = codec.of if isinstance(codec, Stack) else codec
         _DECODERS[type(one)](one, components, out, _kernels().ROUNDED_TO[None if dtype == out.dtype else dtype])
+
+
+def warm_up(
+    codec: Codec, shape: Sequence[int], out_dtype: torch.dtype, dtype: torch.dtype, max_bytes: int, device: torch.device
+) -> None:
+    """Compile the kernels that decode a tensor, which takes seconds: decode zeros, one part of each kind into which it is cut.
+
+    Triton compiles a kernel once for each combination of dtypes, of sizes that are multiples of 16 or not, and of addresses that are.
+
+    Args:
+        codec: the format of the tensor.
+        shape: its shape.
+        out_dtype: dtype of the decoded values.
+        dtype: dtype that values are rounded to before.
+        max_bytes: packed bytes that are decoded at once.
+        device: where to decode; memory for one part is allocated there and freed.
+    """
+    if not has_triton():
+        return
+    like = {name: torch.empty(each.shape, device="meta") for name, each in codec.components(shape).items()}
+    dtypes = {name: each.dtype for name, each in codec.components(shape).items()}
+    seen = set()
+    for part in codec.parts(shape, max_bytes):
+        sizes = {name: like[name][rows].shape for name, rows in part.rows.items()}
+        offset = part.start % _ALIGNED_ELEMENTS
+        kind = (part.shape, offset, *sizes.values())
+        if kind in seen:
+            continue
+        seen.add(kind)
+        components = {name: torch.zeros(size, dtype=dtypes[name], device=device) for name, size in sizes.items()}
+        out = torch.empty(offset + part.shape.numel(), dtype=out_dtype, device=device)[offset:]
+        decode(codec, components, out.view(part.shape), dtype)
 
 
 def _decode_4bit(codec: Bnb4Bit, components: Components, out: torch.Tensor, via: Any) -> None:

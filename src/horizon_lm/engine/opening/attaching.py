@@ -94,6 +94,7 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
     device.open_streams()
     path = _find_chunked_path(parts) if arguments.head == "chunked" else None
     options = _engine_options(arguments, parts, device, store.precision.weight_dtype, path)
+    _prepare_decoding(device, store, options.compute_dtype)
     engine = Engine(parts, store, device, options, arguments.device_mesh)
     # Memory that the model had before is registered already.
     registered: set[int] = set() if before is None else {slab.data_ptr() for slab in _copied_slabs(before.store)}
@@ -112,6 +113,14 @@ def attach(arguments: StreamArguments, examined: Examined, store: Store, before:
         model._horizon.check_gradients(arguments.check_gradients)
     model.__class__ = _streamed_class(cls)
     return model
+
+
+def _prepare_decoding(device: Device, store: Store, dtype: torch.dtype) -> None:
+    """Let the device prepare to decode the quantized tensors of a store to a dtype, one of each kind."""
+    names = store.codecs
+    kinds = {(store.codecs[name], tuple(store.shape(name)), store.decoded_dtype(name)) for name in names}
+    for codec, shape, rounded in kinds:
+        device.prepare_decoding(codec, shape, dtype, rounded)
 
 
 def _take_over_checkpointing(model: Any) -> None:
