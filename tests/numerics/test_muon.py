@@ -62,6 +62,26 @@ def test_twenty_steps_equal_torch() -> None:
         assert (theirs - start[name]).abs().max() > 5 * HYPER["lr"]
 
 
+@pytest.mark.parametrize("norm", [0.01, 1.0])
+def test_clipped_steps_equal_torch(norm: float) -> None:
+    """Clipping makes gradients smaller, and not the orthogonalized matrices that weights move along."""
+    model, optimizer = streamed(max_grad_norm=norm)
+    reference = tiny_models.build("llama")
+    start, matrices = copy.deepcopy(reference.state_dict()), matrices_of(model)
+    theirs = torch_optimizers(reference, matrices)
+    for seed in range(3):
+        for each, optimizers in ((reference, theirs), (model, [optimizer])):
+            each(**tiny_models.batch(seed=seed)).loss.backward()
+            if each is reference:
+                assert torch.nn.utils.clip_grad_norm_(each.parameters(), norm) > 2 * norm
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+    for name, master in masters(model).items():
+        moved, expected = (each.detach() - start[name] for each in (master, reference.get_parameter(name)))
+        assert (moved - expected).norm() < 0.05 * expected.norm(), name
+
+
 @pytest.mark.parametrize("shape", [(3, 40, 24), (3, 24, 40)])
 def test_experts_are_orthogonalized_one_by_one(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)

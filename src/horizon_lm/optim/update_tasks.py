@@ -157,7 +157,14 @@ def first_parts(spans: Iterable[Span]) -> list[Span]:
 
 def last_parts(spans: Iterable[Span]) -> list[Span]:
     """Return spans with the rules by which weights are updated, if need be from what the device has computed."""
-    return [s if s.rule.on_device is None else replace(s, rule=s.rule.on_device.then) for s in spans]
+
+    # The device's results are no gradients: what they come from was clipped before.
+    def after(span: Span) -> Span:
+        assert span.rule.on_device is not None
+        scalars = Scalars(np.float32(1), span.scalars.decay, span.scalars.key, span.scalars.numbers)
+        return replace(span, rule=span.rule.on_device.then, scalars=scalars)
+
+    return [span if span.rule.on_device is None else after(span) for span in spans]
 
 
 Record = Callable[[BaseException], None]
