@@ -8,6 +8,7 @@ import torch
 
 import horizon_lm
 from tests.gpu.accelerator import Accelerator
+from tests.gpu.comparison import error_of, plain_step, streamed_step
 from tests.support import tiny_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_plan")]  # recomputed blocks must be equal bit for bit
@@ -43,43 +44,18 @@ def _batch(padding: str = "none") -> dict[str, torch.Tensor]:
     return batch | ({"attention_mask": mask} if padding != "none" else {})
 
 
-def _plain(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerator, dtype: torch.dtype) -> Any:
-    """Return loss and gradients of plain Hugging Face on the device, as fp32 tensors on the CPU."""
-    plain = copy.deepcopy(model).to(accelerator.torch_device, dtype)
-    loss = plain(**{k: v.to(accelerator.torch_device) for k, v in batch.items()}, use_cache=False).loss
-    loss.backward()
-    return loss.float().cpu(), {name: p.grad.float().cpu() for name, p in plain.named_parameters()}
-
-
-def _streamed(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerator, **settings: Any) -> Any:
-    streamed = horizon_lm.stream(
-        copy.deepcopy(model), accelerator.open(), **{"compile": False, "check_recompute": True} | settings
-    )
-    for _ in range(2):  # the second pass is planned and warm
-        streamed.zero_grad()
-        loss = streamed(**batch).loss
-        loss.backward()
-    return loss.float().cpu(), {name: p.grad.float() for name, p in streamed.named_parameters()}
-
-
-def _error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference of all gradients, relative to their norm."""
-    difference = sum((grads[name] - g).square().sum() for name, g in reference.items())
-    return float((difference / sum(g.square().sum() for g in reference.values())).sqrt())
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_equals_plain_autograd(accelerator: Accelerator, family: str, settings: str) -> None:
     model, batch = _build(family), _batch()
-    loss, reference = _plain(model, batch, accelerator, torch.float32)
-    got, grads = _streamed(model, batch, accelerator, precision="float32", **SETTINGS[settings])
+    loss, reference = plain_step(model, batch, accelerator, torch.float32)
+    got, grads = streamed_step(model, batch, accelerator, precision="float32", **SETTINGS[settings])
     equal = sum(torch.equal(grads[name], g) for name, g in reference.items())
     print(
-        f"{family}, {settings}: error {_error(grads, reference):.1e}, {equal} of {len(reference)} gradients bit-equal"
+        f"{family}, {settings}: error {error_of(grads, reference):.1e}, {equal} of {len(reference)} gradients bit-equal"
     )
     torch.testing.assert_close(got, loss, rtol=1e-5, atol=0)
-    assert _error(grads, reference) < 2e-5
+    assert error_of(grads, reference) < 2e-5
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -87,12 +63,12 @@ def test_fp32_equals_plain_autograd(accelerator: Accelerator, family: str, setti
 def test_bf16_is_as_exact_as_plain_autograd(accelerator: Accelerator, family: str, settings: str) -> None:
     """Rounding errors relative to fp32 are about as large as those of plain Hugging Face in bf16."""
     model, batch = _build(family).bfloat16().float(), _batch()  # weights that are exact in bf16
-    exact, reference = _plain(model, batch, accelerator, torch.float32)
-    theirs, their_grads = _plain(model, batch, accelerator, torch.bfloat16)
-    ours, our_grads = _streamed(
+    exact, reference = plain_step(model, batch, accelerator, torch.float32)
+    theirs, their_grads = plain_step(model, batch, accelerator, torch.bfloat16)
+    ours, our_grads = streamed_step(
         model.bfloat16(), batch, accelerator, precision="bf16", compute_dtype=torch.bfloat16, **SETTINGS[settings]
     )
-    errors = _error(our_grads, reference), _error(their_grads, reference)
+    errors = error_of(our_grads, reference), error_of(their_grads, reference)
     print(f"{family}, {settings}: error {errors[0]:.2e}, plain {errors[1]:.2e}")
     assert errors[0] < 1.3 * errors[1]
     assert abs(ours - exact) < 2 * abs(theirs - exact) + 5e-3
@@ -101,13 +77,13 @@ def test_bf16_is_as_exact_as_plain_autograd(accelerator: Accelerator, family: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_padded_rows_without_a_mask_equal_plain_autograd(accelerator: Accelerator, dtype: torch.dtype) -> None:
     model, batch = _build("llama").to(dtype).float(), _batch("right")
-    loss, reference = _plain(model, batch, accelerator, torch.float32)
-    got, grads = _streamed(
+    loss, reference = plain_step(model, batch, accelerator, torch.float32)
+    got, grads = streamed_step(
         model, batch, accelerator, precision="float32", compute_dtype=dtype, attn_implementation="varlen"
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got, loss, rtol=tolerance, atol=0)
-    assert _error(grads, reference) < 2 * tolerance
+    assert error_of(grads, reference) < 2 * tolerance
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
@@ -115,14 +91,14 @@ def test_experts_without_tokens_have_no_gradient(accelerator: Accelerator, compi
     """Two tokens reach at most four of eight experts. A grouped product may leave the others' gradients unwritten."""
     model = tiny_models.build("qwen3_moe", num_experts=8, hidden_size=128, moe_intermediate_size=64).bfloat16().float()
     batch = tiny_models.batch(rows=1, length=2, padding="none")
-    _, reference = _plain(model, batch, accelerator, torch.float32)
+    _, reference = plain_step(model, batch, accelerator, torch.float32)
     stale = torch.full((2**24,), torch.nan, device=accelerator.torch_device)
     del stale  # the allocator hands out its memory again
-    _, grads = _streamed(
+    _, grads = streamed_step(
         model.bfloat16(), batch, accelerator, precision="bf16", compute_dtype=torch.bfloat16, compile=compiles
     )
     assert all(grad.isfinite().all() for grad in grads.values())
-    assert _error(grads, reference) < 5e-2
+    assert error_of(grads, reference) < 5e-2
     experts = [grad for name, grad in grads.items() if "experts" in name]
     assert experts
     assert all(sum(bool((grad[expert] == 0).all()) for expert in range(8)) >= 4 for grad in experts)
@@ -150,4 +126,4 @@ def test_training_equals_torch(accelerator: Accelerator) -> None:
     final = {name: p.detach().cpu() for name, p in plain.named_parameters()}
     moved = {name: final[name] - p for name, p in before.items()}
     got = {name: p.detach() - before[name] for name, p in streamed.named_parameters()}
-    assert _error(got, moved) < 1e-3
+    assert error_of(got, moved) < 1e-3
