@@ -53,8 +53,14 @@ class Planned:
     parameters: int
 
 
-def configured(name: str, layers: int | None) -> tuple[Any, dict[str, Any]]:
-    """Return the config of a known model, cut to this many layers, and the format of its weights."""
+# Sizes of a toy in the formats of the true ones, to try this script.
+_TOY = {
+    "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+}  # fmt: skip
+
+
+def configured(name: str, layers: int | None, is_toy: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Return the config of a known model, cut to this many layers, and the format of its weights. A toy is narrow, too."""
     known = find_known(name)
     if known is None or known.quantization is None:
         raise SystemExit(f"{name} is not a known model with quantized weights")
@@ -63,6 +69,9 @@ def configured(name: str, layers: int | None) -> tuple[Any, dict[str, Any]]:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
+    for size, value in _TOY.items() if is_toy else ():
+        if hasattr(config, size):
+            setattr(config, size, value)
     return config, dict(known.quantization)
 
 
@@ -117,8 +126,13 @@ def train_step(model: Any, optimizer: Any, ids: torch.Tensor) -> float:
 
 def train(arguments: argparse.Namespace) -> str:
     rows = max(1, arguments.tokens // LENGTH)
+    if arguments.device.startswith("cuda") and arguments.device_memory is not None:
+        total = torch.cuda.get_device_properties(arguments.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, arguments.device_memory / total), torch.device(arguments.device)
+        )
     length = arguments.tokens // rows
-    config, quantization = configured(arguments.model, arguments.layers)
+    config, quantization = configured(arguments.model, arguments.layers, arguments.toy)
     options: dict[str, Any] = {"device_micro_batch_size": 1, "head_chunk_tokens": min(512, length)}
     planned = plan(config, quantization, rows, length, options)
     begin = time.perf_counter()
@@ -172,7 +186,7 @@ def train(arguments: argparse.Namespace) -> str:
         f"# Adapters on quantized weights in the shape of {arguments.model}", "",
         f"{date.today().isoformat()}, {processor()}, {os.cpu_count()} cores, device {_name(arguments.device)}. "
         f"{versions('torch', 'transformers', 'peft', 'numba')}.",
-        f"{planned.parameters / 1e9:.2f}B parameters in {config.num_hidden_layers} layers of true width, with random codes; LoRA of rank 16 on the "
+        f"{planned.parameters / 1e9:.2f}B parameters in {config.num_hidden_layers} layers of {'toy' if arguments.toy else 'true'} width, with random codes; LoRA of rank 16 on the "
         f"attention, {len(seconds)} steps of {rows} x {length} tokens, computed in bf16, activation checkpoints in host memory.", "",
         f"- {middle:.2f} s a step, {rows * length / middle:,.1f} tokens/s; loss {losses[0]:.4f} to {losses[-1]:.4f}; weights drawn in {filled:.1f} s, "
         f"ready after {loaded:.1f} s.",
@@ -206,6 +220,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no step that would end later")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--device-memory", type=parse_bytes, help="limit of the buffers on the device, such as 24GB")
+    parser.add_argument("--toy", action="store_true", help="a narrow model, to try this script")
     parser.add_argument("--output", type=Path, help="Markdown file. Default: standard output")
     arguments = parser.parse_args()
     text = train(arguments)
