@@ -16,7 +16,7 @@ help:
 	@echo "make golden compare losses, weights and plans bit for bit with those of the first call, in .cache/golden.json"
 	@echo "make lint   lint, types and imports alone"
 	@echo "make docs   build the documentation as a site, in build/site; a broken link is an error"
-	@echo "make gpu-check  the first two calls of docs/first-contact.md, into runs/gpu-check (DEVICE=cpu: five of them on toys)"
+	@echo "make gpu-check  the three calls of docs/first-contact.md, into runs/gpu-check (DEVICE=cpu: these and all tests, on toys)"
 	@echo "make wheel  build wheel and sdist, and try the wheel outside the checkout"
 
 demo:

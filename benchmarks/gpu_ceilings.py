@@ -1,9 +1,9 @@
 """Measure the ceilings of a machine: matrix products, copies between host and device, alone and under load, host memory.
 
-    python3 benchmarks/gpu_ceilings.py [cuda] [--profile FILE.json]
+    python3 benchmarks/gpu_ceilings.py [cuda] [--output FILE.json] [--profile FILE.json]
 
-prints the rates as JSON. gpu.py runs it in a process of its own, so that the page-locked memory is freed. With ``--profile``
-it also measures and writes the machine's profile, as `horizon-lm doctor` does, and prints what the plan predicts with it for
+prints the rates, the last line but predictions as JSON. gpu.py runs it in a process of its own, so that the page-locked memory is
+freed, or reads ``--output``. Large products are timed for seconds (`gpu_products.py`). With ``--profile`` it also measures and writes the machine's profile, as `horizon-lm doctor` does, and prints what the plan predicts with it for
 the models of gpu.py. Neither needs more packages than the engine.
 """
 
@@ -11,37 +11,31 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_models import MODELS, make_config, toy
+from gpu_plan import predictions
+from gpu_products import SECONDS, data_sheet, describe, measure_products
 
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.page_locks import PageLocks
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.engine.opening.options import open_device
-from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.plan import make_plan
-from horizon_lm.planning.request import Limit, Machine, Request
 from horizon_lm.store.arena import Arena
 
 _ROUNDS = 5
-_PLANNED = ("qwen2.5-3b", "qwen2.5-7b")
-_GIB = 2**30
 
 
 def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, float]:
     """Measure the rates of the current device, each the median of several rounds. ``small`` uses sizes for a CPU.
 
     Returns:
-        ``matmul``: operations per second of a bf16 product. ``copy_in``, ``copy_out``: bytes per second of memory that CUDA
+        ``copy_in``, ``copy_out``: bytes per second of memory that CUDA
         allocated page-locked; ``copy_both``: of both directions together. With ``_registered``: of memory that was written
         and then registered with CUDA, as weights are, if that is possible. With ``_under_load``: while products run.
-        ``matmul_under_load``: while copies run both ways. ``host``: bytes per second that an in-place operation of all
+        ``matmul_under_load``: operations per second of a bf16 product while copies run both ways. ``host``: bytes per second that an in-place operation of all
         cores reads and writes.
     """
     size, num_bytes, products = (256, 2**20, 2) if small else (8192, 2**30, 20)
@@ -54,7 +48,7 @@ def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, flo
             torch.mm(a, b, out=out)
 
     work = 2.0 * products * size**3
-    rates = {"matmul": work / _seconds(device, multiply)}
+    rates: dict[str, float] = {}
     copies = {"copy_in": [incoming], "copy_out": [outgoing], "copy_both": [incoming, outgoing]}
     locks = PageLocks(device)
     registered = [_Copy(device, _register(locks, num_bytes), inward) for inward in (True, False)]
@@ -66,7 +60,7 @@ def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, flo
     locks.unlock_all()
     if device.type == "cuda":  # a CPU has no streams
         # Enough copies to take about as long as the products.
-        times = max(1, round(work / rates["matmul"] / (num_bytes / rates["copy_both"])))
+        times = max(1, round(_seconds(device, multiply) / (num_bytes / rates["copy_both"])))
         multiplying, copying = _overlapped(device, multiply, [incoming, outgoing], times)
         rates["matmul_under_load"] = work / multiplying
         rates["copy_both_under_load"] = 2 * times * num_bytes / copying
@@ -145,36 +139,31 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def predictions(hardware: Hardware) -> Iterator[str]:
-    """Yield a line for each model of the main cases of gpu.py: what the plan predicts for 16 rows of 4,096 tokens."""
-    rows, length = (16, 4096) if not hardware.on_host else (4, 32)
-    limits = [Limit("the device", hardware.device_memory - _GIB)] if hardware.device_memory else []  # less the context
-    machine = Machine(hardware.name, hardware.on_host, hardware, device_limits=limits)
-    for name in _PLANNED:
-        config = make_config(toy(MODELS[name]) if hardware.on_host else MODELS[name], length)
-        dtype = torch.float32 if hardware.on_host else torch.bfloat16
-        outline = outline_model(
-            ModelSource(config, name), length=length, dtype=dtype, masked=False, on_accelerator=not hardware.on_host
-        )
-        for moments in ("float32", "bfloat16"):
-            request = Request(per_device_train_batch_size=rows, moments=moments, compiled=not hardware.on_host)
-            plan = make_plan(outline, request, machine)
-            assert plan.time is not None
-            yield (
-                f"{name}, {rows} x {length}, moments in {moments}: planned {plan.time.seconds:.3f} s a step, {plan.time.exposed_update_seconds:.3f} of "
-                f"them waiting for updates; limited by {plan.time.limited_by}; device {plan.device.bytes / _GIB:.1f} GiB, "
-                f"host {plan.host.bytes / _GIB:.1f} GiB"
-            )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", nargs="?", default="cuda")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file for the rates, which gpu.py reads instead of measuring them"
+    )
     parser.add_argument("--profile", type=Path, help="JSON file for a profile of the machine")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     on_cpu = device.type == "cpu"
-    print(json.dumps(measure_ceilings(device, small=on_cpu)), flush=True)
+    products = {}
+    for name, found in measure_products(device, 0.05 if on_cpu else SECONDS):
+        products[name] = found
+        print(describe(name, found, data_sheet(device)), flush=True)
+    rates = {
+        "matmul": max(found["rate"] for found in products.values()),
+        "products": products,
+        "data_sheet": data_sheet(device),
+    }
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(rates))
+    rates |= measure_ceilings(device, small=on_cpu)
+    print(json.dumps(rates), flush=True)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(rates))
     if arguments.profile is not None:
         folder = arguments.profile.parent
         rounds = Rounds(0.01, 1, quick=True) if on_cpu else Rounds(0.4)
@@ -182,7 +171,7 @@ def main() -> None:
             lambda: open_device(arguments.device), folder, rounds, lambda line: print(line, flush=True)
         )
         hardware.save(arguments.profile)
-        print("", *predictions(hardware), sep="\n")
+        print("", *predictions(hardware, arguments.device), sep="\n")
 
 
 if __name__ == "__main__":

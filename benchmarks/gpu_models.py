@@ -15,6 +15,10 @@ _QWEN25_1_5B = _QWEN25 | {
 
 # Shapes from the config.json of these models; weights are random.
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": _QWEN25 | {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
     "qwen2.5-1.5b": _QWEN25_1_5B,
     "qwen2.5-3b": _QWEN25 | {
         "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
@@ -23,6 +27,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _QWEN25 | {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,
+    },
+    "qwen2.5-14b": _QWEN25 | {
+        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "vocab_size": 152_064, "tie_word_embeddings": False,
     },
     "llama-3.1-8b": {
         "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -4,53 +4,16 @@ A function creates each system from a `Case`. Packages are imported inside, beca
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from gpu_cases import NO_OPTIMIZER, Case
 from gpu_models import make_config, random_model
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e-6, 1.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement.
-
-    Attributes:
-        system: a key of `SYSTEMS`.
-        model: settings of the model's config.
-        rows, length: shape of a step's batch.
-        rows_at_once: rows of a micro-batch, over which gradients accumulate. Ours takes all rows at once.
-        options: further arguments of `horizon_lm.stream`.
-        optimizer: further arguments of `horizon_lm.AdamW`.
-        host_threads: numbers of threads for updates with which our steps are timed once more, in the same process.
-    """
-
-    system: str
-    name: str
-    model: dict[str, Any]
-    rows: int
-    length: int
-    rows_at_once: int
-    device: str
-    steps: int
-    options: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    host_threads: list[int] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-    @property
-    def is_ours(self) -> bool:
-        return self.system.startswith("horizon")
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.device)
 
 
 @dataclass
@@ -107,19 +70,19 @@ def horizon_sft(case: Case) -> System:
 
 
 def _streamed(case: Case) -> tuple[Any, Any]:
+    from gpu_plan import planned_options
+
     import horizon_lm
 
     config = make_config(case.model, case.length)
-    model = horizon_lm.from_config(config, device=case.device, **case.options).train()
+    options = {"device_memory": case.device_bytes} | planned_options(case) | case.options
+    model = horizon_lm.from_config(config, device=case.device, **options).train()
     return model, horizon_lm.AdamW(model, lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, **case.optimizer)
 
 
-def resident(case: Case, checkpointing: bool = True) -> System:
-    """Create the ceiling: weights and gradients on the device, recomputed blocks, no optimizer."""
-    config = make_config(case.model, case.length)
-    model = random_model(config, torch.bfloat16, case.torch_device, case.torch_device)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+def resident(case: Case, checkpointing: bool = True, compiles: bool = True) -> System:
+    """Create a bound on systems that recompute: bf16 weights and gradients on the device, and no optimizer."""
+    model = _resident_model(case, checkpointing, compiles)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = _accumulate(model, ids.to(case.torch_device), case)
@@ -129,16 +92,68 @@ def resident(case: Case, checkpointing: bool = True) -> System:
     return System(step, model=model)
 
 
-def resident_compiled(case: Case, checkpointing: bool = True) -> System:
-    """Create the ceiling with compiled blocks."""
-    system = resident(case, checkpointing)
-    _compile_blocks(system.model)
-    return system
+def resident_masters(case: Case) -> System:
+    """Create what has room for it: nothing recomputed, bf16 weights and gradients, and fused AdamW on float32 masters."""
+    return _training(case, _resident_model(case, checkpointing=False), FusedMasters)
 
 
-def resident_kept(case: Case) -> System:
-    """Create the ceiling with compiled blocks and without recomputation, for activations that fit."""
-    return resident_compiled(case, checkpointing=False)
+def resident_bf16(case: Case) -> System:
+    """Create what takes the least memory: recomputed blocks, and fused AdamW on bf16 weights with bf16 moments, without masters."""
+
+    def fused(parameters: Iterable[torch.nn.Parameter]) -> Any:
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    return _training(case, _resident_model(case, checkpointing=True), fused)
+
+
+class FusedMasters:
+    """AdamW with torch's fused kernels on float32 copies of bf16 weights, some tensors at a time, so that gradients in float32 take
+    little memory.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float = LEARNING_RATE) -> None:
+        self._parameters = list(parameters)
+        self._groups = []
+        for start in range(0, len(self._parameters), 16):
+            group = self._parameters[start : start + 16]
+            masters = [param.detach().float().requires_grad_() for param in group]
+            self._groups.append((group, masters, torch.optim.AdamW(masters, lr=lr, weight_decay=0.0, fused=True)))
+
+    def step(self) -> None:
+        for group, masters, optimizer in self._groups:
+            for param, master in zip(group, masters, strict=True):
+                assert param.grad is not None
+                master.grad = param.grad.float()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch._foreach_copy_([param.detach() for param in group], masters)
+
+    def zero_grad(self) -> None:
+        for param in self._parameters:
+            param.grad = None
+
+
+def _resident_model(case: Case, checkpointing: bool, compiles: bool = True) -> Any:
+    model = random_model(make_config(case.model, case.length), torch.bfloat16, case.torch_device, case.torch_device)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiles:
+        _compile_blocks(model)
+    return model
+
+
+def _training(case: Case, model: Any, make_optimizer: Callable[[Iterable[torch.nn.Parameter]], Any]) -> System:
+    """Return a system that clips by the global norm and updates the weights, as ours does."""
+    optimizer = make_optimizer(model.parameters())
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = _accumulate(model, ids.to(case.torch_device), case)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return System(step, model=model)
 
 
 def fsdp2(case: Case) -> System:
@@ -215,10 +230,11 @@ def zero3(case: Case) -> System:
 SYSTEMS: dict[str, Callable[[Case], System]] = {
     "horizon": horizon,
     "horizon, SFT": horizon_sft,
-    "resident": resident,
-    "resident, compiled": resident_compiled,
-    "resident, compiled, nothing recomputed": resident_kept,
-    "FSDP2 CPU offload, compiled": fsdp2,
+    NO_OPTIMIZER: resident,
+    "resident, nothing recomputed, no optimizer": partial(resident, checkpointing=False),
+    "resident, nothing recomputed, fused AdamW on fp32 masters": resident_masters,
+    "resident, recomputed, pure bf16 AdamW": resident_bf16,
+    "FSDP2 CPU offload": fsdp2,
     "ZeRO-3 offload": zero3,
 }
 
