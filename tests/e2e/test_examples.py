@@ -9,7 +9,7 @@ from tests.e2e.command import run
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["sft", "pretrain", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "pretrain", "dpo", "full_32b"])
 def test_example(name: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -23,4 +23,4 @@ def test_example(name: str, tmp_path: Path, model: Path, monkeypatch: pytest.Mon
 
 
 def test_every_example_is_covered() -> None:
-    assert sorted(path.stem for path in (ROOT / "examples").glob("*.yaml")) == ["dpo", "pretrain", "sft"]
+    assert sorted(path.stem for path in (ROOT / "examples").glob("*.yaml")) == ["dpo", "full_32b", "pretrain", "sft"]

@@ -11,7 +11,6 @@ from horizon_lm.planning.host_memory import (
     largest_file_bytes,
 )
 from horizon_lm.planning.model_sizes import ModelSizes
-from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.planning.request import Budget, Item, Limit, Machine
 from horizon_lm.planning.step import Step
 from horizon_lm.quantities import counted, format_bytes
@@ -105,7 +104,8 @@ _HOST_NAMES = {
 
 def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     """Return the host memory of a run, and the device memory if the device computes in host memory."""
-    names = {**_HOST_NAMES, "moments": ("moments", _moments_note(step.settings.optimizer))}
+    optimizer = step.settings.optimizer
+    names = {**_HOST_NAMES, "moments": ("moments", f"{optimizer.moments_held} ({optimizer.name})")}
     items = _named_items(host_bytes(step), names)
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.bytes, item.note) for item in _device_items(step, use)]
@@ -121,12 +121,6 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
         Item("compilers", workers * _WORKER_BYTES, f"{workers} torch.compile worker processes"),
     ]
     return Budget.of([item for item in items if item.bytes], machine.host_limits)
-
-
-def _moments_note(optimizer: PlannedOptimizer) -> str:
-    if optimizer.orthogonalizes:
-        return f"one of matrices, two of others ({optimizer.name})"
-    return f"{'one' if optimizer.num_moments == 1 else 'two'} per parameter ({optimizer.name})"
 
 
 _TRANSFERRED = ("weights", "packed_weights", "grads", "landing", "boundaries")

@@ -21,6 +21,18 @@ class PlannedOptimizer:
     num_moments: int
     orthogonalizes: bool = False
 
+    @property
+    def moments_held(self) -> str:
+        """The number of moments, as the end of a sentence about parameters."""
+        if self.orthogonalizes:
+            return "one of matrices, two of others"
+        return f"{'one' if self.num_moments == 1 else 'two'} per parameter"
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """True if a unit can be updated during the backward pass: its matrices are not orthogonalized after it."""
+        return not self.orthogonalizes
+
     def moment_bytes(self, moments: str) -> int:
         """Return the bytes of a parameter's moments, without the scales of 8-bit moments. If matrices have fewer moments than other
         parameters, these are those of a parameter in a matrix.

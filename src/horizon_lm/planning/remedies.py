@@ -10,6 +10,7 @@ from typing import Any
 from horizon_lm.errors import ConfigError
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plan import Plan, make_plan
+from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.planning.request import Request
 from horizon_lm.quantities import parse_bytes
 
@@ -150,11 +151,14 @@ def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFo
 def smallest(plan: Plan) -> Remedy:
     """Return the same run with the fewest bytes per parameter, even if it does not fit."""
     settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit"}
-    in_backward = not plan.request.skips_steps
-    if in_backward:
+    request = replace(plan.request, precision="bf16", grad_bytes=2, moments="8bit")
+    for optimizer in _lighter_optimizers(request):  # the last one keeps the fewest bytes
+        settings |= optimizer.settings
+        request = replace(request, **optimizer.request_fields())
+    if request.optimizer.updates_in_backward and not request.skips_steps:
         settings |= {"update_in_backward": True, "max_grad_norm": 0}
-    less = replace(plan.request, precision="bf16", grad_bytes=2, moments="8bit", update_in_backward=in_backward)
-    return Remedy(settings, "", make_plan(plan.step.outline, less, plan.machine, priced=False))
+        request = replace(request, update_in_backward=True)
+    return Remedy(settings, "", make_plan(plan.step.outline, request, plan.machine, priced=False))
 
 
 def _remedy_of(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> Remedy | None:
@@ -166,11 +170,17 @@ def _remedy_of(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -
         of_request |= each.request_fields()
         of_outline |= each.of_outline
         settings |= each.settings
+    request = replace(plan.request, **of_request)
+    if request.update_in_backward and not request.optimizer.updates_in_backward:
+        return None
     try:
-        changed = make_plan(outline_for(**of_outline), replace(plan.request, **of_request), plan.machine, priced=False)
+        changed = make_plan(outline_for(**of_outline), request, plan.machine, priced=False)
     except ConfigError:
         return None
-    return None if changed.memory_deficit else Remedy(settings, "; ".join(each.cost for each in changes), changed)
+    lacks_matrices = request.optimizer.orthogonalizes and not changed.step.orthogonalized
+    if changed.memory_deficit or lacks_matrices:
+        return None
+    return Remedy(settings, "; ".join(each.cost for each in changes), changed)
 
 
 def _changes(plan: Plan) -> Iterator[Change]:
@@ -240,9 +250,25 @@ def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
         less = 2 + request.grad_bytes - grad_bytes  # a weight takes 4 bytes in both other precisions
         cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
         yield Change({"precision": "bf16"}, cost, {"grad_bytes": grad_bytes})
-    if not (request.update_in_backward or request.skips_steps or request.optimizer.orthogonalizes):
+    if request.optimizer.updates_in_backward and not (request.update_in_backward or request.skips_steps):
         cost = f"no gradient store: {request.grad_bytes} bytes less per parameter, but no clipping of the global norm"
         yield Change({"update_in_backward": True, "max_grad_norm": 0}, cost)
+    yield from _lighter_optimizers(request)
+
+
+def _lighter_optimizers(request: Request) -> Iterator[Change]:
+    """Yield the optimizers with fewer moments than that of the run, the one that leaves the fewest bytes per parameter last."""
+    own = request.optimizer
+
+    def weight(named: tuple[str, PlannedOptimizer]) -> tuple[int, bool]:
+        """Return the bytes of an optimizer's moments, and whether it needs gradients of the whole model beside them."""
+        return named[1].moment_bytes(request.moments), not named[1].updates_in_backward
+
+    lighter = [each for each in request.optimizers.items() if weight(each)[0] < own.moment_bytes(request.moments)]
+    for name, optimizer in sorted(lighter, key=weight, reverse=True):
+        held = f"{optimizer.name} instead of {own.name}, with fewer moments: {optimizer.moments_held}"
+        cost = f"{held}; its updates differ, so another learning rate is needed"
+        yield Change({"optim": name}, cost, {"optimizer": optimizer})
 
 
 def _shorter_rows(plan: Plan) -> Iterator[Change]:

@@ -1,6 +1,6 @@
 """The input of a plan: the settings of the run, the machine, and the bytes available in each place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from horizon_lm.planning.catalog import Hardware
@@ -115,6 +115,7 @@ class Request(StreamingOptions):
 
     Attributes:
         optimizer: the optimizer of the run.
+        optimizers: those that a run can name, by their names in run files, as remedies.
         moments, update_in_backward: as in a run's settings. A plan's request has the moments that were chosen.
         grad_bytes: bytes of an element of the gradient store.
         compiled: blocks are compiled.
@@ -145,6 +146,7 @@ class Request(StreamingOptions):
     download_bytes: int = 0
     skips_steps: bool = False
     optimizer: PlannedOptimizer = ADAMW
+    optimizers: Mapping[str, PlannedOptimizer] = field(default_factory=dict)
     moments: str = chosen("float32")
     grad_bytes: int = 2
     update_in_backward: bool = False

@@ -11,6 +11,7 @@ from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
 from horizon_lm.model.source import ModelSource
 from horizon_lm.optim.choosing import optimizer_class
+from horizon_lm.optimizers import OPTIMIZERS
 from horizon_lm.planning.budgets import describe_deficit
 from horizon_lm.planning.choose import with_device_room
 from horizon_lm.planning.device_buffers import sum_buffers
@@ -152,6 +153,7 @@ def make_request(run: RunConfig, source: Source, rows: RowShape, stored_bytes: i
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         sequences=_sequences(run),
         optimizer=optimizer_class(run.optim).planned(),
+        optimizers={name: optimizer_class(name).planned() for name in OPTIMIZERS},
         moments=run.moments,
         grad_bytes=4 if grad == "float32" else 2,
         update_in_backward=run.update_in_backward,
