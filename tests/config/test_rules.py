@@ -1,5 +1,6 @@
 """The rules of settings: which ones a run may be resumed with, which may differ between machines, and what each one needs."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +9,9 @@ from pydantic import Field, ValidationError
 
 from horizon_lm.checkpoints.manifest import Manifest
 from horizon_lm.config import SCHEMAS, DatasetConfig, RunConfig, plan_config
-from horizon_lm.config.rules import Needs, OnResume, PerMachine, UnusedError
+from horizon_lm.config.adapters import AdapterSettings
+from horizon_lm.config.load import as_config
+from horizon_lm.config.rules import Needs, NeedsEvenByDefault, OnResume, PerMachine, Reading, UnusedError
 from horizon_lm.config.run import settings_with
 from horizon_lm.config.types import Settings
 from horizon_lm.errors import ConfigError
@@ -161,3 +164,56 @@ def test_an_invalid_setting_is_the_only_error() -> None:
     with pytest.raises(ValidationError) as caught:
         RunConfig.model_validate({"model_name_or_path": "m", "datasets": "o/d", "use_peft": "yes", "lora_r": 4})
     assert [error["loc"] for error in caught.value.errors()] == [("use_peft",)]
+
+
+# A default that is written without the setting that it needs
+
+
+class Adapted(Settings):
+    on: bool = False
+    size: Annotated[int, NeedsEvenByDefault(on=True)] = 16
+    places: Annotated[str | None, NeedsEvenByDefault(on=True)] = None
+    quick: Annotated[bool, NeedsEvenByDefault(on=True)] = False
+    harmless: Annotated[int, Needs(on=True)] = 1
+
+
+@pytest.mark.parametrize(
+    ("places", "is_rejected"),
+    [
+        ([{"size": 16}], True),
+        ([{"size": 16, "on": False}], False),  # a file with all settings
+        ([{"size": 16, "on": True}], False),
+        ([{"size": 16}, {"on": True}], False),
+        ([{"on": False}, {"size": 16}], True),  # an override of that file
+        ([{"on": False, "size": 8}, {"on": True, "size": 16}], False),
+        ([{"places": None}], False),
+        ([{"quick": False}], False),
+        ([{"harmless": 1}], False),
+        ([{}], False),
+    ],
+    ids=str,
+)
+def test_a_default_that_needs_another_setting(places: list[dict[str, Any]], is_rejected: bool) -> None:
+    settings = {name: value for place in places for name, value in place.items()}
+    with pytest.raises(ValidationError, match="on: true") if is_rejected else nullcontext():
+        Adapted.model_validate(settings, context=Reading(places=places))
+
+
+ASKED = {  # of settings whose default asks for nothing
+    "lora_alpha": 32, "lora_target_modules": "all-linear", "lora_target_parameters": ["experts"], "lora_modules_to_save": ["head"],
+    "use_rslora": True, "use_dora": True, "load_in_4bit": True, "use_bnb_nested_quant": True, "adapter_name_or_path": "somewhere",
+}  # fmt: skip
+OF_4BIT = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
+
+
+@pytest.mark.parametrize("name", sorted(AdapterSettings.model_fields.keys() - {"use_peft"}))
+def test_every_setting_of_adapters_is_rejected_without_them(name: str) -> None:
+    """Also with its default: in a file, in an override of it, and in an override of a file with all settings."""
+    change = {name: ASKED.get(name, AdapterSettings.model_fields[name].default)}
+    message = rf"{name}: .*: is not used without {'load_in_4bit' if name in OF_4BIT else 'use_peft'}: true; set it, or remove this"
+    file = {"model_name_or_path": "m", "datasets": "o/d"}
+    complete = as_config(file)
+    for run, changes in ((file | change, {}), (file, change), (complete, change)):
+        with pytest.raises(ConfigError, match=message):
+            as_config(run, changes)
+    assert as_config(complete.model_dump()) == complete

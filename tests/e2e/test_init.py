@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.config.datasets import WITHOUT_ROWS
 from horizon_lm.config.load import as_config, read_run_config
+from horizon_lm.config.rules import WITHOUT_ROWS
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.translate import translate_file
 from horizon_lm.errors import ConfigError

@@ -3,7 +3,8 @@
 Settings that also exist in TRL 1.x or transformers 5 keep their meaning and default; the names of all others are new.
 """
 
-from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig
+from horizon_lm.config.datasets import DatasetConfig
+from horizon_lm.config.rules import WITHOUT_ROWS
 from horizon_lm.config.run import SCHEMAS, DpoConfig, PretrainConfig, RunConfig, SftConfig, TextConfig, plan_config
 
 __all__ = [

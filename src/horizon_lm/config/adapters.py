@@ -5,11 +5,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator
 
-from horizon_lm.config.rules import Needs, OnResume, PerMachine
+from horizon_lm.config.rules import NeedsEvenByDefault, OnResume, PerMachine
 from horizon_lm.config.types import MAX_COUNT, Count, Fraction, Names, Settings, as_list
 
 OF_THE_BASE = {"use_peft", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "adapter_name_or_path"}
-_NEEDS_PEFT = Needs(use_peft=True)
+_NEEDS_PEFT, _NEEDS_4BIT = NeedsEvenByDefault(use_peft=True), NeedsEvenByDefault(load_in_4bit=True)
 
 
 def _as_float(value: Any) -> Any:
@@ -52,10 +52,10 @@ class AdapterSettings(Settings):
         False,
         description="Quantize the frozen weights of blocks to 4 bits while they are read (QLoRA, arXiv 2305.14314).",
     )
-    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], OnResume.STATE, Needs(load_in_4bit=True)] = Field(
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], OnResume.STATE, _NEEDS_4BIT] = Field(
         "nf4", description="Format of 4-bit weights, as in bitsandbytes."
     )
-    use_bnb_nested_quant: Annotated[bool, OnResume.STATE, Needs(load_in_4bit=True)] = Field(
+    use_bnb_nested_quant: Annotated[bool, OnResume.STATE, _NEEDS_4BIT] = Field(
         False, description="Quantize the scales of 4-bit weights, too."
     )
     adapter_name_or_path: Annotated[str | None, PerMachine(), _NEEDS_PEFT] = Field(

@@ -124,10 +124,6 @@ def _unused_name(name: str, names: Sequence[str]) -> str:
 DatasetList = Annotated[list[DatasetConfig], BeforeValidator(_as_entries), Field(min_length=1)]
 
 
-# Validation context in which `datasets` may be missing, for plans that are made before the rows exist.
-WITHOUT_ROWS = {"without_rows": True}
-
-
 class DataSettings(Settings):
     """Training rows, eval sets and the length of rows."""
 
@@ -158,7 +154,7 @@ class DataSettings(Settings):
     @field_validator("datasets")
     @classmethod
     def _require_rows(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.context != WITHOUT_ROWS:
+        if value is None and not (info.context and info.context.without_rows):
             raise ValueError("is missing")
         return value
 

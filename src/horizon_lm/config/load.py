@@ -9,8 +9,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from horizon_lm.config.datasets import WITHOUT_ROWS, DatasetConfig
-from horizon_lm.config.rules import UnusedError
+from horizon_lm.config.datasets import DatasetConfig
+from horizon_lm.config.rules import WITHOUT_ROWS, Reading, UnusedError
 from horizon_lm.config.run import SCHEMAS, RunConfig
 from horizon_lm.config.setting_paths import path_problems
 from horizon_lm.config.translate.tables import foreign_trainer, our_name, remedies
@@ -26,6 +26,7 @@ _RENAMED = {  # earlier names of settings
 }
 
 
+_NONE: Mapping[str, Any] = {}
 Checks = Callable[[RunConfig], Iterable[HorizonError]]  # the errors of what settings name
 
 
@@ -52,7 +53,7 @@ def read_run_config(
     settings, places = _read_file(path) if path is not None else ({}, SettingPlaces("the command line"))
     changes = parse_overrides(overrides)
     places.overridden |= {key: option for option, key, _ in _read_overrides(overrides)}
-    return _validate(_apply(settings, changes), places, without_rows, checks)
+    return _validate(_without_unused(settings, changes), changes, places, without_rows, checks)
 
 
 def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
@@ -69,7 +70,7 @@ def as_config(run: RunConfig | Mapping[str, Any] | str | Path, changes: Mapping[
         settings = run.model_dump() if isinstance(run, RunConfig) else dict(run)
         places = SettingPlaces("train()")
     places.overridden |= {key: f"train(): {key}" for key in changes or ()}
-    return _validate(_apply(settings, changes or {}), places, without_rows=False)
+    return _validate(_without_unused(settings, changes or {}), changes or {}, places, without_rows=False)
 
 
 def _read_file(path: str) -> tuple[dict[str, Any], SettingPlaces]:
@@ -192,24 +193,25 @@ def _parse_value(key: str, option: str, text: str) -> Any:
 # Overrides
 
 
-def _apply(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the changes applied, leaving out settings that only these changes made unused."""
-    if not changes:
-        return dict(settings)
+def _without_unused(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those that only these changes made unused."""
     kept = dict(settings)
+    if not changes:
+        return kept
     if "num_train_epochs" in changes:
         kept.pop("max_steps", None)  # it would take precedence over the length that is asked for
     unused_before = _unused(kept)  # errors of the file itself, which must be reported
     # Repeated, because a setting may be used only together with one that was left out.
-    while unused := _unused({**kept, **changes}).intersection(kept) - changes.keys() - unused_before:
+    while unused := _unused(kept, changes).intersection(kept) - changes.keys() - unused_before:
         kept = {key: value for key, value in kept.items() if key not in unused}
-    return {**kept, **changes}
+    return kept
 
 
-def _unused(settings: Mapping[str, Any]) -> set[str]:
-    """Return the names of settings that validation rejects because a run would not use them."""
+def _unused(kept: Mapping[str, Any], changes: Mapping[str, Any] = _NONE) -> set[str]:
+    """Return the names of settings, with the changes applied, that validation rejects because a run would not use them."""
+    settings = {**kept, **changes}
     try:
-        _schema(settings).model_validate(settings, context=WITHOUT_ROWS)
+        _schema(settings).model_validate(settings, context=Reading(without_rows=True, places=(kept, changes)))
     except ValidationError as error:
         found = [each for each in error.errors() if isinstance(each.get("ctx", {}).get("error"), UnusedError)]
         return {str(each["loc"][0]) for each in found}
@@ -225,12 +227,15 @@ def _schema(settings: Mapping[str, Any]) -> type[RunConfig]:
 
 
 def _validate(
-    settings: dict[str, Any], places: SettingPlaces, without_rows: bool, checks: Checks = _no_checks
-) -> RunConfig:
-    """Return the settings as a `RunConfig`; raise an error with all that is wrong, invalid settings first, in the order of the file."""
+    kept: Mapping[str, Any], changes: Mapping[str, Any], places: SettingPlaces, without_rows: bool, checks: Checks = _no_checks
+) -> RunConfig:  # fmt: skip
+    """Return the settings, with the changes applied, as a `RunConfig`; raise an error with all that is wrong, invalid settings first, in
+    the order of the file.
+    """
+    settings, reading = {**kept, **changes}, Reading(without_rows, (kept, changes))
     schema, problems, errors = _schema(settings), list[str](), list[HorizonError]()
     try:
-        config: RunConfig | None = schema.model_validate(settings, context=WITHOUT_ROWS if without_rows else None)
+        config: RunConfig | None = schema.model_validate(settings, context=reading)
     except ValidationError as error:
         details = _merge_by_setting(error.errors(include_url=False))
         details.sort(key=lambda each: places.position(each["loc"]) or (0, 0))

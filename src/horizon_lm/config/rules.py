@@ -1,6 +1,6 @@
 """The rules of a setting, as metadata of its field: ``Annotated[bool, OnResume.FREE, Needs(save_strategy="steps")]``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -23,6 +23,28 @@ class OnResume(Enum):
 @dataclass(frozen=True)
 class PerMachine:
     """The rule of a setting that may differ between machines: a place, or what a process may use."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How settings are read: the context of their validation.
+
+    Attributes:
+        without_rows: ``datasets`` may be missing, for plans that are made before the rows exist.
+        places: the names of the settings in each place that they are read from: a run file, and the overrides of it.
+    """
+
+    without_rows: bool = False
+    places: Sequence[Collection[str]] = ()
+
+    def is_meant(self, name: str, others: Collection[str]) -> bool:
+        """Return whether a setting was written to be used, also with its default value: in a place that has none of the ``others``, which
+        decide whether it is used. A file with all settings has them, too.
+        """
+        return any(name in place and not any(other in place for other in others) for place in self.places)
+
+
+WITHOUT_ROWS = Reading(without_rows=True)
 
 
 class Needs:
@@ -61,10 +83,23 @@ class Needs:
         return [name for name, wanted in self.others.items() if _is_wanted(values[name], wanted, defaults[name])]
 
 
-def require_use(name: str, value: Any, given: Mapping[str, Any], fields: Mapping[str, FieldInfo]) -> None:
-    """Raise UnusedError if a setting differs from its default, and lacks another one that it needs; see `Needs.require`."""
-    for rule in fields[name].metadata if value != fields[name].default else ():
-        if isinstance(rule, Needs):
+class NeedsEvenByDefault(Needs):
+    """`Needs` of a setting whose default, too, is written only by somebody who wants what it needs, such as adapters: they would get
+    another run than they asked for.
+    """
+
+
+def require_use(
+    name: str, value: Any, given: Mapping[str, Any], fields: Mapping[str, FieldInfo], reading: Reading
+) -> None:
+    """Raise UnusedError if a setting lacks another one that it needs; see `Needs.require`. Its default may stand anywhere, unless the rule
+    is `NeedsEvenByDefault` and the default asks for something.
+    """
+    for rule in fields[name].metadata:
+        if not isinstance(rule, Needs):
+            continue
+        asks = isinstance(rule, NeedsEvenByDefault) and value is not None and value is not False
+        if value != fields[name].default or (asks and reading.is_meant(name, rule.others.keys())):
             rule.require(given, fields)
 
 

@@ -6,10 +6,10 @@ from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, fiel
 
 from horizon_lm.config.adapters import AdapterSettings
 from horizon_lm.config.checkpoints import CheckpointSettings
-from horizon_lm.config.datasets import WITHOUT_ROWS, DataSettings
+from horizon_lm.config.datasets import DataSettings
 from horizon_lm.config.engine import EngineSettings
 from horizon_lm.config.model import ModelSettings
-from horizon_lm.config.rules import Needs, OnResume, PerMachine
+from horizon_lm.config.rules import WITHOUT_ROWS, Needs, OnResume, PerMachine
 from horizon_lm.config.training import TrainingSettings
 from horizon_lm.config.types import Count, CountOrZero, Interval, Names, Settings, as_list
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from horizon_lm.config.rules import require_use
+from horizon_lm.config.rules import Reading, require_use
 from horizon_lm.optimizers import OPTIMIZERS, by_other_name
 from horizon_lm.quantities import parse_size
 
@@ -40,7 +40,7 @@ class Settings(BaseModel):
     @field_validator("*")
     @classmethod
     def _require_use(cls, value: Any, info: ValidationInfo) -> Any:
-        require_use(str(info.field_name), value, info.data, cls.model_fields)
+        require_use(str(info.field_name), value, info.data, cls.model_fields, info.context or Reading())
         return value
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from horizon_lm.config.adapters import OF_THE_BASE, AdapterSettings
-from horizon_lm.config.datasets import WITHOUT_ROWS
-from horizon_lm.config.rules import UnusedError
+from horizon_lm.config.rules import WITHOUT_ROWS, UnusedError
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.text import start_file
 from horizon_lm.config.translate.axolotl_datasets import from_axolotl
