@@ -1,6 +1,6 @@
 """The plan of a run: every byte on host, device and disk, the chosen settings, and the time of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -16,6 +16,7 @@ from horizon_lm.planning.budgets import (
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use, memory_curve
+from horizon_lm.planning.faster import faster_reasons
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plain import plain_reasons
 from horizon_lm.planning.plan_file import PlannedMemory
@@ -151,8 +152,11 @@ class _Planner:
         time = None if simulation is None else simulation.step_time()
         has_checkpoints = request.saves.num > 0 and not request.saves.only_model
         is_disk_known = machine.hardware is not None and machine.hardware.disk_write > 0
+        faster: Iterable[str] = ()
+        if time is not None and not plan.memory_deficit:
+            faster = faster_reasons(request, time, typical_step.tokens, self._rate_of)
         return replace(
-            plan, time=time, reasons=list(_reasons(plan, typical_step, time)),
+            plan, time=time, reasons=list(_reasons(plan, typical_step, time, faster)),
             save=simulation.save_time() if simulation and has_checkpoints and is_disk_known else None,
         )  # fmt: skip
 
@@ -166,6 +170,16 @@ class _Planner:
             device=device_budget(step, use, machine), buffers=buffer_budget(step, use), disk=disk_budget(step, machine),
             download=download_budget(step, machine), problems=file_problems(step, machine), time=None,
         )  # fmt: skip
+
+    def _rate_of(self, request: Request) -> float | None:
+        """Return the tokens per second of a typical step of a request like one that was simulated; None if it does not fit."""
+        plan = self._tried(request)
+        if plan.memory_deficit:
+            return None
+        step = self._typical_step(plan.step)
+        simulation = _simulation(step, self._machine)
+        assert simulation is not None
+        return step.counted_tokens / simulation.seconds()
 
     def _typical_step(self, step: Step) -> Step:
         """Return the step with sequences of typical length."""
@@ -245,13 +259,14 @@ def _missing_memory(plan: Plan) -> int:
     return plan.host.deficit + plan.device.deficit + plan.buffers.deficit
 
 
-def _reasons(plan: Plan, typical: Step, time: StepTime | None) -> Iterator[str]:
+def _reasons(plan: Plan, typical: Step, time: StepTime | None, faster: Iterable[str]) -> Iterator[str]:
     """Yield the reasons for the settings, what is not proven or not possible, and what would make a step shorter.
 
     Args:
         plan: a plan with the reasons for its choices.
         typical: its step with sequences of typical length.
         time: time of the typical step; None if unknown.
+        faster: what would make it shorter.
     """
     outline, machine = plan.step.outline, plan.machine
     if outline.base_is_frozen:
@@ -269,7 +284,7 @@ def _reasons(plan: Plan, typical: Step, time: StepTime | None) -> Iterator[str]:
         )
     yield from machine.notes
     yield from _expert_reasons(outline, machine.hardware)
-    yield from _shorter_step_reasons(typical, machine, time)
+    yield from faster
     yield from plain_reasons(typical, machine, time)
     if outline.unknown:
         yield f"{outline.unknown}, so activations and times are not included"
@@ -288,15 +303,3 @@ def _expert_reasons(outline: ModelOutline, hardware: Hardware | None) -> list[st
         f"experts: with compute capability {hardware.capability}, torch multiplies the {outline.experts} experts of a block one by one, and the "
         "host waits for the device before each of their products, so a step takes longer than simulated"
     ]
-
-
-def _shorter_step_reasons(step: Step, machine: Machine, time: StepTime | None) -> list[str]:
-    """Return a sentence about the change that would shorten a step limited by its optimizer updates; none if it would not."""
-    if time is None or time.limited_by != "update" or step.settings.moments != "float32":
-        return []
-    lighter = _simulation(replace(step, settings=replace(step.settings, moments="bfloat16")), machine)
-    assert lighter is not None  # because the step itself was simulated
-    saved = 1 - lighter.seconds() / time.seconds
-    if saved < _NOTABLE_SHARE:
-        return []
-    return [f"optimizer updates are not fully overlapped: moments: bfloat16 would make a step {saved:.0%} shorter"]

@@ -132,6 +132,7 @@ class Request(StreamingOptions):
         side_files: files without weights.
         download_bytes: bytes of the initial checkpoint; 0 if it is on this machine.
         skips_steps: steps with non-finite gradients are skipped.
+        clips_gradients: gradients are clipped by their global norm.
     """
 
     per_device_train_batch_size: int = 8
@@ -145,6 +146,7 @@ class Request(StreamingOptions):
     side_files: SideFiles = SideFiles()
     download_bytes: int = 0
     skips_steps: bool = False
+    clips_gradients: bool = False
     optimizer: PlannedOptimizer = ADAMW
     optimizers: Mapping[str, PlannedOptimizer] = field(default_factory=dict)
     moments: str = chosen("float32")

@@ -68,6 +68,11 @@ class Step:
         return self.settings.rows * self.outline.length
 
     @property
+    def counted_tokens(self) -> float:
+        """Tokens of all ranks in a typical step, without padding."""
+        return (self.settings.tokens_per_step or self.tokens) * self.settings.num_ranks
+
+    @property
     def table_rows(self) -> int:
         """Upper bound on the number of distinct table rows that the step reads."""
         return self._distinct(self.tokens * self.settings.num_ranks)

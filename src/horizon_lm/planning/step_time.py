@@ -101,7 +101,7 @@ class Simulation:
         }
         settings = step.settings
         return StepTime(
-            seconds=seconds, tokens_per_second=(settings.tokens_per_step or step.tokens) * settings.num_ranks / seconds,
+            seconds=seconds, tokens_per_second=step.counted_tokens / seconds,
             model_tflops=step.outline.step_flops(step.tokens) / seconds / 1e12, limited_by=_limited_by(saved, seconds),
             exposed_seconds=exposed_seconds(spans), exposed_update_seconds=saved["update"],
             busy=_utilization(timeline, begin, seconds), hidden_from_tokens=self._thresholds(),

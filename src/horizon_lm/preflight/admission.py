@@ -158,6 +158,7 @@ def make_request(run: RunConfig, source: Source, rows: RowShape, stored_bytes: i
         grad_bytes=4 if grad == "float32" else 2,
         update_in_backward=run.update_in_backward,
         skips_steps=run.non_finite == "skip",
+        clips_gradients=run.max_grad_norm > 0,
         compiled=run.device != "cpu" if run.compile == "auto" else bool(run.compile),
         forwards=tuple(_forwards(run, source, rows)),
         distinct_tokens=rows.distinct_tokens,
