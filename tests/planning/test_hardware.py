@@ -16,10 +16,13 @@ from horizon_lm.planning.catalog import (
     find_profile,
     match_profile,
     own_profile_path,
+    parse_published,
     published,
     read_profile,
 )
+from horizon_lm.planning.profile_sources import KINDS
 
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "profile_h100_2026-11-26.json"
 NAMES = (
     "a100-pcie-80gb", "a100-sxm-40gb", "a100-sxm-80gb", "b200", "gb10", "gh200", "h100", "h100-pcie", "h200", "l4", "l40s", "mi300x",
     "rtx-3060", "rtx-3090", "rtx-3090-server", "rtx-4060-laptop", "rtx-4060-ti-16gb", "rtx-4070", "rtx-4080", "rtx-4080-laptop", "rtx-4090",
@@ -76,13 +79,62 @@ def test_published_names() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_figure_has_a_source(name: str) -> None:
+def test_every_number_has_a_source(name: str) -> None:
     profile = published()[name]
     figures = {each.name: getattr(profile, each.name) for each in fields(Hardware) if each.name not in NOT_A_FIGURE}
-    known = {name for name, value in figures.items() if value}
-    assert known == profile.sources.keys()
-    assert all(len(source) > 15 for source in profile.sources.values())
-    assert all(math.isfinite(number) and number > 0 for name in known for number in numbers(figures[name]))
+    for field, value in figures.items():
+        keys = [f"{field}.{key}" for key in value] if isinstance(value, dict) else [field] if value else []
+        assert all(key in profile.sources or field in profile.sources for key in keys)
+    assert all(len(source) > 15 and source.startswith(KINDS) for source in profile.sources.values())
+    known = [value for value in figures.values() if value]
+    assert all(math.isfinite(number) and number > 0 for value in known for number in numbers(value))
+
+
+SOURCES: dict[str, tuple[Callable[[dict[str, str]], dict[str, str]], str]] = {
+    "none of a number": (lambda has: without_key(has, "link_in"), "link_in has no source"),
+    "none of one of two": (lambda has: without_key(has, "attention.float32"), "attention.float32 has no source"),
+    "of no number": (lambda has: has | {"speed": "assumed"}, "sources has speed, which is no number here"),
+    "of no number of a field": (
+        lambda has: has | {"watts.fan": "assumed"},
+        "sources has watts.fan, which is no number here",
+    ),
+    "without its kind": (
+        lambda has: has | {"cores": "56"},
+        "the source of cores does not begin with measured on, data sheet",
+    ),
+}
+
+
+def without_key(values: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in values.items() if key != name}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_published_numbers_without_a_source_are_rejected(content: dict[str, Any], kind: str) -> None:
+    change, message = SOURCES[kind]
+    parse_published(content, "h100.json")
+    with pytest.raises(ConfigError, match=f"^h100.json: {message}"):
+        parse_published(content | {"sources": change(content["sources"])}, "h100.json")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_measurement_is_that_of_the_card_itself(name: str) -> None:
+    """What was measured on an H100 is said to be derived everywhere else."""
+    measured = [text for text in published()[name].sources.values() if text.startswith("measured on ")]
+    assert bool(measured) == (name == "h100")
+    assert all(text.startswith("measured on an H100 SXM") for text in measured)
+
+
+def test_measured_numbers_are_those_of_the_result() -> None:
+    """Those of the profile that the first run on an H100 left, rounded."""
+    result, profile = read_profile(RESULT), published()["h100"]
+    measured = [name for name, text in profile.sources.items() if text.startswith("measured on ")]
+    assert {"attention.bfloat16", "link_both", "op_seconds", "matmul.bfloat16"} <= set(measured)
+    for name in measured:
+        field, _, key = name.partition(".")
+        own, theirs = getattr(profile, field), getattr(result, field)
+        assert (own[key] if key else own) == pytest.approx(theirs[key] if key else theirs, rel=2e-3)
+    assert "virtual machine" in profile.sources["op_seconds"]
 
 
 @pytest.mark.parametrize("name", NAMES)

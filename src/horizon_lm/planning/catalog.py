@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.near_misses import closest_machines
+from horizon_lm.planning.profile_sources import source_problems
 
 DTYPES = ("bfloat16", "float32")
 
@@ -61,7 +62,7 @@ class Hardware:
         server: figures of a machine with several such GPUs: ``cores``, ``host_memory`` and ``host_bandwidth`` of all of it;
             ``peer``, bytes per second that each GPU receives from the others while it sends as many, missing if they cannot reach
             each other; ``network``, the same for a machine and other machines.
-        sources: origin of each figure, by field.
+        sources: origin of each number, by field or by FIELD.KEY; see `planning.profile_sources`.
     """
 
     name: str
@@ -148,7 +149,7 @@ def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(base, str) or base not in published():
         raise ConfigError(f"{place}: base is {base!r}{_meant(str(base))}; choose one of {', '.join(published())}")
     inherited = asdict(published()[base])
-    sources = {name: source for name, source in inherited.pop("sources").items() if name not in own}
+    sources = {name: source for name, source in inherited.pop("sources").items() if name.partition(".")[0] not in own}
     if "server" not in own and own.keys() & set(_HOST):  # a server with several GPUs has the same host
         inherited["server"] = _with_host({**inherited, **own})
         sources.pop("server", None)
@@ -203,13 +204,25 @@ def _is_amount(value: Any) -> bool:
 
 @cache
 def published() -> Mapping[str, Hardware]:
-    """Return the published hardware profiles by their ``--device`` names."""
+    """Return the published hardware profiles by their ``--device`` names.
+
+    Raises:
+        ConfigError: a number of one of them has no source.
+    """
     folder = resources.files(__package__) / "profiles"
     files = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
     return {
-        name: parse_profile(json.loads(file.read_text(encoding="utf-8")), file.name)
+        name: parse_published(json.loads(file.read_text(encoding="utf-8")), file.name)
         for name, file in sorted(files.items())
     }
+
+
+def parse_published(content: Any, place: str) -> Hardware:
+    """Return a published profile as `parse_profile` does; raise ConfigError, too, if one of its numbers has no source."""
+    profile = parse_profile(content, place)
+    if problems := source_problems(asdict(profile)):
+        raise ConfigError(f"{place}: {problems[0]}")
+    return profile
 
 
 _MAC = re.compile(r"mps|metal|((i?mac|apple)(book|mini|studio|air|silicon)?|m\d)(m\d)?(pro|max|ultra)?")
