@@ -21,6 +21,7 @@ from horizon_lm.planning.catalog import (
     read_profile,
 )
 from horizon_lm.planning.profile_sources import KINDS
+from horizon_lm.preflight.this_machine import other_machine
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "profile_h100_2026-11-26.json"
 NAMES = (
@@ -253,6 +254,53 @@ def test_own_profile_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert own_profile_path() == tmp_path / ".config/horizon-lm/profile.json"
 
 
+# Desktops: their display, and their memory modules
+
+DESKTOPS = [name for name in NAMES if published()[name].desktop]
+
+
+def test_desktops_reserve_what_their_display_takes() -> None:
+    assert {"rtx-3060", "rtx-4090", "rtx-5090"} <= set(DESKTOPS)
+    assert not [name for name in DESKTOPS if "server" in name or "laptop" in name]
+    for name in DESKTOPS:
+        assert "desktop" in published()[name].name
+        assert 0.5e9 <= other_machine(published()[name], None).display_bytes <= 1e9
+    assert other_machine(published()["rtx-4090-server"], None).display_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "host_memory", "bandwidth", "note", "remark"),
+    [
+        ("rtx-4090", None, 70e9, False, False),
+        ("rtx-4090", 2**37, 70e9, False, True),
+        ("rtx-4090", 2**37 + 1, 50e9, True, False),
+        ("rtx-3090", 2**38, 40e9, False, False),  # DDR4, of which four modules are assumed to be as fast
+        ("rtx-4090-server", 2**41, 300e9, False, False),
+    ],
+)
+def test_four_modules_are_slower_than_two(
+    device: str, host_memory: int | None, bandwidth: float, note: bool, remark: bool
+) -> None:
+    profile = published()[device]
+    for gpus in (1, 2):
+        made = other_machine(profile, host_memory, gpus)
+        assert made.hardware is not None
+        assert made.hardware.host_rate * gpus == pytest.approx(bandwidth)
+        assert made.hardware.link_both <= bandwidth
+        assert ["50 GB/s instead of 70" in each for each in made.notes] == [True] * note
+        assert ["with four, which run slower" in each for each in made.remarks] == [True] * remark
+
+
+@pytest.mark.parametrize("stated", [{"host_memory": 256e9}, {"host_bandwidth": {"24": 90e9}}], ids=str)
+def test_a_stated_host_has_its_own_modules(tmp_path: Path, stated: dict[str, Any]) -> None:
+    """Whoever states the memory of a machine, or its rate, knows its modules. The display stays."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"base": "rtx-4090", **stated}))
+    mine = find_profile(str(path))
+    assert mine.desktop.keys() == {"display_memory"}
+    assert mine.with_host_memory(2**40) == mine
+
+
 # Invalid profiles: each raises a ConfigError that names the file and the field
 
 
@@ -290,6 +338,9 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no bandwidth": (with_(host_bandwidth={}), "host_bandwidth is {}; its keys must be numbers of threads"),
     "threads that are none": (with_(host_bandwidth={"many": 1e9}), "its keys must be numbers of threads"),
     "no threads": (with_(host_bandwidth={"0": 1e9}), "its keys must be numbers of threads"),
+    "another key of a desktop": (with_(desktop={"modules": 2}), "modules is not one of display_memory, two_modules"),
+    "half of what modules need": (with_(desktop={"two_modules": 1e11}), "it needs two_modules and four_modules_bandwidth together"),
+    "another key of watts": (with_(watts={"fan": 2}), "fan is not one of device, host"),
     "sources that are none": (with_(sources={"matmul": 3}), "sources is {'matmul': 3}; it must be an object of strings"),
 }  # fmt: skip
 

@@ -88,6 +88,11 @@ def _reserved_items(machine: Machine) -> list[Item]:
         Item("transfers", machine.scratch_bytes, "scratch space for dtype conversions, both directions"),
         *([Item("collectives", machine.collective_bytes, _COLLECTIVES)] if machine.collective_bytes else []),
         Item("context", machine.device_context_bytes, "driver, libraries and their kernels (estimate)"),
+        *(
+            [Item("display", machine.display_bytes, "of this desktop; nothing if no monitor is connected to the card")]
+            if machine.display_bytes
+            else []
+        ),
         Item("margin", margin, f"{DEVICE_MARGIN:.0%} of the device, for allocator fragmentation"),
     ]
 

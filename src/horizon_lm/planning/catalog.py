@@ -1,10 +1,11 @@
 """Hardware profiles of machines, measured or published."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -24,10 +25,13 @@ _OPTIONAL = (
     "watts",
     "capability",
     "server",
+    "desktop",
     "sources",
 )
 _HOST = ("cores", "host_memory", "host_bandwidth")
 _SERVER = (*_HOST, "peer", "network")
+_MODULES = ("two_modules", "four_modules_bandwidth")
+_KEYS = {"watts": ("device", "host"), "server": _SERVER, "desktop": ("display_memory", *_MODULES)}
 _NEEDED = ("cores", "device_bandwidth", "link_in", "link_out", "link_both")
 
 
@@ -62,6 +66,8 @@ class Hardware:
         server: figures of a machine with several such GPUs: ``cores``, ``host_memory`` and ``host_bandwidth`` of all of it;
             ``peer``, bytes per second that each GPU receives from the others while it sends as many, missing if they cannot reach
             each other; ``network``, the same for a machine and other machines.
+        desktop: figures of a desktop: ``display_memory``, bytes of the device that its display takes; ``two_modules``, the most bytes
+            of host memory that two modules have, with which `host_bandwidth` is reached, and ``four_modules_bandwidth`` with more.
         sources: origin of each number, by field or by FIELD.KEY; see `planning.profile_sources`.
     """
 
@@ -86,7 +92,19 @@ class Hardware:
     watts: Mapping[str, float] = field(default_factory=dict)
     capability: float = 0.0
     server: Mapping[str, float] = field(default_factory=dict)
+    desktop: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def with_host_memory(self, num_bytes: int) -> "Hardware":
+        """Return the machine with so much host memory: of a desktop with four modules instead of two, the slower one."""
+        if num_bytes <= self.desktop.get("two_modules", math.inf):
+            return self
+        slower = self.desktop["four_modules_bandwidth"]
+        bandwidth = dict.fromkeys(self.host_bandwidth, slower)
+        of_several = {"host_bandwidth": slower} if "host_bandwidth" in self.server else {}
+        return replace(
+            self, host_bandwidth=bandwidth, link_both=min(self.link_both, slower), server={**self.server, **of_several}
+        )
 
     @property
     def on_host(self) -> bool:
@@ -153,6 +171,11 @@ def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     if "server" not in own and own.keys() & set(_HOST):  # a server with several GPUs has the same host
         inherited["server"] = _with_host({**inherited, **own})
         sources.pop("server", None)
+    if "desktop" not in own and own.keys() & set(_HOST):  # these are the figures of the modules that it has
+        inherited["desktop"] = {key: value for key, value in inherited["desktop"].items() if key not in _MODULES}
+        sources = {
+            name: source for name, source in sources.items() if name not in [f"desktop.{key}" for key in _MODULES]
+        }
     return {**inherited, "sources": sources, **own}
 
 
@@ -188,12 +211,12 @@ def _problem_of_amounts(name: str, value: Any) -> str:
     if name == "host_bandwidth":
         fits = bool(value) and all(key.isdecimal() and int(key) for key in value)
         return "" if fits else 'its keys must be numbers of threads, for example {"1": 15e9, "8": 60e9}'
-    if name == "watts" and (unknown := value.keys() - {"device", "host"}):
-        return f"{sorted(unknown)[0]} is not one of device, host"
-    if name == "server" and (unknown := value.keys() - set(_SERVER)):
-        return f"{sorted(unknown)[0]} is not one of {', '.join(_SERVER)}"
+    if name in _KEYS and (unknown := value.keys() - set(_KEYS[name])):
+        return f"{sorted(unknown)[0]} is not one of {', '.join(_KEYS[name])}"
     if name == "server" and value.keys() & set(_HOST) and not value.keys() >= set(_HOST):
         return f"it needs {', '.join(_HOST)} together"
+    if name == "desktop" and len(value.keys() & set(_MODULES)) == 1:
+        return f"it needs {' and '.join(_MODULES)} together"
     missing = set(DTYPES) - value.keys() if name in ("matmul", "attention") else set()
     return f"it has no rate for {sorted(missing)[0]}" if missing else ""
 

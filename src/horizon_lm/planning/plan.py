@@ -282,7 +282,7 @@ def _reasons(plan: Plan, typical: Step, time: StepTime | None, faster: Iterable[
             f"{format_bytes(transferred_bytes(plan.host))} of host memory cannot be page-locked ({machine.page_lock_error}); transfers "
             "use staging buffers, which are slower"
         )
-    yield from machine.notes
+    yield from (*machine.notes, *machine.remarks)
     yield from _expert_reasons(outline, machine.hardware)
     yield from faster
     yield from plain_reasons(typical, machine, time)

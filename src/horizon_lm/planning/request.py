@@ -187,7 +187,9 @@ class Machine:
         is_connected: they have, because the ranks are running.
         staging_bytes: bytes of page-locked host memory for transfers.
         page_lock_error: reason why host memory cannot be page-locked, so that transfers are staged; empty if it can.
+        display_bytes: device bytes that the machine's own display takes.
         notes: further remarks for the run's log, as sentences.
+        remarks: those about its figures, for the details of a plan.
         compile_workers: number of compiler processes, if blocks are compiled.
         computing_threads: number of host threads that compute; None for all cores.
         num_processes: number of processes of a machine, which share it equally: what is described here is the share of one of them.
@@ -209,7 +211,9 @@ class Machine:
     is_connected: bool = False
     staging_bytes: int = 0
     page_lock_error: str = ""
+    display_bytes: int = 0
     notes: Sequence[str] = field(default=())
+    remarks: Sequence[str] = field(default=())
     compile_workers: int = 0
     computing_threads: int | None = None
     num_processes: int = 1
@@ -218,4 +222,4 @@ class Machine:
     @property
     def reserved_bytes(self) -> int:
         """Device bytes that are in use beside a step."""
-        return self.device_context_bytes + self.scratch_bytes + self.collective_bytes
+        return self.device_context_bytes + self.scratch_bytes + self.collective_bytes + self.display_bytes

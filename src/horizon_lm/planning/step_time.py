@@ -130,11 +130,15 @@ class Simulation:
         The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
         proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
         """
-        cost, speed, (forward_pass, *_) = self._cost, self._rates, self._passes
+        cost, speed, (forward_pass, backward_pass, *_) = self._cost, self._rates, self._passes
         # The forward pass overlaps loads and updates; with `update_in_backward`, the backward pass overlaps updates.
+        in_backward = self._step.settings.update_in_backward
         forward = partial(cost.blocks_seconds, backward=False)
-        overlapping_updates = partial(cost.blocks_seconds, backward=self._step.settings.update_in_backward)
+        overlapping_updates = partial(cost.blocks_seconds, backward=in_backward)
         updated = sum(cost(op) for each in self._passes for op in each.ops if op.kind in UPDATES)
+        if not speed.inline:  # updates get what the copies of that pass leave of host memory's bandwidth
+            copied = (backward_pass if in_backward else forward_pass).ops
+            updated += sum(cost(op) for op in copied if op.kind in (Kind.STREAM_IN, Kind.STREAM_OUT))
         of_blocks = [op for op in forward_pass.ops if op.unit.is_block or op.unit.is_tile]
         loaded = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
         gathered = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)

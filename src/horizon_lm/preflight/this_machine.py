@@ -198,12 +198,16 @@ def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, ma
         ConfigError: the profile does not describe several GPUs or a network.
     """
     name, interconnect = hardware.name, None
+    num_bytes = host_memory or hardware.host_memory
+    notes, remarks = _on_modules(hardware, num_bytes)
+    hardware = hardware.with_host_memory(num_bytes)
     if gpus * machines > 1:
         hardware, interconnect = connect(hardware, gpus, machines)
         name = f"{counted(machines, 'machine')} with {counted(gpus, 'GPU')}{' each' if machines > 1 else ''}: {name}"
         if gpus > 1:
             rate = hardware.host_rate * gpus / 1e9
             name = f"{name}; the host of all: {hardware.cores * gpus} cores, {rate:,.0f} GB/s of host memory"
+    # A server with several GPUs has more memory than the profile's machine with one.
     host = Limit("host_memory" if host_memory else "host memory of this profile", host_memory or hardware.host_memory)
     on_host = hardware.on_host
     return Machine(
@@ -216,9 +220,28 @@ def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, ma
         device_context_bytes=0 if on_host else CONTEXT_BYTES,
         scratch_bytes=0 if on_host else SCRATCH_BYTES,
         staging_bytes=0 if on_host else STAGING_BYTES,
+        display_bytes=int(hardware.desktop.get("display_memory", 0)),
+        notes=notes,
+        remarks=remarks,
         num_processes=gpus,
         interconnect=interconnect,
     )
+
+
+def _on_modules(hardware: Hardware, host_memory: int) -> tuple[list[str], list[str]]:
+    """Return a note if a desktop has the rates of four memory modules because of its host memory, and a remark if those are of two modules
+    larger than the profile's.
+    """
+    desktop = hardware.desktop
+    if "two_modules" not in desktop or host_memory <= hardware.host_memory:
+        return [], []
+    fast, slow = hardware.host_rate / 1e9, desktop["four_modules_bandwidth"] / 1e9
+    if host_memory > desktop["two_modules"]:
+        note = f"host memory: so much takes four modules, which run slower than two: {slow:,.0f} GB/s instead of {fast:,.0f} are planned"
+        return [note], []
+    return [], [
+        f"host memory: {fast:,.0f} GB/s are those of two modules; with four, which run slower, it would be about {slow:,.0f}"
+    ]
 
 
 def own_profile(device: str, gpu: str = "") -> Hardware | None:
