@@ -212,6 +212,19 @@ def test_updates_are_overlapped_only_above_threshold(hardware: Hardware, precisi
     assert share(hardware, 0.25 * threshold, **settings) > 0.3
 
 
+def test_few_updates_wait_for_no_copies() -> None:
+    """They run beside the copies, with what these leave of host memory's bandwidth: their threshold is not that of the copies."""
+    of, hardware = step(8192), machine(link_in=50e9, link_out=50e9, host_bandwidth={"16": 200e9})
+    few = replace(
+        of,
+        outline=replace(
+            of.outline, trained=replace(of.outline.trained, units={unit: [1000] for unit in of.outline.trained.units})
+        ),
+    )
+    thresholds = Simulation(few, hardware).step_time().hidden_from_tokens
+    assert thresholds["update"] < 0.01 * thresholds["copy_in"]
+
+
 def test_bottleneck_is_named() -> None:
     def limit(**changes: Any) -> str:
         return Simulation(step(8 * 4096), machine(**changes)).step_time().limited_by

@@ -136,13 +136,18 @@ class Simulation:
         forward = partial(cost.blocks_seconds, backward=False)
         overlapping_updates = partial(cost.blocks_seconds, backward=in_backward)
         updated = sum(cost(op) for each in self._passes for op in each.ops if op.kind in UPDATES)
-        if not speed.inline:  # updates get what the copies of that pass leave of host memory's bandwidth
-            copied = (backward_pass if in_backward else forward_pass).ops
-            updated += sum(cost(op) for op in copied if op.kind in (Kind.STREAM_IN, Kind.STREAM_OUT))
+        overlapped = (backward_pass if in_backward else forward_pass).ops
+        copied = sum(cost(op) for op in overlapped if op.kind in (Kind.STREAM_IN, Kind.STREAM_OUT))
+        link = speed.link_both if in_backward and speed.link_both else speed.link_in
+        # What the copies of a pass leave of host memory's bandwidth is for updates: during them, or until both have moved their bytes.
+        left = speed.host - min(link, speed.host)
+        updating = updated / speed.host if speed.inline else (updated + copied) / speed.host
+        if left and not speed.inline:
+            updating = min(updating, updated / left)
         of_blocks = [op for op in forward_pass.ops if op.unit.is_block or op.unit.is_tile]
         loaded = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
         gathered = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)
-        found = {"update": _tokens_for(updated / speed.host, overlapping_updates)}
+        found = {"update": _tokens_for(updating, overlapping_updates)}
         if speed.through_host:  # the links to the device carry what is gathered, too
             loaded += gathered
         elif gathered:
