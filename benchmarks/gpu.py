@@ -38,6 +38,7 @@ OUT_OF_MEMORY = 3  # exit code of a worker
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # wastes less memory, for all systems
 LEFT_FOR_OTHERS = 45  # seconds that a case leaves to each later one, if there are so many
 CHECK_SECONDS = 90
+FILL_SECONDS = 120
 GIB = 2**30
 
 
@@ -116,7 +117,11 @@ def _lacking_memory(case: Case) -> dict[str, Any]:
         "--gib",
         f"{needed / GIB:.1f}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FILL_SECONDS)
+    except subprocess.TimeoutExpired:  # it is slow, which is no reason not to try
+        print(f"{case.name}: {needed / GIB:.1f} GiB were not filled and locked in {FILL_SECONDS} s", flush=True)
+        return {}
     print(f"{case.name}: {done.stdout.strip()}", flush=True)
     return (
         {"error": f"not started: {done.stdout.strip().splitlines()[0] if done.stdout else _reason(done)}"}

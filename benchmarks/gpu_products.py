@@ -9,11 +9,13 @@ basis of all shares.
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ def measure_products(device: torch.device, seconds: float = SECONDS) -> Iterator
 
     Yields:
         ``rate``: operations per second after the first third of the time. ``first``: the same of the first twentieth of a
-        second. ``mhz``, ``watts``, ``celsius``: medians of the samples after the first third, empty without nvidia-smi.
+        second. ``mhz``, ``watts``, ``celsius``: medians of the samples after the first third; missing where nothing reads them.
     """
     for name, shape in (SHAPES if device.type == "cuda" else TOYS).items():
         with Sensors(device) as sensors:
@@ -127,40 +129,58 @@ class _Clock:
 
 
 class Sensors:
-    """A context manager that reads clock, power and temperature of a GPU five times a second, with nvidia-smi if it is there."""
+    """A context manager that reads clock, power and temperature of a GPU about five times a second: through NVML if pynvml is there, or with
+    nvidia-smi. On a CPU, or without both, it reads nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._command: list[str] = []
-        self._process: subprocess.Popen[str] | None = None
-        self._output = ""
-        if device.type == "cuda":
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            query = f"--query-gpu={','.join(_SENSORS.values())}"
-            self._command = ["nvidia-smi", "-i", uuid, query, "--format=csv,noheader,nounits", "--loop-ms=200"]
+        self._read = _reader(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+        self._over, self._rows = threading.Event(), []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "Sensors":
-        if self._command:
-            try:
-                self._process = subprocess.Popen(
-                    self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-                )
-            except OSError:  # it is not installed
-                self._process = None
+        if self._read is not None:
+            self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._process is not None:
-            self._process.terminate()
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        if self._read is not None:
+            self._thread.join(10)
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.2):
             try:
-                self._output, _ = self._process.communicate(timeout=5)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+                self._rows.append(self._read())
+            except Exception:  # a sensor that fails shall end no benchmark
+                return
 
     def medians(self, skipped: float = 0.0) -> dict[str, float]:
         """Return the median of each sensor without the first part of the samples; empty if nothing was read."""
-        return medians_of(self._output, list(_SENSORS), skipped)
+        return medians_of("\n".join(self._rows), list(_SENSORS), skipped)
+
+
+def _reader(uuid: str) -> Callable[[], str] | None:
+    """Return a function that reads the sensors of a GPU, separated by commas; None if nothing can."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except Exception:  # pynvml is missing, or does not find the driver or the GPU
+        command = ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={','.join(_SENSORS.values())}"]
+        return partial(_ask, [*command, "--format=csv,noheader,nounits"]) if shutil.which("nvidia-smi") else None
+
+    def read() -> str:
+        clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        watts = 1e-3 * pynvml.nvmlDeviceGetPowerUsage(handle)
+        return f"{clock}, {watts}, {pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)}"
+
+    return read
+
+
+def _ask(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
 
 
 def medians_of(output: str, names: list[str], skipped: float) -> dict[str, float]:

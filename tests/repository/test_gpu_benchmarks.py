@@ -1,8 +1,10 @@
 """What the benchmarks for a GPU say of kernels, sensors, plans and memory, as far as a CPU can show it."""
 
+import time
 from pathlib import Path
 from typing import Any
 
+import gpu_products
 import pytest
 import torch
 from gpu_cases import SUITES, Case, label, make_case
@@ -12,7 +14,7 @@ from gpu_memory import HostMemory, describe, fill_and_lock, of_process
 from gpu_models import MODELS, toy
 from gpu_plan import describe as describe_plan
 from gpu_plan import plan_case
-from gpu_products import data_sheet, measure_products, medians_of
+from gpu_products import Sensors, data_sheet, measure_products, medians_of
 from gpu_systems import SYSTEMS, FusedMasters
 from gpu_worker import Worker, whole_recompute
 
@@ -84,6 +86,19 @@ def test_sensors_without_their_first_samples() -> None:
     output = "1000, 70.5, 30\n1200, 300, 40\n1980, 700, 55\n1410, 690, [N/A]\n\nError: broken\n"
     assert medians_of(output, ["mhz", "watts", "celsius"], 1 / 2) == {"mhz": 1695, "watts": 695, "celsius": 55}
     assert medians_of("", ["mhz"], 0.0) == {}
+
+
+def test_sensors_are_read_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = iter(["1980, 600, 50", "1410, 700, 60", "1410, 700, 60"])
+    monkeypatch.setattr(gpu_products, "_reader", lambda uuid: lambda: next(rows))  # which fails at the end
+    with emulated_gpu():
+        sensors = Sensors(torch.device("cuda", 0))
+        with sensors:
+            time.sleep(1.0)
+    assert sensors.medians() == {"mhz": 1410, "watts": 700, "celsius": 60}
+    with Sensors(CPU) as nothing:
+        pass
+    assert nothing.medians() == {}
 
 
 def _case(**changes: Any) -> Case:
