@@ -26,6 +26,7 @@ from horizon_lm.engine.opening.options import open_device
 from horizon_lm.store.arena import Arena
 
 _ROUNDS = 5
+_EXPERTS_PER_TOKEN = 8
 
 
 def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, float]:
@@ -36,7 +37,7 @@ def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, flo
         allocated page-locked; ``copy_both``: of both directions together. With ``_registered``: of memory that was written
         and then registered with CUDA, as weights are, if that is possible. With ``_under_load``: while products run.
         ``matmul_under_load``: operations per second of a bf16 product while copies run both ways. ``host``: bytes per second that an in-place operation of all
-        cores reads and writes.
+        cores reads and writes. ``rows_put`` and ``rows_added`` as in `_rates_of_rows`.
     """
     size, num_bytes, products = (256, 2**20, 2) if small else (8192, 2**30, 20)
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -66,7 +67,21 @@ def measure_ceilings(device: torch.device, small: bool = False) -> dict[str, flo
         rates["copy_both_under_load"] = 2 * times * num_bytes / copying
     numbers = torch.zeros(num_bytes // 4)
     rates["host"] = 2 * num_bytes / _seconds(torch.device("cpu"), lambda: numbers.mul_(1.5))
-    return rates
+    return rates | _rates_of_rows(device, 256 if small else 65536, 64 if small else 2048)
+
+
+def _rates_of_rows(device: torch.device, tokens: int, width: int) -> dict[str, float]:
+    """Return the bytes per second of adding the bf16 rows of experts to those of their tokens: reproducibly, as routed experts do with
+    ``index_put_``, and by atomic operations.
+    """
+    total = torch.zeros((tokens, width), dtype=torch.bfloat16, device=device)
+    positions = torch.randint(tokens, (tokens * _EXPERTS_PER_TOKEN,), device=device)
+    rows = torch.ones((len(positions), width), dtype=torch.bfloat16, device=device)
+    ways: dict[str, Callable[[], Any]] = {
+        "rows_put": lambda: total.index_put_((positions,), rows, accumulate=True),
+        "rows_added": lambda: total.index_add_(0, positions, rows),
+    }
+    return {name: rows.numel() * rows.element_size() / _seconds(device, way) for name, way in ways.items()}
 
 
 class _Copy:
