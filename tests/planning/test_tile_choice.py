@@ -112,6 +112,21 @@ def test_blocks_that_fit_are_cut_if_a_step_is_notably_shorter(
     assert any("shorter than with whole blocks" in each for each in made.reasons) == is_cut
 
 
+def test_a_step_of_one_micro_batch_is_compared_too() -> None:
+    """Slots of a tile are smaller than those of a block, so the rest of all blocks stays on the device, and is loaded once."""
+    small_experts = outline_of("qwen3_moe", num_experts=16, moe_intermediate_size=16)
+    rows = {"device_micro_batch_size": 4}
+    room = smallest(small_experts, None, **rows)
+    on = replace(with_device_room(GPU, room), hardware=replace(machine(), link_in=1e8, op_seconds=0.0))
+    made, whole = (make_plan(small_experts, replace(REQUEST, expert_tile=tile, **rows), on) for tile in ("auto", None))
+    assert made.fits
+    assert whole.fits
+    assert made.step.settings.slices == whole.step.settings.slices == [4]
+    assert made.step.settings.resident_blocks > whole.step.settings.resident_blocks
+    assert made.time.seconds < 0.9 * whole.time.seconds
+    assert any("shorter than with whole blocks" in each for each in made.reasons)
+
+
 def test_blocks_whose_feed_forward_layers_are_chunked_are_cut() -> None:
     chunked = outline_of("deepseek_v3", mlp_chunk_tokens=8, n_routed_experts=16, moe_intermediate_size=512)
     room = smallest(chunked, 4, mlp_chunk_tokens=8)

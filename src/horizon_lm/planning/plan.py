@@ -212,9 +212,8 @@ class _Planner:
         self, request: Request, sizes: Sequence[int], whole: Plan
     ) -> tuple[int | None, str]:
         """Choose the tile with the shortest step if it is notably shorter than that of whole blocks, which fit."""
-        # A tile leaves room for larger micro-batches, of which a step then has fewer: only a step that is cut into several can gain.
-        can_gain = self._has_rates and len(whole.step.settings.slices) > 1
-        fitting = self._fitting(request, sizes) if can_gain else []
+        # A tile leaves room for larger micro-batches, of which a step then has fewer, and for the rest of a block, which then stays.
+        fitting = self._fitting(request, sizes) if self._has_rates else []
         if not fitting:
             return None, ""
         best = min(fitting, key=self._estimated_seconds)
