@@ -37,6 +37,7 @@ class StreamingOptions:
     mlp_chunk_tokens: int | None = None
     expert_tile: int | str | None = chosen(None)
     compile: bool | str = "auto"
+    products: str = "plain"
 
     def __post_init__(self) -> None:
         for name in ("device_micro_batch_size", "head_chunk_tokens", "mlp_chunk_tokens", "expert_tile"):
@@ -53,6 +54,8 @@ class StreamingOptions:
             )
         if self.compile not in (True, False, "auto"):
             raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
+        if self.products not in ("plain", "float8"):
+            raise ConfigError(f"products is {self.products!r}; choose 'plain' or 'float8'")
         if not 0 <= (self.resident_graphs or 0) <= (self.resident_blocks or 0):
             raise ConfigError(
                 f"resident_graphs is {self.resident_graphs}, but resident_blocks is {self.resident_blocks}; a graph needs "

@@ -85,6 +85,12 @@ class EngineSettings(Settings):
         description="Compile blocks with torch.compile, once per block structure, and the loss of a chunk of logits. auto: only on a GPU.",
     )
 
+    products: Annotated[Literal["plain", "float8"], OnResume.ROUNDING] = Field(
+        "plain",
+        description="Products of blocks' linear layers. float8: inputs by weights, and gradients by weights, in FP8 with a scale for each "
+        "row (compute capability 8.9 or later; a CPU emulates it); gradients of weights stay in bf16. plain: all as in Hugging Face.",
+    )
+
     check_gradients: Annotated[CountOrZero, OnResume.FREE] = Field(
         0,
         description="Number of blocks whose gradients are compared with plain autograd before training, on the device and "

@@ -1,9 +1,9 @@
 """Measure the memory and work of a block's computation, and find the weights that its forward pass writes."""
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from horizon_lm.cost.meta_recorder import Recorder, recording, uncounted
 from horizon_lm.model.block_template import StreamedBlock, structure_key
+from horizon_lm.model.float8.casting import cast_tensors
+from horizon_lm.model.float8.layers import casting, float8_layers
 from horizon_lm.model.lazy_products import LazyProducts
 from horizon_lm.model.outer_trial import OuterTrial
 from horizon_lm.model.parts import ModelParts
@@ -28,6 +30,7 @@ class BlockRun:
         forward_peak: peak bytes of a forward pass without a graph.
         forward, recompute, backward: work of a forward pass, of a recompute (`LazyProducts`), and of a backward pass with an
             existing graph.
+        casts: work of casting weights to FP8, for a forward and a backward pass.
         output: output of the block, on the meta device.
     """
 
@@ -36,6 +39,7 @@ class BlockRun:
     forward: Work
     recompute: Work
     backward: Work
+    casts: Work
     output: Any
 
 
@@ -57,7 +61,38 @@ def run_on_meta(
 
 def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool) -> BlockRun:
     """Run a module on the meta device, forward and backward, and measure it. `copy_on_meta` returns it and its arguments."""
-    with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.enable_grad():
+    with _casting_on_meta(module) as casts:
+        return _measure(module, args, kwargs, accelerated, casts)
+
+
+class _Casts(NamedTuple):
+    """Weights that are cast to FP8, the peak bytes meanwhile, and the work of casting them."""
+
+    tensors: list[torch.Tensor]
+    peak: int
+    work: Work
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors)
+
+
+@contextmanager
+def _casting_on_meta(module: nn.Module) -> Iterator[_Casts]:
+    """Context manager: cast the weights of a module on the meta device that it multiplies in FP8."""
+    with ExitStack() as stack:
+        with Recorder(()) as recorder:
+            stack.enter_context(casting(float8_layers(module), differentiates=True))
+        tensors = [tensor for each in module.modules() for tensor in cast_tensors(each)]
+        yield _Casts(tensors, recorder.peak, recorder.work)
+
+
+def _measure(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool, casts: _Casts
+) -> BlockRun:
+    """Measure a module as `measure` does, with weights that are cast."""
+    given = args, kwargs, casts.tensors
+    with recording(module, given, accelerated=accelerated) as recorder, torch.enable_grad():
         output = module.forward(*args, **kwargs)
         tensors = _differentiable(output)
         graph, forward = recorder.live, recorder.work
@@ -65,11 +100,14 @@ def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ac
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)  # slots for gradients are counted elsewhere
         torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
-    with recording(module, args, kwargs, accelerated=accelerated) as alone, torch.no_grad():
+    with recording(module, given, accelerated=accelerated) as alone, torch.no_grad():
         module.forward(*args, **kwargs)
     recompute = forward - _unread_work(module, args, kwargs, accelerated)
-    backward, footprint = recorder.work - forward, Footprint(graph, recorder.peak)
-    return BlockRun(footprint, alone.peak, forward, recompute, backward, _detached(output))
+    backward = recorder.work - forward
+    footprint = Footprint(graph, max(recorder.peak, casts.peak - casts.num_bytes), casts=casts.num_bytes)
+    return BlockRun(
+        footprint, alone.peak + casts.num_bytes, forward, recompute, backward, casts.work, _detached(output)
+    )
 
 
 def _unread_work(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool) -> Work:
@@ -150,9 +188,10 @@ def measured_footprint(
             graph = used.current
             torch.autograd.backward(tensors, [torch.zeros_like(t) for t in tensors])
             peak = used.peak
+            casts = sum(tensor.nbytes for each in block.module.modules() for tensor in cast_tensors(each))
         output = _detached(output)
         del tensors
-    return Footprint(graph, peak), output
+    return Footprint(graph - casts, peak - casts, casts=casts), output
 
 
 def _detached(nested: Any) -> Any:

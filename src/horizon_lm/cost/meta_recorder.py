@@ -64,11 +64,16 @@ class Recorder(TorchDispatchMode):
         """Count a matrix product kernel with these inputs and results."""
         self.work += Work(products=operations, product_bytes=_num_bytes(tensors), num_ops=1)
 
+    def _multiply_in_float8(self, operations: float, tensors: list[torch.Tensor]) -> None:
+        """Count a matrix product kernel of operands in FP8."""
+        self.work += Work(float8=operations, product_bytes=_num_bytes(tensors), num_ops=1)
+
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
         """Count an operation: as a matrix product if torch knows its FLOPs, else as bytes that it moves."""
         packet = func._overloadpacket
         if packet in flop_registry:
-            self.multiply(float(flop_registry[packet](*args, **kwargs, out_val=result)), tensors)
+            multiply = self._multiply_in_float8 if packet is torch.ops.aten._scaled_mm else self.multiply
+            multiply(float(flop_registry[packet](*args, **kwargs, out_val=result)), tensors)
         elif not func._schema.name.startswith(_MAKES_NOTHING):
             self.work += Work(moved_bytes=_num_bytes(tensors), num_ops=1)
 

@@ -20,6 +20,7 @@ from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.examination import examine
+from horizon_lm.model.float8.layers import use_float8
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
@@ -48,7 +49,7 @@ class QuantizedWeights(Protocol):
 
 def outline_model(
     source: ModelSource, *, length: int, dtype: torch.dtype, masked: bool = True, on_accelerator: bool = False,
-    mlp_chunk_tokens: int | None = None, trainable: str | None = None, adapters: Adapters | None = None,
+    mlp_chunk_tokens: int | None = None, products: str = "plain", trainable: str | None = None, adapters: Adapters | None = None,
     quantized: QuantizedWeights | None = None, packed: bool = False, allow_unproven_model: bool = False,
     head_values: Sequence[str] = (),
 ) -> ModelOutline:  # fmt: skip
@@ -60,7 +61,7 @@ def outline_model(
         dtype: dtype of weights and hidden states on the device.
         masked: rows are padded, so attention needs a mask.
         on_accelerator: choose attention as for a GPU.
-        mlp_chunk_tokens: as in `horizon_lm.stream`.
+        mlp_chunk_tokens, products: as in `horizon_lm.stream`.
         trainable: patterns of the names of trainable weights, as in `model.freezing.freeze`.
         adapters: adapters that are trained on the frozen model; None for none.
         quantized: the model's quantized weights; None for none.
@@ -83,7 +84,7 @@ def outline_model(
     found = find_chunked_path(parts)
     path = found if isinstance(found, ChunkedPath) else None
     try:
-        costs = _costs(parts, path, length, dtype, masked, on_accelerator, mlp_chunk_tokens, head_values)
+        costs = _costs(parts, path, length, dtype, masked, on_accelerator, mlp_chunk_tokens, products, head_values)
     except HorizonError:
         raise
     except Exception as error:  # the model's own code may raise any exception on the meta device
@@ -135,7 +136,7 @@ def published_sizes(source: ModelSource, quantized: QuantizedWeights | None) -> 
 
 def _costs(
     parts: ModelParts, path: ChunkedPath | None, length: int, dtype: torch.dtype, masked: bool, accelerated: bool,
-    mlp_chunk_tokens: int | None, head_values: Sequence[str],
+    mlp_chunk_tokens: int | None, products: str, head_values: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the costs of blocks and head, as fields of an outline."""
     calls = find_calls(parts, dtype, length, masked, accelerated)
@@ -143,6 +144,8 @@ def _costs(
         for each in calls:
             if not chunk_mlps(each.block, mlp_chunk_tokens):
                 raise ConfigError(f"mlp_chunk_tokens: {type(each.block).__name__} has no feed-forward layer to chunk")
+    if products == "float8":
+        use_float8(parts, {each.indices[0]: each.block for each in calls}.items())
     trunk = parts.trunks()[-1] if path is None else path.trunk
     in_chunks = path is not None  # a head without a chunked path computes the whole either way
     experts = find_divisible_experts(parts)
@@ -175,7 +178,7 @@ def _kind(calls: BlockCalls, experts: RoutedExperts | None) -> BlockKind:
     one, two = calls.run(1), calls.run(2)
     core = None if experts is None else _core(calls, experts)
     return BlockKind(
-        calls.indices, core=core, **_linear(one, two, "footprint", "forward_peak", "forward", "recompute", "backward")
+        calls.indices, core=core, casts=one.casts, **_linear(one, two, "footprint", "forward_peak", "forward", "recompute", "backward")
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from torch.nn import functional
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.doctor.timing import Rounds
+from horizon_lm.model.float8.casting import cast_rows, multiply, multiply_gradients
+from horizon_lm.planning.float8 import CAPABILITY
 from horizon_lm.store.arena import Arena
 
 # Number of tokens, input width and output width of each projection.
@@ -41,6 +43,36 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: Rounds) -> flo
                 grad.t() @ x
 
         rates.append(operations / rounds.median(multiply, device))
+    return harmonic_mean(rates)
+
+
+def float8_rate(device: torch.device, rounds: Rounds) -> float:
+    """Return the operations per second of a projection's products in FP8: its output, and the gradient of its input; 0 if the device has
+    none. The operands are cast beforehand. This is the harmonic mean over several shapes.
+    """
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < CAPABILITY):
+        return 0.0
+    shapes = ((64, 96, 128),) if rounds.quick else _CUDA_PRODUCTS if device.type == "cuda" else _CPU_PRODUCTS
+    rates: list[float] = []
+    for tokens, columns_in, columns_out in shapes:
+        operations = _LAYERS * 2 * 2.0 * tokens * columns_in * columns_out
+        if rates and rounds.too_long(operations / rates[-1]):
+            break
+        inputs, weights, columns, grads = (
+            [cast_rows(torch.randn(size, device=device, dtype=torch.bfloat16)) for _ in range(_LAYERS)]
+            for size in (
+                (tokens, columns_in), (columns_out, columns_in), (columns_in, columns_out), (tokens, columns_out),
+            )
+        )  # fmt: skip
+
+        def compute(
+            inputs: list = inputs, weights: list = weights, columns: list = columns, grads: list = grads
+        ) -> None:
+            for x, weight, transpose, grad in zip(inputs, weights, columns, grads, strict=True):
+                multiply(x, weight, torch.bfloat16)
+                multiply_gradients(grad, transpose, torch.bfloat16)
+
+        rates.append(operations / rounds.median(compute, device))
     return harmonic_mean(rates)
 
 

@@ -13,6 +13,7 @@ from horizon_lm.device.base import Device
 from horizon_lm.doctor.device_benchmarks import (
     attention_rate,
     elementwise_bandwidth,
+    float8_rate,
     link_rates,
     matmul_rate,
     operation_seconds,
@@ -63,6 +64,7 @@ Line = tuple[str, str]
 
 _NAMES = {
     "matmul": "matrix products",
+    "float8": "matrix products in FP8",
     "attention": "attention",
     "device_bandwidth": "elementwise operations",
     "op_seconds": "overhead per operation",
@@ -103,7 +105,7 @@ def section(title: str, facts: Iterable[Line]) -> str:
 
 def _amount(field: str, value: float) -> str:
     """Return a figure of a profile as text with its unit."""
-    if field in ("matmul", "attention"):
+    if field in ("matmul", "float8", "attention"):
         return f"{value / 1e12:.1f} TFLOP/s" if value >= 1e13 else f"{value / 1e9:.0f} GFLOP/s"
     if field in ("device_memory", "host_memory"):
         return format_bytes(value)
@@ -183,6 +185,9 @@ def _measure_device(notes: _Figures, open_device: Callable[[], Device], where: t
     notes.add("capability", major + minor / 10, "reported by CUDA")
     products = {dtype: matmul_rate(where, getattr(torch, dtype), rounds) for dtype in DTYPES}
     notes.add("matmul", products, "a projection's forward and backward pass, mean over shapes")
+    notes.add(
+        "float8", float8_rate(where, rounds), "products in FP8 of a projection's output and of its input's gradient"
+    )
     attention = {dtype: attention_rate(where, getattr(torch, dtype), rounds) for dtype in DTYPES}
     notes.add("attention", attention, "causal scaled_dot_product_attention, forward and backward pass")
     notes.add("device_bandwidth", elementwise_bandwidth(where, rounds), "eager mul, add and silu")

@@ -230,6 +230,7 @@ def _run_config(model: Any, args: Any, rows: RowShape, name: str) -> RunConfig:
         "moments": moments,
         "compile": options.compile,
         "mlp_chunk_tokens": options.mlp_chunk_tokens,
+        "products": options.products,
         "allow_unproven_model": True,  # whether it may be streamed was decided when it was
         **options.choices(),
     }

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from horizon_lm.errors import ModelNotSupportedError, StreamingError
 from horizon_lm.model import capture
 from horizon_lm.model.compiling import compile_block, compiling_chunks, mark_lengths
+from horizon_lm.model.float8.layers import casting, float8_layers
 from horizon_lm.model.lazy_products import LazyTail
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -45,11 +46,12 @@ class StreamedBlock:
         buffers: copies of buffers on the device.
         compiled: compile its forward method; blocks of one structure share their graphs.
         written: names of weights that the forward pass may write.
+        float8: multiply in FP8 in the layers that `use_float8` has changed.
     """
 
     def __init__(
         self, name: str, module: nn.Module, buffers: "BuffersOfModules", compiled: bool = False,
-        written: frozenset[str] = frozenset(),
+        written: frozenset[str] = frozenset(), float8: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.module, self._device_buffers, self.compiled = name, module, buffers, compiled
         self._written = written
@@ -67,6 +69,7 @@ class StreamedBlock:
         self._attributes = [_Attributes(module) for module in self._modules]
         self._copies: dict[tuple[nn.Module, str], _BufferCopy] = {}
         self._tails: dict[tuple[bool, ...], LazyTail] = {}
+        self._float8 = float8_layers(module) if float8 else []
 
     def is_structure_changed(self) -> bool:
         """Return whether a module or parameter of the block was added, removed or replaced."""
@@ -99,9 +102,9 @@ class StreamedBlock:
         return self._tails.setdefault(tuple(module.training for module in self._modules), LazyTail())
 
     @contextmanager
-    def bound(self, params: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def bound(self, params: Mapping[str, torch.Tensor], differentiates: bool = True) -> Iterator[None]:
         """Context manager: replace the block's parameters, by name, by device tensors, and its buffers by device
-        copies.
+        copies. Weights that are multiplied in FP8 are cast once, also for a backward pass if ``differentiates``.
 
         Raises:
             StreamingError: the block's parameters or modules have changed since it was streamed.
@@ -113,7 +116,8 @@ class StreamedBlock:
         weights = {name: params[name].detach().clone() for name in self._written & params.keys()}
         self._put(params, buffers)
         try:
-            yield
+            with casting(self._float8, differentiates):
+                yield
             self._require_unwritten(params, weights, buffers)
         finally:
             self._put_back(params, buffers)

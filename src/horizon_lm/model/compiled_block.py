@@ -152,7 +152,9 @@ def _is_product(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in _PRODUCTS
 
 
-_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+_PRODUCTS = {
+    torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten._scaled_mm,
+}  # fmt: skip
 
 
 def _draws_numbers(node: fx.Node) -> bool:

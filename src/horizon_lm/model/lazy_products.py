@@ -23,11 +23,25 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+STAND_INS = "_stand_ins_of_weights"
+"""The attribute of a module that has the tensors which its products read instead of its weights, in nested tuples."""
+
 _aten = torch.ops.aten
 # Products save their inputs for the backward pass, so these are computed before. Sums, and products with a number, save none.
 _PRODUCTS = {_aten.mm.default: _aten.mm.out, _aten.addmm.default: _aten.addmm.out, _aten.bmm.default: _aten.bmm.out}
 _SUMS = {_aten.add.Tensor: _aten.add.out, _aten.mul.Tensor: _aten.mul.out}
-_OUT = {**_PRODUCTS, **_SUMS}
+
+
+def _multiply_in_float8(*args: Any, out: torch.Tensor) -> None:
+    """Compute a product in FP8 into a tensor; on the meta device, for which torch has no such operation, there is nothing to compute."""
+    if out.device.type != "meta":
+        _aten._scaled_mm.out(*args, out=out)
+
+
+# Called by an autograd.Function of this package, which reads no result, and saves none.
+_FLOAT8 = {_aten._scaled_mm.default: _multiply_in_float8}
+_OUT_DTYPE = 6  # its place among their arguments
+_OUT: dict[Any, Any] = {**_PRODUCTS, **_SUMS, **_FLOAT8}
 
 
 class _Kind(Enum):
@@ -35,6 +49,7 @@ class _Kind(Enum):
 
     PRODUCT = "is put off; its inputs are not"
     SUM = "is put off, with its inputs"
+    FLOAT8 = "is put off in `plain_operations`"
     VIEW = "reads nothing"
     READS = "reads its arguments"
     BARRIER = "may read anything"
@@ -91,11 +106,16 @@ class LazyProducts(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = _Kind.BARRIER if types else _kind(op)
+        # A view in another dtype comes with the plain class, and anything else with those of other packages' tensors.
+        kind = _Kind.BARRIER if any(each is not torch.Tensor for each in types) else _kind(op)
         if kind is _Kind.VIEW:
             return op(*args, **kwargs)
+        is_plain = getattr(_current, "is_plain", False)
+        if kind is _Kind.FLOAT8 and is_plain:
+            self.compute(_tensors(args))
+            return self._call_later(op, args, kwargs)
         # Without gradients, an autograd.Function computes: it may read and save tensors in ways that are not seen here.
-        if kind is _Kind.BARRIER or not torch.is_grad_enabled():
+        if kind is _Kind.BARRIER or not (torch.is_grad_enabled() or is_plain):
             self._compute_all()
             return op(*args, **kwargs)
         tensors = list(_tensors((args, tuple(kwargs.values()))))
@@ -170,13 +190,19 @@ def _owner(block: nn.Module, calls: Sequence[PutOff]) -> nn.Module | None:
     """Return the module in a block that has a weight of the first product among some calls, the block if none has, as with weights
     that autocast converts, and None if there is no product.
     """
-    product = next((call for call in calls if call.op in _PRODUCTS), None)
+    product = next((call for call in calls if call.op in _PRODUCTS or call.op in _FLOAT8), None)
     if product is None:
         return None
     # By identity, because a quantized weight that is not on the device has no memory whose place could be compared.
     weights = {id(tensor if tensor._base is None else tensor._base) for tensor in _tensors(product.args)}
-    modules = (module for module in block.modules() if any(id(each) in weights for each in module._parameters.values()))
+    modules = (module for module in block.modules() if any(id(each) in weights for each in _weights(module)))
     return next(modules, block)
+
+
+def _weights(module: nn.Module) -> Iterator[torch.Tensor | None]:
+    """Yield the weights of a module, and what stands for them."""
+    yield from module._parameters.values()
+    yield from _tensors(module.__dict__.get(STAND_INS, ()))
 
 
 @contextmanager
@@ -208,6 +234,17 @@ def require_computed(*tensors: torch.Tensor) -> None:
         mode.compute(tensors)
 
 
+@contextmanager
+def plain_operations() -> Iterator[None]:
+    """Context manager: read tensors by torch's operations alone, so that what they do not read can wait: in an autograd.Function."""
+    before = getattr(_current, "is_plain", False)
+    _current.is_plain = True
+    try:
+        yield
+    finally:
+        _current.is_plain = before
+
+
 _current = threading.local()
 
 
@@ -223,6 +260,8 @@ def _kind(op: Any) -> _Kind:
         return _Kind.PRODUCT
     if op in _SUMS:
         return _Kind.SUM
+    if op in _FLOAT8:
+        return _Kind.FLOAT8
     if not isinstance(op, torch._ops.OpOverload):
         return _Kind.BARRIER
     schema = op._schema
@@ -242,6 +281,9 @@ def _saves_nothing(op: Any, args: tuple[Any, ...]) -> bool:
 
 def _empty_result(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Return a tensor without values, in the shape, dtype and strides of the result of an operation."""
+    if op in _FLOAT8:
+        left, right, *_ = args
+        return left.new_empty((left.shape[0], right.shape[1]), dtype=args[_OUT_DTYPE])
     tensors = list(_tensors(args))
     first, last = tensors[0], tensors[-1]
     if op in _PRODUCTS:  # whose result is contiguous

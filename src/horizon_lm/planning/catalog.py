@@ -24,6 +24,7 @@ _OPTIONAL = (
     "disk_read",
     "watts",
     "capability",
+    "float8",
     "server",
     "desktop",
     "sources",
@@ -62,6 +63,7 @@ class Hardware:
         unit_update_seconds: seconds that the update of each unit takes beside those of its parameters, by precision.
         disk_write, disk_read: bytes per second of the disk.
         capability: the GPU's compute capability, such as 8.9.
+        float8: operations per second of large matrix products in FP8, with results summed in float32; 0 if there are none.
         watts: power limits: ``device``, of the GPU with its memory, and ``host``, of the processors.
         server: figures of a machine with several such GPUs: ``cores``, ``host_memory`` and ``host_bandwidth`` of all of it;
             ``peer``, bytes per second that each GPU receives from the others while it sends as many, missing if they cannot reach
@@ -91,6 +93,7 @@ class Hardware:
     disk_read: float = 0.0
     watts: Mapping[str, float] = field(default_factory=dict)
     capability: float = 0.0
+    float8: float = 0.0
     server: Mapping[str, float] = field(default_factory=dict)
     desktop: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -58,11 +58,13 @@ def _block_bytes(micro_batches: Sequence[Footprint], hidden: int) -> tuple[int, 
     else:
         # The output is counted elsewhere: it is the next block's boundary, or the head's input.
         concatenated, counted_output = 0, hidden
-    largest, peak = micro_batches[0], _peak(micro_batches) + concatenated
+    largest = micro_batches[0]
+    peak = _peak(micro_batches) + concatenated + largest.casts
     if largest.experts:  # with tiles no graph is kept
         return 0, peak, peak
     graph = sum(each.graph for each in micro_batches) - counted_output
-    return graph, peak, peak - largest.graph + counted_output
+    # A kept graph has the weights for the gradients of inputs, and the backward pass casts all of them again.
+    return graph + largest.casts // 2, peak, peak - largest.graph + counted_output
 
 
 def _peak(micro_batches: Sequence[Footprint]) -> int:
@@ -193,7 +195,7 @@ def _changes_by_block(
     index, kind, num_blocks = span.op.unit.block_index, span.op.kind, step.outline.num_blocks
     residency = step.settings.residency
     is_tiled, has_graph = index in needed.tiled, residency.keeps_graph(index, num_blocks)
-    forward = sum(each.held for each in footprints) if is_tiled else footprints[0].graph
+    forward = footprints[0].casts + (sum(each.held for each in footprints) if is_tiled else footprints[0].graph)
     backward = needed.backward_peaks[index] if has_graph else needed.peaks[index]
     kept = 0  # from the forward pass to the end of the backward pass
     if index >= step.outline.first_differentiated:

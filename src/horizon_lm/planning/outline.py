@@ -35,12 +35,14 @@ class Footprint(_Amounts):
         peak: peak of the forward and backward pass.
         experts: peak of the experts if they are computed tile by tile, apart from the block; 0 otherwise.
         held: bytes that the block holds meanwhile, for each micro-batch.
+        casts: bytes of the weights that are cast to FP8, once for all micro-batches. A kept graph keeps half of them.
     """
 
     graph: int
     peak: int
     experts: int = 0
     held: int = 0
+    casts: int = 0
 
     def with_tile(self, expert_bytes: int) -> Self:
         """Return the footprint with a tile of experts whose gradients take these bytes."""
@@ -52,11 +54,12 @@ class Work(_Amounts):
     """The cost of a computation, summed over its operations.
 
     Attributes:
-        products: operations of matrix products (2 for each multiply-add).
+        products: operations of matrix products (2 for each multiply-add), without those in FP8.
         product_bytes: bytes read and written by matrix products.
         attention: operations of fused attention kernels.
         moved_bytes: bytes read and written by all other operations.
         num_ops: number of operations that launch a kernel.
+        float8: operations of matrix products in FP8.
     """
 
     products: float = 0.0
@@ -64,6 +67,7 @@ class Work(_Amounts):
     attention: float = 0.0
     moved_bytes: float = 0.0
     num_ops: float = 0.0
+    float8: float = 0.0
 
 
 T = TypeVar("T", int, Footprint, Work)
@@ -113,6 +117,7 @@ class BlockKind:
         forward, recompute, backward: work of a forward pass, of one that is computed again for its graph, without what nobody reads, and
             of a backward pass with an existing graph.
         core: the costs without experts; None if they cannot be cut into tiles.
+        casts: work of casting weights to FP8 for a forward and a backward pass, once for all micro-batches.
     """
 
     indices: Sequence[int]
@@ -122,6 +127,7 @@ class BlockKind:
     recompute: Linear[Work]
     backward: Linear[Work]
     core: CoreCosts | None = None
+    casts: Work = Work()
 
     def footprint_with(self, rows: int, tile: int | None) -> Footprint:
         """Return the footprint of one of these blocks.

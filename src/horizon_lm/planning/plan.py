@@ -17,6 +17,7 @@ from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use, memory_curve
 from horizon_lm.planning.faster import faster_reasons
+from horizon_lm.planning.float8 import require_float8
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.planning.plain import plain_reasons
 from horizon_lm.planning.plan_file import PlannedMemory
@@ -163,6 +164,7 @@ class _Planner:
     def _tried(self, request: Request) -> Plan:
         """Return the same plan without times, and with the reasons for its choices alone, to compare it with others."""
         require_tiles(self._outline, request)
+        require_float8(request, self._machine, self._priced)
         machine, choice = self._machine, choose(self._outline, request, self._machine)
         step, use = choice.step, device_use(choice.step)
         return Plan(

@@ -242,9 +242,18 @@ class StepCost:
                 work = self._tiles.work(op, self._outline.kinds[kind], experts)
             else:
                 work = self._block(op.kind, index, has_graph)
+            if not op.unit.is_tile:
+                work += self._casts(op.kind, index)
             own_code = self._seconds(work, self._settings.compiled)
             self._known[key] = own_code + self._engine_bytes(op, experts) / self._hardware.device_bandwidth
         return self._known[key]
+
+    def _casts(self, op_kind: Kind, index: int) -> Work:
+        """Return the work of casting a block's weights to FP8 before an operation, once for all micro-batches."""
+        casts = self._outline.kind(index).casts
+        if op_kind == Kind.FORWARD and not self._settings.compiled:  # without a graph, for the outputs alone
+            return casts * 0.5
+        return casts if op_kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) else Work()
 
     def _block(self, op_kind: Kind, index: int, has_graph: bool) -> Work:
         """Return the work of a block's own code, summed over micro-batches. A backward pass with a kept graph recomputes nothing."""
@@ -302,7 +311,10 @@ class StepCost:
     def _seconds(self, work: Work, compiled: bool, dtype: str | None = None) -> float:
         """Return the seconds that the device takes for work, with products in a dtype; None for that of training."""
         hardware, dtype = self._hardware, dtype or self._dtype
-        products = max(work.products / hardware.matmul[dtype], work.product_bytes / hardware.device_bandwidth)
+        products = work.products / hardware.matmul[dtype]
+        if work.float8:  # of which `require_float8` has made sure
+            products += work.float8 / hardware.float8
+        products = max(products, work.product_bytes / hardware.device_bandwidth)
         moved = work.moved_bytes * (FUSED if compiled else 1.0) / hardware.device_bandwidth
         seconds = products + work.attention / hardware.attention[dtype] + moved
         overhead = work.num_ops * hardware.op_seconds * (FUSED if compiled else 1.0)

@@ -86,6 +86,7 @@ class Source:
             "masked": masked,
             "on_accelerator": accelerated,
             "mlp_chunk_tokens": mlp_chunk_tokens or run.mlp_chunk_tokens,
+            "products": run.products,
             "trainable": run.trainable,
             "adapters": self.adapters or Adapters.of(run),
             "quantized": quantized,

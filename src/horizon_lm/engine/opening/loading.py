@@ -35,6 +35,7 @@ def stream(
     mlp_chunk_tokens: int | None = None,
     expert_tile: int | None = None,
     compile: bool | str = "auto",
+    products: str = "plain",
     check_recompute: bool = False,
     attn_implementation: str | None = None,
     check_gradients: int = 0,
@@ -74,6 +75,9 @@ def stream(
             and shared experts of a block are streamed as one unit, its routed experts as tiles of this many. None for whole blocks.
         compile: compile blocks with torch.compile, once per block structure, and the loss of a chunk of logits; ``auto`` for CUDA
             only.
+        products: ``float8`` multiplies in blocks' linear layers in FP8, with a scale for each row: inputs by weights, and the gradients
+            of outputs by weights. Results are not those of plain autograd in bfloat16. On a GPU it needs FP8 (Ada, Hopper, Blackwell)
+            and weights in bfloat16; a CPU emulates it. ``plain`` multiplies in ``compute_dtype``.
         check_recompute: compare each recomputed output with that of the forward pass; keeps all outputs, for tests.
         attn_implementation: as in transformers, or ``varlen``: packed and padded rows without a mask, with flash-attn or
             torch's own kernel on CUDA. None for the model's own; on CUDA, ``varlen`` replaces ``sdpa`` if the model allows it.
@@ -100,7 +104,8 @@ def stream(
         device=device, precision=precision, device_micro_batch_size=device_micro_batch_size, head=head,
         activation_checkpoints=activation_checkpoints, resident_blocks=resident_blocks, resident_graphs=resident_graphs,
         head_chunk_tokens=head_chunk_tokens, compute_dtype=compute_dtype, grad_dtype=grad_dtype,
-        device_memory=device_memory, mlp_chunk_tokens=mlp_chunk_tokens, expert_tile=expert_tile, compile=compile, check_recompute=check_recompute,
+        device_memory=device_memory, mlp_chunk_tokens=mlp_chunk_tokens, expert_tile=expert_tile, compile=compile, products=products,
+        check_recompute=check_recompute,
         attn_implementation=attn_implementation, check_gradients=check_gradients,
         allow_unproven_model=allow_unproven_model, device_mesh=device_mesh,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from horizon_lm.errors import ConfigError, ModelNotSupportedError, UnprovenModel
 from horizon_lm.model import capture
 from horizon_lm.model.adapter_kinds import require_adapters_that_stream
 from horizon_lm.model.examination import Examined, examine
+from horizon_lm.model.float8.kernels import require_float8
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.proven import warn_of_other_version
 from horizon_lm.model.routed_experts import find_divisible_experts
@@ -42,7 +43,9 @@ class StreamArguments(StreamingOptions):
             object.__setattr__(self, "device", "cuda" if torch.cuda.is_available() else "cpu")
         object.__setattr__(self, "device_mesh", find_mesh(self.device_mesh, device_of(self.device)))
         # For its errors, before a model is touched.
-        self.get_precision()
+        stored = self.get_precision().weight_dtype
+        if self.products == "float8" and self.on_accelerator:
+            require_float8(device_of(self.device), self.compute_dtype or stored)
         if self.expert_tile is not None and self.compile is True:
             raise ConfigError(NOT_COMPILED)
         if isinstance(self.expert_tile, str):

@@ -38,6 +38,7 @@ from horizon_lm.model.attention import Segments
 from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.experts import zero_idle_experts
+from horizon_lm.model.float8.layers import use_float8
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import OUTER, block
 
@@ -65,6 +66,8 @@ class BlockComputation:
         if options.mlp_chunk_tokens is not None:
             for module in parts.blocks:
                 _require_chunked_mlps(module, options.mlp_chunk_tokens)
+        if options.products == "float8":
+            use_float8(parts, enumerate(parts.blocks))
         self.blocks = [
             StreamedBlock(
                 f"{parts.block_prefix}.{index}",
@@ -72,6 +75,7 @@ class BlockComputation:
                 buffers,
                 options.compile,
                 written=parts.written.get(index, frozenset()),  # weights that the block's forward pass may write
+                float8=options.products == "float8",
             )
             for index, module in enumerate(parts.blocks)
         ]
@@ -121,7 +125,8 @@ class BlockComputation:
                 self._fill_ring(index, calls)
             # Within the computation, because weights that are converted to float32 are read here.
             weights = self.weights(index)
-            with module.bound(weights if saved is None else saved.params(weights)):
+            has_graph = saved is not None and saved.sink is not None
+            with module.bound(weights if saved is None else saved.params(weights), differentiates=has_graph):
                 run.compute_all(in_lockstep=index in engine.tiles.experts)  # a tile computes the rows of all of them
             if offload:
                 self._offload_experts(index, calls, experts)
