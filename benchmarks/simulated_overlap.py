@@ -137,8 +137,8 @@ CHECK_HEADER = """\
 |---|---|---|---|---|---|"""
 
 CHECK_NOTES = """
-The simulated threshold differs from T because it includes more. It is later because transfers use host memory, too, and an
-update in the backward waits for its gradient. It is earlier because 3% may stay exposed, and the head hides some.
+T counts what transfers take of host memory meanwhile. The simulated threshold is earlier, because 3% may stay exposed, and the head
+hides some; an update in the backward waits for its gradient.
 
 Far above the threshold, updates without concurrent computation stay exposed: those of the embedding rows that the next
 batch reads, and of one block. Rows are counted as if no token occurred twice in a step, which is the maximum.
