@@ -1,7 +1,7 @@
 """Cast the rows of matrices to FP8, and multiply what is cast.
 
 Every row has a scale of its own, a power of two: the smallest with which the row's largest value fits. Multiplying by it rounds
-nothing, so a cast rounds each value once, to the 4 significant bits of e4m3. These are the numbers of torchao's recipe `rowwise`.
+nothing, so a cast rounds each value once, to the 4 significant bits of e4m3. They follow torchao's recipe `rowwise`.
 """
 
 from collections.abc import Iterator
