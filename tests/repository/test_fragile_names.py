@@ -142,6 +142,7 @@ USED = sorted(
 )
 
 
+@pytest.mark.filterwarnings("ignore:You are importing from .trl.experimental.")
 @pytest.mark.parametrize("name", sorted({*listed(), *(name for name, _ in USED if not name.startswith("."))}))
 def test_a_name_is_still_there(name: str) -> None:
     pytest.importorskip(name.split(".")[0], reason="not installed")
