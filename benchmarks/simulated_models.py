@@ -6,6 +6,7 @@ python benchmarks/simulated_models.py [--output FILE.md]
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from horizon_lm.preflight.inputs import RowShape, Source
 from horizon_lm.preflight.this_machine import other_machine
 from horizon_lm.quantities import format_bytes
 
-DATE = "2026-11-21"
 LENGTH = 4096
 ENOUGH = 10**15  # bytes of host memory, to simulate a step that may not fit
 TIMED = ("fp32_master", "bf16, 8-bit moments, in backward")
@@ -156,7 +156,7 @@ def case_lines(case: Case) -> Iterator[str]:
 def introduction() -> Iterator[str]:
     yield "# Simulated, not measured: models and machines that we do not have\n"
     yield (
-        f"{DATE}. Plans of `horizon-lm plan` for our schedule on published hardware figures (`planning/profiles`), rows of "
+        f"{date.today().isoformat()}. Plans of `horizon-lm plan` for our schedule on published hardware figures (`planning/profiles`), rows of "
         f"{LENGTH:,} tokens, blocks compiled; k = 1024. `docs/field-check.md` says how far to trust such figures: "
         "those of Hopper GPUs are probably too fast by a fifth or more."
     )

@@ -7,10 +7,11 @@ the exposed time of the optimizer.
 """
 
 import argparse
+from datetime import date
 from functools import cache
 from pathlib import Path
 
-from simulated_models import DATE, source_of
+from simulated_models import source_of
 
 from horizon_lm.config import plan_config
 from horizon_lm.planning.catalog import find_profile
@@ -102,7 +103,7 @@ def introduction() -> list[str]:
     return [
         "# Simulated, not measured: the time that the host optimizer adds to a step",
         "",
-        f"{DATE}. Every figure here is a simulation of our schedule on published hardware figures (see `planning/profiles`). "
+        f"{date.today().isoformat()}. Every figure here is a simulation of our schedule on published hardware figures (see `planning/profiles`). "
         "Nothing was measured on such machines; `docs/field-check.md` compares such figures with published ones.",
         "",
         f"Model: {MODEL}, {parameters:,} parameters, all trained, in {step.settings.precision}: an update moves {moved:.0f} "

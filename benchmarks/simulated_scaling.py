@@ -6,6 +6,7 @@ python benchmarks/simulated_scaling.py [--output FILE.md]
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.schedule.simulate import step_seconds, without
 from horizon_lm.slabs import Shard
 
-DATE = "2026-11-26"
 LENGTH = 4096
 K = 1024
 EXACT, SMALLEST = "fp32_master", "bf16, 8-bit moments, in backward"
@@ -289,7 +289,7 @@ def adapter_lines() -> Iterator[str]:
 def introduction() -> Iterator[str]:
     yield "# Simulated, not measured: several GPUs and machines\n"
     yield (
-        f"{DATE}. Plans of `horizon-lm plan --gpus --nodes` for our schedule on published hardware figures (`planning/profiles`), rows of "
+        f"{date.today().isoformat()}. Plans of `horizon-lm plan --gpus --nodes` for our schedule on published hardware figures (`planning/profiles`), rows of "
         f"{LENGTH:,} tokens; k = 1024. The most exact mode and the smallest mesh that fit are shown; if nothing fits, 8-bit moments on all ranks, with "
         "what is missing. `docs/field-check.md` says how far to trust such figures: those of Hopper GPUs are probably too fast by a "
         "fifth or more, and nothing was ever run on several GPUs."
