@@ -44,6 +44,7 @@ CASES = (
     Case("cpu", 768, 12, 16384, 2, 64),
     Case("simulated", 768, 12, 16384, 2, 64),
     Case("cpu", 64, 28, 256, 2, 16),
+    Case("cpu", 576, 16, 8192, 4, 256),  # enough tokens for products to take most of the time
 )
 
 

@@ -65,7 +65,9 @@ class EmulatedGpu:
         self.lockable = 2**62
         self.unlockable: set[int] = set()
         self.asked = 0
-        self.failed = False
+        self.failed: set[int] = (
+            set()
+        )  # the threads whose last call has failed: an error is that of a thread, and the next kernel raises it
         self.current = threading.local()
         self.contexts: set[int] = set()
         self.settings: list[str] = []
@@ -82,7 +84,7 @@ class EmulatedGpu:
         self.use_current_device()
         self.asked += 1
         if not 0 < num_bytes <= self.lockable or self.asked - 1 in self.unlockable:
-            self.failed = True
+            self.failed.add(threading.get_ident())
             return 2
         self._locked.append((start, start + num_bytes))
         self._registered[start] = num_bytes
@@ -179,8 +181,8 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to_gpu, args, kwargs = _place_result(name, args, kwargs, on_gpu)
     if on_gpu and name in ("mm", "matmul", "__matmul__", "linear"):
         _gpu.multiplying.add(threading.get_ident())
-    if to_gpu and _gpu.failed:
-        _gpu.failed = False
+    if to_gpu and threading.get_ident() in _gpu.failed:
+        _gpu.failed.discard(threading.get_ident())
         raise RuntimeError("CUDA error: out of memory")
     if name == "histc":  # supported on a CPU only for floating-point numbers
         args = (args[0].float(), *args[1:])

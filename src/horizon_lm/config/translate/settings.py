@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from horizon_lm.config.adapters import OF_THE_BASE, AdapterSettings
-from horizon_lm.config.rules import WITHOUT_ROWS, UnusedError
+from horizon_lm.config.rules import Reading, UnusedError
 from horizon_lm.config.run import SCHEMAS
 from horizon_lm.config.text import start_file
 from horizon_lm.config.translate.axolotl_datasets import from_axolotl
@@ -275,7 +275,7 @@ class Translation:
         settings, left_out = self.settings, self.left_out
         for _ in range(3 * len(settings)):  # what is taken out may make others invalid
             try:
-                SCHEMAS[self.objective].model_validate(settings, context=WITHOUT_ROWS)
+                SCHEMAS[self.objective].model_validate(settings, context=Reading(without_rows=True, places=(settings,)))
                 return
             except ValidationError as error:
                 details = error.errors()
