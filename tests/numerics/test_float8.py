@@ -3,6 +3,7 @@
 import copy
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,6 +213,29 @@ def test_adapters_stay_as_they_are() -> None:
     block = model.get_decoder().layers[0]
     assert is_float8(block.self_attn.q_proj.base_layer)
     assert not any(is_float8(each) for name, each in block.named_modules() if "lora_" in name)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int4", "fp8"])
+def test_adapters_on_a_quantized_base(kind: str, tmp_path: Path) -> None:
+    """The decoded weights are cast, as those of a plain base are."""
+    peft = pytest.importorskip("peft", reason="needs the whole installation")
+    from tests.support import quantized_folders as folders
+
+    folder = folders.save_published("llama", kind, tmp_path / "base")
+    of_adapters = folders.adapter_folder(folder, tmp_path)
+    model = horizon_lm.from_pretrained(of_adapters, "cpu", "float32", head="whole", products="float8")
+    plain = folders.dequantized(folder, kind, folders.opened(folder, kind))
+    reference = peft.PeftModel.from_pretrained(plain, of_adapters, is_trainable=True)
+    use_reference(reference, skip=lambda name: "lora_" in name)
+    batch = tiny_models.batch()
+    losses = [each.train()(**batch).loss for each in (model, reference)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    found = dict(reference.named_parameters())
+    grads = {name: (param.grad, found[name].grad) for name, param in model.named_parameters() if param.requires_grad}
+    assert grads
+    assert [name for name, (grad, expected) in grads.items() if not torch.equal(grad, expected)] == []
 
 
 def test_experts_and_routers_stay_as_they_are() -> None:
