@@ -27,7 +27,7 @@ class PerMachine:
 
 @dataclass(frozen=True)
 class Reading:
-    """How settings are read: the context of their validation.
+    """The context in which settings are validated.
 
     Attributes:
         without_rows: ``datasets`` may be missing, for plans that are made before the rows exist.

@@ -1,4 +1,4 @@
-"""What would make a step faster that waits for its optimizer or for its loads, and what each change costs."""
+"""Find the changes with which a step that waits for its optimizer or for its loads is faster, and state the cost of each."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

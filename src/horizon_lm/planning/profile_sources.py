@@ -1,4 +1,4 @@
-"""Where the numbers of a published profile are from. Each has a source, by its field or, in a field of several numbers, by FIELD.KEY."""
+"""Check that each number of a published profile has a source, by its field or, in a field of several numbers, by FIELD.KEY."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
