@@ -1,6 +1,7 @@
 """Threads for host work: order, shared cores and errors; and the number of usable cores."""
 
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,21 @@ def test_usable_cores(tmp_path: Path, files: dict[str, str], membership: str, ex
     everything = usable_cores(tmp_path, tmp_path / "nowhere")
     assert usable_cores(tmp_path, tmp_path / "membership") == (expected or everything)
     assert everything >= 1
+
+
+def test_a_thread_that_has_ended_holds_no_task() -> None:
+    """Else its last tensors would be freed while the interpreter shuts down, which ends the process with an abort."""
+    running, gate = threading.Event(), threading.Event()
+    before = set(threading.enumerate())
+    pool = HostPool(1, 1, HostLink())
+    threads = set(threading.enumerate()) - before  # these references keep the threads themselves alive
+    pool.submit(task(running.set, gate.wait))
+    late = task(lambda: None)  # is not run any more
+    pool.submit(late)
+    held = weakref.ref(late.moves[0])
+    running.wait()
+    del pool, late
+    gate.set()
+    for thread in threads:
+        thread.join(10)
+    assert held() is None

@@ -36,9 +36,18 @@ def start_thread(name: str, target: Callable[..., None], args: tuple[Any, ...], 
         target, args: the function to run and its arguments, without strong references to the device.
         stop: a function that makes ``target`` return soon; called once at the interpreter's exit.
     """
-    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread = threading.Thread(target=_run, args=(target, args), name=name, daemon=True)
     _running[thread] = stop
     thread.start()
+
+
+def _run(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    try:
+        target(*args)
+    finally:
+        # `stop` may hold the last tensors. They must be freed before others see that the thread has ended: freed later, they
+        # would be freed while the interpreter shuts down, in a thread that must not take the GIL any more.
+        _running[threading.current_thread()] = lambda: None
 
 
 if hasattr(os, "register_at_fork"):
