@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.planning.choose import choose
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.host_memory import host_bytes
@@ -35,7 +34,7 @@ def measure(model: Any, optimizer: Any, outline: ModelOutline, training: Trainin
         moments=given.get("moments", "float32"),
         update_in_backward=given.get("update_in_backward", False),
         grad_bytes=engine.store.precision.grad_dtype.itemsize,
-        shard=current_shard(engine.mesh),
+        shard=engine.mesh.shard,
         num_ranks=training.world,
         precision=options.get("precision", "float32"),
         **{name: options[name] for name in options.keys() - {"precision", "grad_dtype"}},

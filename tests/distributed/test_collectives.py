@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from horizon_lm.distributed.collectives import Group, Reduce
-from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.mesh import ProcessMesh
 from horizon_lm.slabs import Shard
 from tests.distributed.pool import Pool
 from tests.support.thinned_cases import thinned
@@ -38,7 +38,7 @@ def summed(
 
     collectives.COLLECTIVE_BYTES, Group._exchange = at_once, exchange  # type: ignore[method-assign]
     try:
-        mesh = Mesh(1, dist.get_world_size())
+        mesh = ProcessMesh(1, dist.get_world_size())
         buffer = gradients(rank, shape, dtype)
         cuts = Shard(rank, mesh.size).cuts(shape[0], 4)
         move = Reduce(mesh.reduce, buffer, cuts)

@@ -90,7 +90,7 @@ def test_adapters_added_later_leave_nothing_locked(pool: Pool) -> None:
 def taken_by_sums(rank: int) -> tuple[int, int]:
     """Return the memory that sums still need on a GPU whose ranks are connected, and on one whose ranks are not."""
     with own_gpu(rank):
-        made = mesh.Mesh(1, 2, device=torch.device("cuda", rank))
+        made = mesh.ProcessMesh(1, 2, device=torch.device("cuda", rank))
         before = made.reduce.growth_bytes(2**30)
         made.connect()
         return made.reduce.growth_bytes(2**30), before

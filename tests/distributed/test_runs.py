@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 import horizon_lm
 from horizon_lm.data import preprocess
 from horizon_lm.data.loader import deal
-from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.mesh import ProcessMesh
 from horizon_lm.errors import InterruptedRunError, NonFiniteError
 from horizon_lm.planning.request import Limit, Machine
 from horizon_lm.preflight.this_machine import agree_on_machine
@@ -291,7 +291,7 @@ def agreeing(rank: int) -> Machine:
         "a machine", False, None, [Limit("free", (8, 6)[rank])], [Limit("GPU", (3, 4)[rank])], [Limit("disk", (100, 1)[rank])],
         process_bytes=(1, 2)[rank], page_lock_error=("", "no")[rank],
     )  # fmt: skip
-    return agree_on_machine(Mesh(1, 2), own)
+    return agree_on_machine(ProcessMesh(1, 2), own)
 
 
 def test_ranks_plan_for_the_smallest_of_their_machines(pool: Pool) -> None:

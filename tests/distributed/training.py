@@ -158,7 +158,7 @@ def train(model: Any, optimizer: Any, training: Training, ranks: list[int]) -> O
 def _differentiate(model: Any, training: Training, ranks: list[int], step: int) -> list[float]:
     """Add the gradients of the batches of some ranks. Return their losses."""
     batches, computed = batches_of(training, step), list[float]()
-    if training.equal and len(ranks) == 1 and model._horizon.engine.mesh is None:
+    if training.equal and len(ranks) == 1 and model._horizon.engine.mesh.size == 1:
         batches[0]["num_items_in_batch"] //= training.world
     own = [batches[rank] for rank in ranks]
     calls = [partial(_loss, model, batch) for batch in ([joined(own)] if training.joined else own)]

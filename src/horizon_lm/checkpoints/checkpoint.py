@@ -77,8 +77,8 @@ def save_checkpoint(
     engine.foreign_writes.follow()
     contents = _other_files(engine, optimizer, state or {}, arrays or {})
     manifest = _manifest_of(engine, optimizer)
-    files, num_ranks = _unit_files(engine, optimizer), engine.store.shard.count
-    rank = 0 if engine.mesh is None else engine.mesh.rank
+    files = _unit_files(engine, optimizer)
+    rank, num_ranks = engine.mesh.rank, engine.store.shard.count
     if rank >= num_ranks:  # this rank has another copy of the model; only the first copy is saved
         files = {}
     writer = CheckpointWriter(
@@ -151,14 +151,13 @@ def _prepare(writer: CheckpointWriter, engine: Engine, add_files: Callable[[Path
     """Create the folder of a checkpoint, on the first rank. If it cannot, all ranks raise OSError."""
     mesh, problem = engine.mesh, ""
     try:
-        if mesh is None or mesh.rank == 0:
+        if mesh.rank == 0:
             writer.prepare(add_files)
     except OSError as error:
         problem = first_line(error)
         raise
     finally:  # after an error, too, because the other ranks are waiting
-        if mesh is not None:
-            problem = mesh.exchange("the folder of a checkpoint", problem)[0]
+        problem = mesh.exchange("the folder of a checkpoint", problem)[0]
     if problem:
         raise OSError(f"rank 0 cannot write the checkpoint: {problem}")
 

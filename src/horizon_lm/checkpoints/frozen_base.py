@@ -10,8 +10,8 @@ import xxhash
 
 from horizon_lm.checkpoints.finding import require_same_kind
 from horizon_lm.checkpoints.manifest import Manifest
-from horizon_lm.distributed.mesh import Mesh
-from horizon_lm.distributed.whole_units import borrowing, is_lender, lend
+from horizon_lm.distributed.mesh import ALONE, Mesh
+from horizon_lm.distributed.whole_units import borrowing, lend
 from horizon_lm.errors import ConfigError
 from horizon_lm.resources import usable_cores
 from horizon_lm.store.arena import as_array
@@ -22,7 +22,7 @@ from horizon_lm.units import Unit
 _known: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDictionary()
 
 
-def hash_base(store: Store, mesh: Mesh | None = None) -> Mapping[str, str]:
+def hash_base(store: Store, mesh: Mesh = ALONE) -> Mapping[str, str]:
     """Return the xxh3-128 of the weights of each frozen unit; none if all units are saved.
 
     With several ranks, all of them call this, and the first one reads whole units, one at a time.
@@ -32,7 +32,7 @@ def hash_base(store: Store, mesh: Mesh | None = None) -> Mapping[str, str]:
         if version == store.block_version:
             return hashes
     units = [unit for unit in store.units if unit in store.frozen and store.units[unit].layout.numel]
-    hashes = _hash_units(store, units) if mesh is None else _hash_shared_units(store, units, mesh)
+    hashes = _hash_units(store, units) if mesh.size == 1 else _hash_shared_units(store, units, mesh)
     _known[store] = store.block_version, hashes
     return hashes
 
@@ -47,7 +47,7 @@ def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mappi
     """Return the hashes of units, on all ranks: the first rank computes them, and the others lend it their parts."""
     own: dict[str, str] = {}  # none on a lender
     mesh.exchange("the hashing of a base", None)
-    if is_lender(mesh):
+    if mesh.rank > 0:
         lend(mesh, store)
     else:
         with borrowing(mesh, store):
@@ -68,7 +68,7 @@ def _hash(store: Store, unit: Unit) -> str:
     return digest.hexdigest()
 
 
-def require_base(folder: Path, manifest: Manifest, store: Store, mesh: Mesh | None = None) -> None:
+def require_base(folder: Path, manifest: Manifest, store: Store, mesh: Mesh = ALONE) -> None:
     """Raise ConfigError if the adapters of a checkpoint were trained on another base than that of a store."""
     if not manifest.base and not store.frozen:
         return

@@ -197,11 +197,11 @@ def verify(folder: Path, manifest: Manifest) -> None:
             require_hash(folder, manifest, name, found)
 
 
-def verify_copies(mesh: Mesh | None, folder: Path, is_verified: bool = False) -> Manifest:
+def verify_copies(mesh: Mesh, folder: Path, is_verified: bool = False) -> Manifest:
     """Verify each copy of a checkpoint once, on the first rank that sees it. Return the manifest, which all copies share.
 
     Args:
-        mesh: the ranks, all of which call this; None for one.
+        mesh: the ranks, all of which call this.
         folder: the folder of the checkpoint, by the same path on all ranks.
         is_verified: whether the first rank has verified its copy before.
 
@@ -210,7 +210,7 @@ def verify_copies(mesh: Mesh | None, folder: Path, is_verified: bool = False) ->
     """
     with fail_together(mesh, "the manifest of a checkpoint"):
         manifest = read_manifest(folder)
-    if mesh is None:
+    if mesh.size == 1:
         verify(folder, manifest)
         return manifest
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()

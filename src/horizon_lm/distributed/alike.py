@@ -5,25 +5,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
-from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.distributed.mesh import Mesh
 
 
-def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> list[str]:
+def copy_from_first(mesh: Mesh, weights: Mapping[str, torch.Tensor]) -> list[str]:
     """Give weights of all ranks the values of the first one, in place. Return the names of those that were different.
 
     Without a common seed, each rank has drawn other values for new adapters, or for a model that was made in memory.
 
     Args:
-        mesh: the ranks; None for one.
+        mesh: the ranks.
         weights: the weights in host memory, by name, on all ranks.
 
     Raises:
         DisagreementError: the ranks have other names.
     """
-    if mesh is None:
+    if mesh.size == 1:
         return []
     names = hashlib.sha256("\n".join(weights).encode()).hexdigest()
     mesh.require_same("the start of a model", f"{len(weights)} weights, {names}")
@@ -33,8 +31,7 @@ def copy_from_first(mesh: Mesh | None, weights: Mapping[str, torch.Tensor]) -> l
     differing = [name for name in weights if len({hashes[name] for hashes in everyone}) > 1]
     for name in differing:
         values = weights[name].detach().contiguous()  # the weight itself, or a copy of one that is not contiguous
-        with noticing_lost_ranks():
-            dist.broadcast(values.view(-1).view(torch.uint8), 0, group=mesh.control)
+        mesh.broadcast(values.view(-1).view(torch.uint8), 0)
         weights[name].data.copy_(values)
     return differing
 
@@ -46,16 +43,13 @@ def hash_tensor(weight: torch.Tensor) -> str:
 
 
 @contextmanager
-def drawing_alike(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
+def drawing_alike(mesh: Mesh, device: torch.device) -> Iterator[None]:
     """Context manager: draw the same random numbers on all ranks, those of the first one.
 
     Args:
-        mesh: the ranks; None for one.
+        mesh: the ranks.
         device: the device on which numbers are drawn.
     """
-    if mesh is None:
-        yield
-        return
     states = mesh.exchange("the random state", _random_state(device))
     if states[mesh.rank] == states[0]:
         yield

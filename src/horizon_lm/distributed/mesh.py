@@ -24,6 +24,65 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # of the groups between devices, wha
 class Mesh:
     """The ranks of a training as a grid of copies of the model (``replicate``) and of ranges of each copy (``shard``).
 
+    This is the mesh of a single process, with which nothing is exchanged. Of several processes, it is a `ProcessMesh`.
+
+    Attributes:
+        rank, size: the rank of this process, and the number of ranks.
+        shard: the range of this rank.
+        reduce: the groups that sum gradients; of several ranks alone.
+        gather: the group that gathers units: the one that sums gradients within a copy of the model; of several ranks alone.
+    """
+
+    rank, size, shard = 0, 1, WHOLE
+    gather: Group
+    reduce: ReduceGroups
+
+    # Agreements between all ranks, in host memory. All ranks must reach each at the same place of the program.
+
+    def exchange(self, place: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order.
+
+        Args:
+            place: a text for the place of the program.
+            value: plain data.
+
+        Raises:
+            DisagreementError: another rank is at another place. It is raised on all ranks.
+        """
+        return [value]
+
+    def require_same(self, place: str, details: str) -> None:
+        """Raise DisagreementError on all ranks if they are not at the same place of the program, with the same details."""
+
+    def union(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sorted union (R,) of the distinct and sorted rows of all ranks."""
+        return rows
+
+    def sums(self, place: str, values: Sequence[float]) -> list[float]:
+        """Return the sum of each of some numbers over the ranks that share a copy of the model."""
+        return list(values)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Give a tensor in host memory the values that it has on a rank. Each rank has it in the same shape."""
+
+    def broadcast_text(self, text: str) -> str:
+        """Return the text of the first rank."""
+        return text
+
+    def transfer(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Copy a tensor in host memory from one rank to another. Only these two call this."""
+
+    def growth_bytes(self, largest: int) -> int:
+        """Return the device memory that sums may still take, if the largest buffer of gradients has ``largest`` bytes."""
+        return 0
+
+
+ALONE = Mesh()  # of every single process: it has no state
+
+
+class ProcessMesh(Mesh):
+    """The mesh of several processes of torch.distributed.
+
     All ranks must create it, in the same order as other meshes. Ranks of a shard group are neighbours, so that a group lies
     within a machine if its size divides the number of devices there.
 
@@ -34,12 +93,8 @@ class Mesh:
         device: the device of this rank, on which units are gathered and gradients summed; None for host memory.
 
     Attributes:
-        rank, size: the rank of this process, and the number of ranks.
-        shard: the range of this rank.
         control: the group of all ranks that agree on something in host memory.
         progress, place: number of agreements that this rank has reached, and the place of the last one.
-        reduce: the groups that sum gradients.
-        gather: the group that gathers units: the one that sums gradients within a copy of the model.
     """
 
     def __init__(
@@ -84,50 +139,43 @@ class Mesh:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
-    # Agreements between all ranks, in host memory. All ranks must reach each at the same place of the program.
-
     def exchange(self, place: str, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order.
-
-        Args:
-            place: a text for the place of the program.
-            value: plain data.
-
-        Raises:
-            DisagreementError: another rank is at another place. It is raised on all ranks.
-        """
         return [json.loads(data) for data in self._collect(place, json.dumps(value).encode())]
 
     def require_same(self, place: str, details: str) -> None:
-        """Raise DisagreementError on all ranks if they are not at the same place of the program, with the same details."""
         self._require_equal([f"{place}, {each}" for each in self.exchange(place, details)])
 
     def union(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sorted union (R,) of the distinct rows of all ranks."""
         found = self._collect("the lookup of tokens", rows.numpy().astype(np.int64).tobytes())
         return torch.from_numpy(np.unique(np.concatenate([np.frombuffer(each, np.int64) for each in found])))
 
     def sums(self, place: str, values: Sequence[float]) -> list[float]:
-        """Return the sum of each of some numbers over the ranks that share a copy of the model."""
         first = self.rank - self.shard.index
         of_copy = self.exchange(place, list(values))[first : first + self.shard.count]
         return [sum(column) for column in zip(*of_copy, strict=True)]
 
-    def broadcast_text(self, text: str) -> None:
-        """Send a text from the first rank to all others, which call `receive_text`."""
-        data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         with noticing_lost_ranks():
-            dist.broadcast(torch.tensor([data.numel()]), 0, group=self.control)
-            dist.broadcast(data, 0, group=self.control)
+            dist.broadcast(tensor, source, group=self.control)
 
-    def receive_text(self) -> str:
-        """Return the text that the first rank broadcasts."""
-        size = torch.zeros(1, dtype=torch.int64)
-        with noticing_lost_ranks():
-            dist.broadcast(size, 0, group=self.control)
+    def broadcast_text(self, text: str) -> str:
+        data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self.broadcast(size, 0)
+        if self.rank > 0:
             data = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(data, 0, group=self.control)
+        self.broadcast(data, 0)
         return data.numpy().tobytes()[:-1].decode()
+
+    def transfer(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        with noticing_lost_ranks():
+            if self.rank == source:
+                dist.send(tensor, target, group=self.control)
+            else:
+                dist.recv(tensor, source, group=self.control)
+
+    def growth_bytes(self, largest: int) -> int:
+        return self.reduce.growth_bytes(largest)
 
     def _collect(self, place: str, data: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in their order.
@@ -160,11 +208,11 @@ class Mesh:
 
 
 @contextmanager
-def fail_together(mesh: Mesh | None, place: str) -> Iterator[None]:
+def fail_together(mesh: Mesh, place: str) -> Iterator[None]:
     """Context manager: if this raises ConfigError or OSError on any rank, raise an error on all ranks.
 
     Args:
-        mesh: the mesh; None for a single process.
+        mesh: the mesh.
         place: a text for the place of the program.
     """
     own_error: ConfigError | OSError | None = None
@@ -172,20 +220,15 @@ def fail_together(mesh: Mesh | None, place: str) -> Iterator[None]:
         yield
     except (ConfigError, OSError) as error:
         own_error = error
-    texts = [] if mesh is None else mesh.exchange(place, str(own_error or ""))
+    texts = mesh.exchange(place, str(own_error or ""))
     if own_error is not None:
         raise own_error
     if first := next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), None):
         raise ConfigError(first)
 
 
-def current_shard(mesh: Mesh | None) -> Shard:
-    """Return the range of this process; everything without a mesh."""
-    return WHOLE if mesh is None else mesh.shard
-
-
-def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Mesh | None:
-    """Return the mesh of the processes that torch.distributed has started; None for a single process.
+def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Mesh:
+    """Return the mesh of the processes that torch.distributed has started.
 
     Args:
         device_mesh: a DeviceMesh with the dimensions ``replicate`` and ``shard``, or ``shard`` alone; None to shard within each
@@ -203,11 +246,11 @@ def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Me
                 "this process is one of several (WORLD_SIZE), but torch.distributed is not initialised; call "
                 "torch.distributed.init_process_group() before the model is streamed"
             )
-        return None
-    if device_mesh is None and dist.get_world_size() == 1:
-        return None
+        return ALONE
     replicate, shard = _default_sizes() if device_mesh is None else _sizes_of(device_mesh)
-    mesh = Mesh(replicate, shard, device=device)
+    if replicate * shard == 1:
+        return ALONE
+    mesh = ProcessMesh(replicate, shard, device=device)
     mesh.connect()
     return mesh
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.mesh import ProcessMesh
 from horizon_lm.errors import InterruptedRunError
 
 _BEAT_SECONDS = 1.0
@@ -45,7 +45,7 @@ class Monitor:
         end: ends this process with an exit code.
     """
 
-    def __init__(self, mesh: Mesh, hang_seconds: float | None, end: Callable[[int], None] = os._exit) -> None:
+    def __init__(self, mesh: ProcessMesh, hang_seconds: float | None, end: Callable[[int], None] = os._exit) -> None:
         self._mesh, self._end = mesh, end
         self._progress = Progress(hang_seconds)
         self.watches_progress = False  # while all ranks do the same, at the same time

@@ -4,9 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 
-from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.errors import StreamingError, first_line
 from horizon_lm.store.store import Store
@@ -30,8 +28,7 @@ def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
             for rank in range(1, store.shard.count):
                 part = slab[cuts[rank] : cuts[rank + 1]]
                 if part.numel():
-                    with noticing_lost_ranks():
-                        dist.recv(part, rank, group=mesh.control)
+                    mesh.transfer(part, rank, 0)
 
     store.fill = fill
     error = ""
@@ -52,16 +49,15 @@ def lend(mesh: Mesh, store: Store) -> None:
     Raises:
         StreamingError: the first rank has failed.
     """
-    while (text := mesh.receive_text()) != _DONE:
+    while (text := mesh.broadcast_text("")) != _DONE:
         unit = Unit(text)
         if mesh.rank >= store.shard.count:  # of another copy of the model
             continue
         for slab, cuts in store.units[unit].slabs():
             part = slab[store.shard.own(cuts)]
             if part.numel():
-                with noticing_lost_ranks():
-                    dist.send(part, 0, group=mesh.control)
-    error = mesh.receive_text()
+                mesh.transfer(part, mesh.rank, 0)
+    error = mesh.broadcast_text("")
     if error:
         raise StreamingError(f"rank 0 has failed ({error})")
 
@@ -74,8 +70,7 @@ def sharing(mesh: Mesh, store: Store, unit: Unit) -> Iterator[None]:
         for rank in range(store.shard.count):
             part = slab[cuts[rank] : cuts[rank + 1]].view(torch.uint8)
             if part.numel():
-                with noticing_lost_ranks():
-                    dist.broadcast(part, rank, group=mesh.control)
+                mesh.broadcast(part, rank)
     try:
         yield
     finally:
@@ -83,17 +78,14 @@ def sharing(mesh: Mesh, store: Store, unit: Unit) -> Iterator[None]:
 
 
 @contextmanager
-def sharing_moved(mesh: Mesh | None, store: Store, old: Store, old_names: Mapping[str, str]) -> Iterator[None]:
+def sharing_moved(mesh: Mesh, store: Store, old: Store, old_names: Mapping[str, str]) -> Iterator[None]:
     """Context manager of all ranks: let each read the units of an old store with weights that a new one has elsewhere.
 
     Args:
-        mesh: the ranks; None for one.
+        mesh: the ranks.
         store, old: the stores.
         old_names: names in the old store of weights in the new one.
     """
-    if mesh is None:
-        yield
-        return
     moved = {
         old.unit_of[name]
         for new, name in old_names.items()
@@ -103,8 +95,3 @@ def sharing_moved(mesh: Mesh | None, store: Store, old: Store, old_names: Mappin
         for unit in sorted(moved):
             shared.enter_context(sharing(mesh, old, unit))
         yield
-
-
-def is_lender(mesh: Mesh | None) -> bool:
-    """Return whether this rank lends its ranges instead of reading whole units."""
-    return mesh is not None and mesh.rank > 0

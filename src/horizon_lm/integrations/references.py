@@ -27,14 +27,14 @@ def prepare_reference(arguments: Mapping[str, Any]) -> None:
     from datasets import Dataset
 
     args, model = arguments.get("args"), arguments["model"]
-    if mesh_of(model) is not None and hasattr(args, PRECOMPUTE) and hasattr(model, "peft_config"):
+    if mesh_of(model).size > 1 and hasattr(args, PRECOMPUTE) and hasattr(model, "peft_config"):
         raise ConfigError(
             "trainers of preferences copy adapters for their reference, of which each process has a part; train with "
             "horizon-lm (objective: dpo), which needs no copy, or with one process"
         )
     datasets = [arguments.get("train_dataset"), *_eval_sets(arguments.get("eval_dataset"))]
     can_precompute = all(isinstance(each, Dataset) for each in datasets) and not hasattr(model.config, "vision_config")
-    if mesh_of(model) is not None:  # the first rank writes a file, which the others do not find if rows are in memory
+    if mesh_of(model).size > 1:  # the first rank writes a file, which the others do not find if rows are in memory
         can_precompute = can_precompute and all(each.cache_files for each in datasets)
     is_fixed = not getattr(args, "sync_ref_model", False)
     is_open = getattr(args, PRECOMPUTE, None) is False and arguments.get("ref_model") is None
@@ -57,6 +57,6 @@ def hash_of_parts(original: Callable[[Any], str]) -> Callable[[Any], str]:
     """Return a replacement for a function that hashes a model's weights, of which several processes have parts."""
 
     def hash_model(model: Any) -> str:
-        return original(model) if mesh_of(model) is None else model_key(model)
+        return original(model) if mesh_of(model).size == 1 else model_key(model)
 
     return hash_model

@@ -192,9 +192,8 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         """
         trainer: Any = self
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        value, mesh = float(loss), engine_of(trainer.model).mesh
-        if mesh is not None:  # the ranks of all copies of the model skip a step, or none
-            value = sum(mesh.exchange("the loss of a step", value))
+        # The ranks of all copies of the model skip a step, or none.
+        value = sum(engine_of(trainer.model).mesh.exchange("the loss of a step", float(loss)))
         if math.isfinite(value):
             return loss
         optimizer = self.streamed_optimizer

@@ -7,7 +7,6 @@ from typing import Any
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.config import RunConfig, plan_config
-from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.engine.streamed import engine_of, forward_of, is_streamed
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.integrations.trainer_ranks import mesh_of
@@ -112,7 +111,7 @@ class TrainerPlan:
         engine = engine_of(self._model)
         slabs = engine.store.units.values()
         loaded = sum(each.weights[each.own].nbytes + each.packed.data[each.packed.own].nbytes for each in slabs)
-        if rows is None or engine.mesh is not None:  # several ranks load all experts
+        if rows is None or engine.mesh.size > 1:  # several ranks load all experts
             return loaded
         for index in engine.routed.for_tokens(rows):
             experts = engine.routed.experts[index]
@@ -125,7 +124,7 @@ class TrainerPlan:
         mesh = mesh_of(self._model)
         return plan_run(
             run, self._source, agree_on_machine(mesh, self._machine()), rows=self._rows, num_steps=self._num_steps,
-            saves=self._saves(), shard=current_shard(mesh), num_ranks=1 if mesh is None else mesh.size,
+            saves=self._saves(), shard=mesh.shard, num_ranks=mesh.size,
         )  # fmt: skip
 
     def _machine(self) -> Machine:

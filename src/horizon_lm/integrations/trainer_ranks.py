@@ -12,9 +12,9 @@ from horizon_lm.engine.streamed import engine_of, forward_of
 from horizon_lm.errors import ConfigError, StreamingError
 
 
-def mesh_of(model: Any) -> Mesh | None:
-    """Return the mesh of a streamed model; None for one rank."""
-    mesh: Mesh | None = engine_of(model).mesh
+def mesh_of(model: Any) -> Mesh:
+    """Return the mesh of a streamed model."""
+    mesh: Mesh = engine_of(model).mesh
     return mesh
 
 
@@ -30,12 +30,12 @@ class TrainerRanks:
         """
         trainer: Any = self
         mesh, num_processes = mesh_of(trainer.model), trainer.accelerator.num_processes
-        if num_processes != (1 if mesh is None else mesh.size):
+        if num_processes != mesh.size:
             raise StreamingError(
-                f"the trainer has {num_processes} processes, but the model was streamed for {1 if mesh is None else mesh.size}; "
+                f"the trainer has {num_processes} processes, but the model was streamed for {mesh.size}; "
                 "call torch.distributed.init_process_group() before the model is streamed"
             )
-        if mesh is None or getattr(trainer.model, "_is_accelerate_prepared", False):
+        if mesh.size == 1 or getattr(trainer.model, "_is_accelerate_prepared", False):
             return
         _reject_unsupported(trainer)
         trainer.model._is_accelerate_prepared = True  # accelerate would wrap it in DistributedDataParallel
@@ -45,7 +45,7 @@ class TrainerRanks:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model: the first rank writes what all of them have."""
         trainer: Any = self
-        if trainer.args.should_save or mesh_of(trainer.model) is None:
+        if trainer.args.should_save or mesh_of(trainer.model).size == 1:
             super().save_model(output_dir, _internal_call=_internal_call)  # type: ignore[misc]
             return
         trainer.model.save_pretrained(output_dir or trainer.args.output_dir, is_main_process=False)

@@ -157,21 +157,20 @@ class ReferenceCache:
         Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
         """
         mesh = engine_of(self._model).mesh
-        rank, size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
-        if mesh is not None:  # each machine has files of its own: what one lacks is computed for all
-            masks = mesh.exchange("the known reference", np.packbits(kept.known).tobytes().hex())
-            known = np.bitwise_and.reduce([np.frombuffer(bytes.fromhex(mask), np.uint8) for mask in masks])
-            kept.known = np.unpackbits(known, count=len(rows)).astype(bool)
+        # Each machine has files of its own: what one lacks is computed for all.
+        masks = mesh.exchange("the known reference", np.packbits(kept.known).tobytes().hex())
+        known = np.bitwise_and.reduce([np.frombuffer(bytes.fromhex(mask), np.uint8) for mask in masks])
+        kept.known = np.unpackbits(known, count=len(rows)).astype(bool)
         missing = [
             first for first in range(0, len(rows), batch_size) if not kept.known[first : first + batch_size].all()
         ]
         with evaluation_mode(self._model), nullcontext() if self._with_adapters else without_adapters(self._model):
-            for turn in range(0, len(missing), size):
-                starts = missing[turn : turn + size]  # the first row of each rank's batch
-                batch = batch_from(rows, starts[min(rank, len(starts) - 1)], batch_size)
+            for turn in range(0, len(missing), mesh.size):
+                starts = missing[turn : turn + mesh.size]  # the first row of each rank's batch
+                batch = batch_from(rows, starts[min(mesh.rank, len(starts) - 1)], batch_size)
                 logprobs, _ = answer_logprobs(self._model, batch)
                 pairs = logprobs.T.cpu().numpy()
-                everyone = [pairs] if mesh is None else mesh.exchange("the reference", pairs.tolist())
+                everyone = mesh.exchange("the reference", pairs.tolist())
                 for start, found in zip(starts, everyone, strict=False):
                     kept.put(start, np.asarray(found, np.float32))
                 advance(min(starts[-1] + batch_size, len(rows)), len(rows))
@@ -200,7 +199,7 @@ def model_key(model: Any, with_adapters: bool = False) -> str:
     with ThreadPoolExecutor(usable_cores()) as threads:
         for each in threads.map(lambda unit: _digest(unit, units[unit], left_out), units):
             digest.update(each)
-    if engine.mesh is None or not engine.access.has_parts:
+    if not engine.access.has_parts:
         return digest.hexdigest()
     everyone = engine.mesh.exchange("the hash of the weights", digest.hexdigest())
     return hashlib.sha256("".join(everyone).encode()).hexdigest()

@@ -33,8 +33,6 @@ def sum_squares(engine: Machinery, present: Mapping[Unit, Iterable[str]]) -> dic
             squared_norms[unit.home] += landed
         elif names and slabs.grads.numel():
             squared_norms[unit.home] += _squared_norm(slabs, names)
-    if engine.mesh is None:
-        return squared_norms
     sums = engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
     return dict(zip(squared_norms, sums, strict=True))
 

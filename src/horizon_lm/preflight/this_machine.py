@@ -75,16 +75,16 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
     )
 
 
-def agree_on_machine(mesh: "Mesh | None", own: Machine) -> Machine:
+def agree_on_machine(mesh: "Mesh", own: Machine) -> Machine:
     """Return a machine that has, of each kind of memory, as little as the rank with the least, so that all ranks make the same plan.
 
     The disk is that of the first rank, which has the folder of the run.
 
     Args:
-        mesh: the ranks; None for one.
+        mesh: the ranks.
         own: the resources of this rank.
     """
-    if mesh is None:
+    if mesh.size == 1:
         return own
     sent: dict[str, Any] = {name: [astuple(limit) for limit in getattr(own, name)] for name in _LIMITS}
     sent |= {name: getattr(own, name) for name in ("file_limit", "process_bytes", "page_lock_error")}

@@ -52,7 +52,7 @@ class FirstStep:
     def _smaller_plan(self, problem: str) -> Plan:
         """Return a plan for the second attempt, with ``problem`` as its first reason. Raise DoesNotFitError if there can be none."""
         plan, admission = self._run.settings.plan, self._run.admission
-        if self._run.session.ranks.mesh is not None:  # the others would have to repeat the step, too
+        if self._run.session.ranks.size > 1:  # the others would have to repeat the step, too
             raise admission.out_of_memory(plan, problem)
         if self._training.optimizer.partial_update:  # by update_in_backward
             raise admission.out_of_memory(plan, f"{problem} after some weights were updated")

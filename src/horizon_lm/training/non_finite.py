@@ -83,7 +83,7 @@ class NonFinite:
         own = _describe_all(batch, [] if bad is None else bad.rows, self._tokenizer, _MOST_TOKENS // self._ranks.size)
         everyone = self._ranks.exchange("the rows of a step that is not finite", [math.isfinite(self._own_loss), own])
         guilty = [str(rank) for rank, (is_finite, _) in enumerate(everyone) if not is_finite]
-        if self._ranks.mesh is not None and guilty:
+        if self._ranks.size > 1 and guilty:
             sentences.append(
                 f"It comes from the rows of {'rank' if len(guilty) == 1 else 'ranks'} {', '.join(guilty)}."
             )
@@ -102,7 +102,7 @@ class NonFinite:
     def _search(self, batch: Batch, with_gradient: bool) -> BadRows | None:
         """Return the rows whose loss or gradient is not finite; None if they are unknown."""
         self._num_searches += 1
-        if self._num_searches > _MOST_SEARCHES or self._ranks.mesh is not None:
+        if self._num_searches > _MOST_SEARCHES or self._ranks.size > 1:
             return None  # several ranks would have to run the same passes, but each has other rows
         try:
             return find_bad_rows(self._model, self._objective, batch, with_gradient=with_gradient)

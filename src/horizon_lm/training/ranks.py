@@ -18,7 +18,7 @@ from horizon_lm.checkpoints.manifest import verify_copies
 from horizon_lm.config.rules import PerMachine
 from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.batch import Batch
-from horizon_lm.distributed.mesh import Mesh
+from horizon_lm.distributed.mesh import ALONE, Mesh, ProcessMesh
 from horizon_lm.distributed.monitor import Monitor, leave_failures_to_monitor
 from horizon_lm.distributed.rendezvous import init_process_group, is_first_of_machine, wait_for_others
 from horizon_lm.energy import Energy
@@ -44,13 +44,12 @@ class Ranks:
     """Context manager: the ranks of a run. Without torchrun there is one, and nothing is exchanged.
 
     Attributes:
-        mesh: the mesh of several ranks; None for one.
+        mesh: the mesh.
         rank, size: the rank of this process, and the number of ranks.
     """
 
-    def __init__(self, mesh: Mesh | None = None) -> None:
-        self.mesh = mesh
-        self.rank, self.size = (0, 1) if mesh is None else (mesh.rank, mesh.size)
+    def __init__(self, mesh: Mesh = ALONE) -> None:
+        self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
         self._owns_group = False
         self._monitor: Monitor | None = None
 
@@ -122,7 +121,7 @@ class Ranks:
         Raises:
             ConfigError: as `resume.find_resume_point` raises it, on all ranks.
         """
-        if self.mesh is None:
+        if self.size == 1:
             return find_resume_point(config)
         point, lines, problem = None, list[str](), ""
         if self.is_first:
@@ -142,7 +141,7 @@ class Ranks:
     @contextmanager
     def first_of_each_machine_first(self) -> Iterator[None]:
         """Context manager: run this on the first rank of each machine, then on the others, which find its files."""
-        is_late = self.mesh is not None and not is_first_of_machine()
+        is_late = self.size > 1 and not is_first_of_machine()
         if is_late:
             self.wait_for_all("the files of the first rank of this machine")
         yield
@@ -151,7 +150,7 @@ class Ranks:
 
     def exchange(self, place: str, value: Any) -> list[Any]:
         """Return the values of all ranks, which are plain data, at the same place of the program."""
-        return [value] if self.mesh is None else self.mesh.exchange(place, value)
+        return self.mesh.exchange(place, value)
 
     def wait_for_all(self, place: str) -> None:
         """Wait until all ranks are at the same place of the program."""
@@ -193,7 +192,7 @@ class Ranks:
 
     def with_totals(self, batch: Batch) -> Batch:
         """Return this rank's batch of a step, with the number of targets and the origins of the rows of the whole step."""
-        if self.mesh is None:
+        if self.size == 1:
             return batch
         own = [0 if batch.is_stand_in else batch.num_trained, batch.places]
         everyone = self.mesh.exchange("the rows of a step", own)
@@ -220,8 +219,6 @@ class Ranks:
 
     def total(self, own: StepResult) -> StepResult:
         """Return the result of a step on all ranks: the mean of their losses, and the sums of everything else."""
-        if self.mesh is None:
-            return own
         received = self.mesh.exchange("the result of a step", astuple(own))
         everyone = [replace(StepResult(*fields), energy=Energy(*joules)) for *fields, joules in received]
         return StepResult(
@@ -239,11 +236,11 @@ def _added(ranks: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, in
     return [(sum(total for total, _ in each), sum(count for _, count in each)) for each in at_same_time]
 
 
-def _join(config: RunConfig, world: int) -> Mesh:
+def _join(config: RunConfig, world: int) -> ProcessMesh:
     """Return the mesh of a run. Raise ConfigError if it is not supported, or processes have other settings."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # Ranks may wait for hours, while the first one reads rows. If one is gone, the monitor ends those that wait for it.
-    mesh = Mesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT, device=device_of(config.device))
+    mesh = ProcessMesh(*mesh_shape(config, world, local), timeout=_LONGEST_WAIT, device=device_of(config.device))
     _require_same_settings(mesh, config)
     reject_unsupported(config, world)
     return mesh

@@ -123,7 +123,7 @@ class RunCheckpoints:
         written = self._ranks.of_first("the checkpoint", str(own) if own in self._kept else None)
         if written is not None:
             return Path(written)
-        if elsewhere is None or self._ranks.mesh is not None:
+        if elsewhere is None or self._ranks.size > 1:
             return None
         try:
             self._write(elsewhere, state=state)

@@ -102,7 +102,7 @@ class Saver(Part):
                     engine_of(self._training.model).settle_without_device()
                 # Once its update has begun, the weights are no longer those after the steps that are done.
                 is_unchanged = not optimizer.partial_update and before == (optimizer.num_steps, optimizer.num_skipped)
-                if done and is_unchanged and self._ranks.mesh is None:  # other ranks may be gone, or elsewhere
+                if done and is_unchanged and self._ranks.size == 1:  # other ranks may be gone, or elsewhere
                     if self._config.save_only_model:
                         self.save(done)
                     else:

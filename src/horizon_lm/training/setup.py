@@ -101,7 +101,7 @@ def load_model(config: RunConfig, source: ModelSource, reads_weights: bool = Tru
         config: settings of the run.
         source: the model, whose files are on this machine.
         reads_weights: read the weights; otherwise a checkpoint will restore them.
-        mesh: the ranks that train together; None for one.
+        mesh: the ranks that train together; None for those of torch.distributed.
     """
     import transformers
     from transformers.integrations import activate_neftune

@@ -11,7 +11,6 @@ from horizon_lm.config import RunConfig, TextConfig
 from horizon_lm.config.load import as_config
 from horizon_lm.data.batch import Batch
 from horizon_lm.data.findings import reject_errors
-from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.rendezvous import failing_together
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.model.generation import add_end_tokens
@@ -117,7 +116,7 @@ def prepare(session: Session, given: RunConfig, point: ResumePoint | None, confi
     """
     ranks, reporter = session.ranks, session.reporter
     require_known_metric(config)
-    admission = Admission(config, current_shard(ranks.mesh), ranks.size, partial(agree_on_machine, ranks.mesh))
+    admission = Admission(config, ranks.mesh.shard, ranks.size, partial(agree_on_machine, ranks.mesh))
     admission.reject_if_impossible()
     if admission.downloads_model:
         with ranks.first_of_each_machine_first():

@@ -96,7 +96,7 @@ class GenerationMemory:
         """
         engine = self._engine
         own = (resident, error)
-        everyone = [own] if engine.mesh is None else engine.mesh.exchange("the room for a key-value cache", own)
+        everyone = engine.mesh.exchange("the room for a key-value cache", own)
         for _, message in everyone:
             if message:
                 raise DeviceMemoryError(message)

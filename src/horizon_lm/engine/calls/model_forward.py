@@ -89,7 +89,7 @@ class ModelForward:
             self._chunked = ChunkedForward(head, self._signature, self._runner.probe, call_model)
         self.generation = GenerationMemory(engine)
         self.statistics: TokenStatistics | None = None  # collects statistics of each forward pass with labels
-        self.expects_mean_loss = engine.mesh is not None  # as DistributedDataParallel takes it
+        self.expects_mean_loss = engine.mesh.size > 1  # as DistributedDataParallel takes it
         self.whole_logits = False  # compute all logits at once, because the caller uses them
         self.replaced = ReplacedForwards(parts, self.blocks, self._forwards(parts))
 

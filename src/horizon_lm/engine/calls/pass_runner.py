@@ -136,7 +136,7 @@ class PassRunner:
         is_whole = self._blocks.caching or size.tokens_at_once == size.tokens  # the batch is not cut into micro-batches
         is_compiled = engine.options.compile and not self._blocks.caching
         # A compiled block has no place between its parts. Ranks would have to agree on the experts of all of them.
-        if len(batches) > 1 or not is_whole or is_compiled or engine.mesh is not None:
+        if len(batches) > 1 or not is_whole or is_compiled or engine.mesh.size > 1:
             return frozenset()
         return engine.routed.for_tokens(size.tokens)
 

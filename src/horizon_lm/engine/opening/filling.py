@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from horizon_lm.distributed.alike import copy_from_first
-from horizon_lm.distributed.mesh import current_shard
 from horizon_lm.distributed.whole_units import sharing_moved
 from horizon_lm.engine.host.packed_parameters import PackedParameter
 from horizon_lm.engine.host.parameters import require_plain
@@ -43,9 +42,8 @@ def with_store(
     if find_codecs is not None:
         parts.codecs = find_codecs(parts)
     never_trained = set(parts.units) if frozen else parts.frozen_base()
-    shard = current_shard(settings.device_mesh)
     store = Store(
-        parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=shard,
+        parts.shapes(), settings.get_precision(parts), never_trained, codecs=parts.codecs, shard=settings.device_mesh.shard,
         in_float32=parts.in_float32,
     )  # fmt: skip
     for ref in parts.refs():
@@ -91,13 +89,13 @@ def add_adapters(adapters: Adapters, base: ModelParts, store: Store, settings: S
     The memory of ``store``, which has the weights of ``base``, goes over to the store of the adapted model.
     """
     mesh = settings.device_mesh
-    if mesh is not None and adapters.copies_weights:
+    if mesh.size > 1 and adapters.copies_weights:
         raise ConfigError(
             f"{adapters.copies_weights} is not supported with several processes: the new values are computed from weights, of which "
             "each process has a part; add the adapters with one process, save them, and open their folder"
         )
     model = adapters.add_to(base.model, draw=True)
-    if mesh is not None:
+    if mesh.size > 1:
         # Without the path of the base, which may be another one on each machine.
         configs = {name: each.to_dict() | {"base_model_name_or_path": ""} for name, each in model.peft_config.items()}
         require_alike(mesh, Path(adapters.folder or "adapters"), {"config of the adapters": configs})
@@ -141,9 +139,12 @@ def stream_loaded(model: Any, settings: StreamArguments) -> Any:
     copy_from_first(
         settings.device_mesh, {ref.name: ref.param.data for ref in parts.refs()} | dict(inside.named_buffers())
     )
-    shard = current_shard(settings.device_mesh)
     store = Store(
-        parts.shapes(), settings.get_precision(parts), parts.frozen_base(), shard=shard, in_float32=parts.in_float32
+        parts.shapes(),
+        settings.get_precision(parts),
+        parts.frozen_base(),
+        shard=settings.device_mesh.shard,
+        in_float32=parts.in_float32,
     )
     for ref in parts.refs():
         move_in(ref, store)

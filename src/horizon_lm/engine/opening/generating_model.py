@@ -20,7 +20,7 @@ class GeneratingModel(StreamedModel):
             DeviceMemoryError: the key-value cache does not fit on the device.
             StreamingError: ``assistant_early_exit`` is set.
         """
-        if self._horizon.engine.mesh is not None:
+        if self._horizon.engine.mesh.size > 1:
             kwargs["synced_gpus"] = True  # otherwise a finished answer would go on to grow
         with self._horizon.generation.call():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -47,7 +47,4 @@ class GeneratingModel(StreamedModel):
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
         """Return whether the answers of any rank are not finished: all ranks compute each pass together."""
-        mesh = self._horizon.engine.mesh
-        if mesh is None:
-            return super()._has_unfinished_sequences(this_peer_finished, synced_gpus, device)  # type: ignore[misc,no-any-return]
-        return any(mesh.exchange("the next token of answers", not this_peer_finished))
+        return any(self._horizon.engine.mesh.exchange("the next token of answers", not this_peer_finished))

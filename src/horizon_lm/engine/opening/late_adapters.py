@@ -153,16 +153,15 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[
     return store, old_names
 
 
-def _drop_empty_low_halves(store: Store, mesh: Mesh | None) -> None:
+def _drop_empty_low_halves(store: Store, mesh: Mesh) -> None:
     """Free the low halves of a base that is frozen now, if all their bits are zero, as they are for bf16 checkpoints. All ranks call
     this.
     """
     slabs = [store.units[unit] for unit in store.frozen]
     found = [(each, each.low) for each in slabs if each.low is not None]
     has_bits = any(bool(low[each.own].any()) for each, low in found)
-    if mesh is not None:  # each rank has a part of them, and all drop theirs, or none
-        has_bits = any(mesh.exchange("the low halves of a base", has_bits))
-    if has_bits:
+    # Each rank has a part of them, and all drop theirs, or none.
+    if any(mesh.exchange("the low halves of a base", has_bits)):
         return
     for each, low in found:
         store.num_bytes["low_halves"] -= used_bytes([each.own], low.dtype.itemsize)

@@ -70,7 +70,7 @@ class StreamArguments(StreamingOptions):
         capture.install_hooks(model)  # so that its own hooks do not count as foreign hooks later
         parts = find_parts(model)
         configs = getattr(model, "peft_config", None) or {}
-        if self.device_mesh is not None and any(getattr(each, "modules_to_save", None) for each in configs.values()):
+        if self.device_mesh.size > 1 and any(getattr(each, "modules_to_save", None) for each in configs.values()):
             raise ModelNotSupportedError(
                 "modules_to_save is not supported with several processes: PEFT reads whole copies of the modules; use one process"
             )

@@ -36,7 +36,7 @@ class SameWeights:
     one copy, and are read once.
 
     Args:
-        mesh: the ranks; None for one.
+        mesh: the ranks.
         checkpoint: the weights, of which nothing is read yet.
         config: the config of the model.
 
@@ -44,10 +44,10 @@ class SameWeights:
         ConfigError: the ranks have other configs, code or headers. It is raised on all ranks.
     """
 
-    def __init__(self, mesh: Mesh | None, checkpoint: Checkpoint, config: Any) -> None:
+    def __init__(self, mesh: Mesh, checkpoint: Checkpoint, config: Any) -> None:
         self._mesh, self._checkpoint = mesh, checkpoint
         self._hashes: dict[_Range, str] = {}  # of what this rank has read
-        if mesh is None:  # nothing to compare
+        if mesh.size == 1:  # nothing to compare
             return
         _require_alike(mesh, checkpoint, config)
         self._tensors = sorted(checkpoint.files)
@@ -66,7 +66,7 @@ class SameWeights:
         """Raise ConfigError on all ranks if one has read other bytes. Call it on all ranks once the weights are loaded."""
         # The second reading below is hashed apart from the weights that the ranks train with.
         self._checkpoint.when_read = None
-        if self._mesh is None or self._seen.are_one:
+        if self._mesh.size == 1 or self._seen.are_one:
             return
         loaded = self._exchange()
         # The copy of the first rank's machine is compared with what all others have loaded, and another copy with what that
@@ -103,7 +103,6 @@ class SameWeights:
 
     def _read_again(self, reader_of: dict[_Range, int]) -> list[dict[_Range, str]]:
         """Read each range on its reader, in addition to what it trains with. Return the hashes that each rank has found."""
-        assert self._mesh is not None
         if self._mesh.rank == 0:
             files = {self._checkpoint.folder / name for name in self._checkpoint.files.values()}
             warn(
@@ -120,7 +119,6 @@ class SameWeights:
 
     def _exchange(self) -> list[dict[_Range, str]]:
         """Return the hashes of each rank. All ranks call this."""
-        assert self._mesh is not None
         everyone = self._mesh.exchange("the hashes of what was read", [*self._hashes.items()])
         return [{_Range(*place): found for place, found in hashes} for hashes in everyone]
 

@@ -2,13 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from horizon_lm.distributed.whole_units import borrowing, is_lender, lend, sharing
+from horizon_lm.distributed.whole_units import borrowing, lend, sharing
 from horizon_lm.engine.calls.model_forward import ModelForward
 from horizon_lm.engine.host.packed_parameters import PackedParameter
 from horizon_lm.engine.opening.hf_arguments import hub_arguments
@@ -209,16 +208,14 @@ class StreamedModel:
         hub = hub_arguments({"token": token, **own, **kwargs})
         self._horizon.replaced.require_structure()
         engine = self._horizon.engine
-        if engine.mesh is not None:
-            # The first rank decides for all: callers pass `rank == 0`, but the other ranks have to lend their parts.
-            is_main_process = engine.mesh.exchange("model.save_pretrained", is_main_process)[0]
+        # The first rank decides for all: callers pass `rank == 0`, but the other ranks have to lend their parts.
+        is_main_process = engine.mesh.exchange("model.save_pretrained", is_main_process)[0]
         if not is_main_process:
             return
-        if is_lender(engine.mesh):  # the first rank writes whole tensors, for which the others lend it their ranges
-            assert engine.mesh is not None
+        if engine.mesh.rank > 0:  # the first rank writes whole tensors, for which the others lend it their ranges
             lend(engine.mesh, engine.store)
             return
-        with nullcontext() if engine.mesh is None else borrowing(engine.mesh, engine.store):
+        with borrowing(engine.mesh, engine.store):
             save_pretrained(
                 engine.parts, engine.store, save_directory, dtype, max_shard_size, values=state_dict, variant=variant
             )
@@ -324,7 +321,6 @@ class StreamedModel:
 def _whole_adapters(engine: Engine, state: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Add the whole parameters of units that are trained to a state dict, and return it. All ranks call this."""
     store = engine.store
-    assert engine.mesh is not None
     for unit in [unit for unit in store.units if unit not in store.frozen]:
         with sharing(engine.mesh, store, unit):
             for name in store.units[unit].layout:

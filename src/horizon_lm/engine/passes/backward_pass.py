@@ -50,8 +50,7 @@ class BackwardPass:
         schedule = build.backward(
             engine.layout, blocks=state.keeps, trainable=trainable, head_grads=state.has_head_grads
         )
-        if engine.mesh is not None:
-            engine.mesh.require_same("the start of a pass", schedule.digest)
+        engine.mesh.require_same("the start of a pass", schedule.digest)
         engine.cursor.start(schedule, UnitMoves(engine, state))
 
     def _free_head_grads(self) -> None:
@@ -90,8 +89,6 @@ class BackwardPass:
 
     def _agreed(self, ready: dict[Unit, list[str]]) -> dict[Unit, list[str]]:
         """Return the parameters that have a gradient on any rank, by unit. All ranks call this together, for the same units."""
-        if self._engine.mesh is None:
-            return ready
         everywhere = self._engine.mesh.exchange("gradients of " + ", ".join(ready), ready)
         return {unit: [*dict.fromkeys(name for each in everywhere for name in each[unit])] for unit in ready}
 

@@ -197,7 +197,7 @@ def _agree(engine: Machinery, schedule: Schedule, num_micro_batches: int) -> tup
     Raises:
         DisagreementError: the ranks are about to run different passes.
     """
-    if engine.mesh is None:
+    if engine.mesh.size == 1:
         return 0, None
     gradients = "with gradients" if schedule.keeps else "without gradients"
     size = engine.options.expert_tile  # tiles of other sizes may be as many

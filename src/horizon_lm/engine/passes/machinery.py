@@ -41,9 +41,7 @@ class Machinery:
         retired: the model was attached again, with other adapters.
     """
 
-    def __init__(
-        self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh | None
-    ) -> None:
+    def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh) -> None:
         self.parts, self.store, self.device, self.options, self.mesh = parts, store, device, options, mesh
         self.refs: dict[str, ParamRef] = {ref.name: ref for ref in parts.refs()}
         # Identities stay unique because `refs` holds the parameters.
@@ -125,7 +123,7 @@ class Machinery:
             accumulates=self.memory.accumulates,
             update_in_backward=self.updates.optimizer_in_backward is not None,
             adapters=bool(self.parts.adapters),
-            sharded=self.mesh is not None,
+            sharded=self.mesh.size > 1,
             packed=self.memory.gathers_packed,
             tiles=self.tiles.counts,
         )

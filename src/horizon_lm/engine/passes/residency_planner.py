@@ -74,10 +74,8 @@ def plan_device(
 def _bytes_to_allocate(engine: Engine, buffers: Mapping[str, int]) -> int:
     """Return the bytes of these buffers, by kind, that are not allocated yet; the scratch memory of the links already is."""
     missing = max(0, sum(buffers.values()) - engine.device.counters.allocated_total)
-    if engine.mesh is None:
-        return missing
-    largest_grads = max(num for kind, num in buffers.items() if kind.endswith(("_grads", "grad_slots")))
-    return missing + engine.mesh.reduce.growth_bytes(largest_grads)
+    largest_grads = max((num for kind, num in buffers.items() if kind.endswith(("_grads", "grad_slots"))), default=0)
+    return missing + engine.mesh.growth_bytes(largest_grads)
 
 
 def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: Working) -> Residency:
@@ -105,7 +103,6 @@ def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: 
 def buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
     """Return the settings that decide the size of the engine's buffers for a step with these tokens and offloaded boundaries."""
     options, sizes = engine.options, engine.parts.sizes()
-    num_ranks = 1 if engine.mesh is None else engine.mesh.size
     most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
     return BufferSettings(
         tokens=most_tokens,
@@ -115,7 +112,7 @@ def buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettin
         chunked_head=options.chunked_head,
         offloaded=offloaded,
         expert_tile=options.expert_tile,
-        table_rows=engine.expected.table_rows(most_tokens * num_ranks, sizes.vocabulary),
+        table_rows=engine.expected.table_rows(most_tokens * engine.mesh.size, sizes.vocabulary),
         shard=engine.store.shard,
     )
 
@@ -168,7 +165,7 @@ class ResidencyPlanner:
             return False
         is_larger = not self._planned.covers(size)
         # Ranks agree on what stays on the device, so all of them plan if one has to.
-        return is_larger if engine.mesh is None else any(engine.mesh.exchange("the size of a batch", is_larger))
+        return any(engine.mesh.exchange("the size of a batch", is_larger))
 
     @contextmanager
     def without_residency(self) -> Iterator[None]:
@@ -191,8 +188,6 @@ class ResidencyPlanner:
 
     def _agree(self, plan: DevicePlan) -> DevicePlan:
         """Return a plan that keeps as little resident as the rank with the least memory, since all ranks gather the same units."""
-        if self._engine.mesh is None:
-            return plan
         everyone = self._engine.mesh.exchange("what stays on the device", astuple(plan.residency))
         return replace(plan, residency=Residency(*(min(column) for column in zip(*everyone, strict=True))))
 

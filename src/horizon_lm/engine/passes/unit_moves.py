@@ -71,7 +71,6 @@ class UnitMoves:
     def _gather_part(self, unit: Unit) -> list[Move]:
         """Return the moves that gather slabs in a slot, and decode there what is quantized."""
         engine, part = self._engine, self._engine.part_of(unit)
-        assert engine.mesh is not None
         slot, group = engine.memory.weights_of(unit), engine.mesh.gather
         moves: list[Move] = [Gather(group, slot[: part.cuts[-1]], part.cuts)] if part.cuts[-1] else []
         if not part.packed_cuts[-1]:
@@ -91,7 +90,6 @@ class UnitMoves:
     def _reduce(self, op: Op) -> list[Move]:
         """Return the moves that sum a unit's gradients over the ranks."""
         engine = self._engine
-        assert engine.mesh is not None
         reduce = engine.mesh.reduce
         return [
             Reduce(reduce, engine.memory.grads_of(unit), engine.part_of(unit).grad_cuts)

@@ -71,7 +71,6 @@ class UpdateMoves:
             return self._update.on_device[op.unit].moves
         slabs, slot = self._engine.slabs(op.unit), self._engine.memory.grads_of(op.unit)
         if op.kind == Kind.GATHER_MATRICES:
-            assert self._engine.mesh is not None
             return [Gather(self._engine.mesh.gather, slot[: slabs.grad_cuts[-1]], slabs.grad_cuts)]
         here, there = slabs.grads[slabs.own_grads], slot[slabs.own_grads]
         num_bytes = here.numel() * here.element_size()

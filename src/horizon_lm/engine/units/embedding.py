@@ -85,10 +85,7 @@ class StreamedEmbedding:
         """
         rows, positions = torch.unique(torch.cat([ids.reshape(-1) for ids in batches]), return_inverse=True)
         self._require_rows(rows)
-        mesh = self.engine.mesh
-        if mesh is None:
-            return rows, positions
-        union = mesh.union(rows)  # sorted, too
+        union = self.engine.mesh.union(rows)  # sorted, too
         return union, torch.searchsorted(union, rows)[positions]
 
     def _bind_copies(self, rows: torch.Tensor, received: torch.Tensor) -> None:
@@ -103,7 +100,7 @@ class StreamedEmbedding:
             updated = rows[own] if self._unit == EMBED else rows[:0]
             engine.cursor.bind(Kind.UPDATE_ROWS, EMBED, engine.updates.table.rows(updated))
         engine.cursor.bind(Kind.STREAM_IN, EMBED, [GatherRows(received[own], self._table(), rows[own])])
-        if engine.mesh is not None:
+        if engine.mesh.size > 1:
             engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
 
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
@@ -113,9 +110,9 @@ class StreamedEmbedding:
         Buffers are allocated for this number of rows. Otherwise the first batch with more distinct ids would replace
         them.
         """
-        expected, mesh = self.engine.expected, self.engine.mesh
+        expected = self.engine.expected
         most = max(tokens, expected.tokens if self.engine.recording is not None else 0)
-        return expected.table_rows(most * (1 if mesh is None else mesh.size), vocabulary)
+        return expected.table_rows(most * self.engine.mesh.size, vocabulary)
 
     def _require_rows(self, rows: torch.Tensor) -> None:
         """Raise TokenError if sorted rows (R,) are not all in the table, before a kernel accesses memory out of bounds."""
@@ -314,7 +311,7 @@ class _Lookup:
         """Bind the landing of gradients (R, H), of which each rank lands the rows that it owns, and before it their sum over ranks."""
         embedding, engine = self.embedding, self.embedding.engine
         own = embedding._own_part(self.rows)
-        if engine.mesh is not None:
+        if engine.mesh.size > 1:
             engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
         engine.cursor.bind(Kind.STREAM_OUT, EMBED, [embedding.landing_move(self.rows[own], outgoing[own], self.room)])
 
