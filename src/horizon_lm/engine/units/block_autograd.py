@@ -25,6 +25,7 @@ from horizon_lm.engine.passes.recompute import RecomputeContext, no_autocast_cac
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.grad_sink import GradSink
+from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.engine.units.saved_for_backward import Graph, GraphUse, SavedForBackward
 from horizon_lm.engine.units.tiled_backward import TiledBackward
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
@@ -43,7 +44,7 @@ class BlockComparison(Protocol):
     indices: set[int]
 
     def compare_block(
-        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: tuple[torch.Tensor | None, ...],
+        self, node: "BlockAutograd", inputs: list[torch.Tensor], grads: Sequence[torch.Tensor | None],
         input_grads: list[torch.Tensor | None],
     ) -> None:  # fmt: skip
         """Compare the gradients of a block after its backward pass.
@@ -56,40 +57,7 @@ class BlockComparison(Protocol):
         """
 
 
-class BlockFunction(torch.autograd.Function):
-    """The autograd function of a block, which autograd sees as a single node."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, node: "BlockAutograd", anchor: torch.Tensor, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.node = node
-        # None for an output without gradient: zeros of its size would be made, and differentiated.
-        ctx.set_materialize_grads(False)
-        outputs = node.forward(ctx.needs_input_grad[2:])  # of the tensors, which follow node and anchor
-        node.hidden = [(tensors[i].shape, tensors[i].dtype) for i in node.calls.hidden]
-        # From here on autograd keeps the inputs, and frees them after the backward pass. An offloaded boundary is not
-        # kept on the device, so device memory does not depend on the number of blocks.
-        node.calls.drop_tensors()
-        saved = [None if node.offloaded and i in node.calls.hidden else t for i, t in enumerate(tensors)]
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
-        for each in node.outputs:  # autograd returns the outputs; keeping them in the node would be a reference cycle
-            each.release()
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        node: BlockAutograd = ctx.node
-        with node.blocks.engine.backward_of(node.forward_state):
-            # Read after `backward_of` has begun, whose error for a second backward pass names the remedy; the error of
-            # `saved_tensors` does not.
-            inputs = list(ctx.saved_tensors)
-            input_grads = node.backward(inputs, grads)
-        return None, None, *input_grads
-
-
-class BlockAutograd:
+class BlockAutograd(UnitNode):
     """The autograd state of one block in one forward pass, except for the inputs, which autograd saves.
 
     Attributes:
@@ -119,7 +87,8 @@ class BlockAutograd:
         self, blocks: BlockComputation, index: int, calls: BlockCalls, keys: tuple[str, ...], forward_state: ForwardState,
         hooked: bool, uncompiled: bool, comparison: BlockComparison | None,
     ) -> None:  # fmt: skip
-        self.blocks, self.index, self.calls, self.keys, self.forward_state = blocks, index, calls, keys, forward_state
+        super().__init__(blocks.engine, forward_state)
+        self.state, self.blocks, self.index, self.calls, self.keys = forward_state, blocks, index, calls, keys
         self.hooked, self.uncompiled = hooked, uncompiled
         self.comparison = comparison if comparison is not None and index in comparison.indices else None
         self.module = blocks.blocks[index]
@@ -134,12 +103,12 @@ class BlockAutograd:
     @property
     def offloaded(self) -> bool:
         """True if the block's boundary is offloaded to host memory until the backward pass."""
-        return self.index in self.forward_state.boundaries
+        return self.index in self.state.boundaries
 
-    def forward(self, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Compute the block and save what the backward pass needs. Return the tensors of its output."""
         blocks = self.blocks
-        self.saved = SavedForBackward(blocks.engine, self.index, self.forward_state, needs_grad, self.hooked)
+        self.saved = SavedForBackward(blocks.engine, self.index, self.state, needs_grad, self.hooked)
         self.outputs = blocks.compute_forward(self.index, self.calls, self.keys, self.uncompiled, self.saved)
         self.dims = blocks.row_dims(self.index, self.calls)
         self.attributes = self.module.attributes()
@@ -151,16 +120,21 @@ class BlockAutograd:
             self.expected = [t.clone() for t in tensors]
         return tensors
 
-    def backward(
-        self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
-    ) -> list[torch.Tensor | None]:
-        """Differentiate the block. Return the gradients of its inputs; the gradients of its parameters go to a slot.
+    def kept(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Return the inputs, but None instead of offloaded hidden states, so that device memory does not depend on the number of blocks."""
+        self.hidden = [(inputs[i].shape, inputs[i].dtype) for i in self.calls.hidden]
+        # From here on autograd keeps the inputs, and frees them after the backward pass; it returns the outputs, which would
+        # close a reference cycle here.
+        self.calls.drop_tensors()
+        for each in self.outputs:
+            each.release()
+        return [None if self.offloaded and i in self.calls.hidden else t for i, t in enumerate(inputs)]
 
-        Args:
-            inputs: the tensors of `calls`; None instead of offloaded hidden states.
-            grads: the gradient of each output; None for an output that no loss depends on.
-        """
-        engine, unit = self.blocks.engine, block(self.index)
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Differentiate the block. Return the gradients of its inputs; the gradients of its parameters go to a slot."""
+        engine, unit, inputs = self.engine, block(self.index), list(kept)
         experts = self._differentiate_experts(inputs, grads) if self.index in engine.tiles.experts else None
         is_trained, accumulates = bool(engine.trained_names(unit)), engine.memory.accumulates
         with engine.cursor.compute(Kind.BACKWARD, unit):
@@ -185,7 +159,7 @@ class BlockAutograd:
 
     def _round_sums(self, names: list[str]) -> None:
         """Round the gradients, which a float32 buffer has as sums over micro-batches, into the slot from which they land."""
-        engine, unit = self.blocks.engine, block(self.index)
+        engine, unit = self.engine, block(self.index)
         # A computation of its own, so that only this rounding, and not the backward pass before it, waits until the
         # gradients of the block before have left the single slot.
         with engine.cursor.compute(Kind.STAGE, unit):
@@ -194,7 +168,7 @@ class BlockAutograd:
             engine.backward.note_written(unit, names)
 
     def _differentiate_experts(
-        self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...]
+        self, inputs: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]
     ) -> TiledBackward:
         """Differentiate the experts of a block with tiles, before its core. Return what the core's backward pass needs of them.
 
@@ -202,7 +176,7 @@ class BlockAutograd:
 
         The arguments are those of `backward`; ``inputs`` gets its offloaded hidden states back.
         """
-        engine = self.blocks.engine
+        engine = self.engine
         experts = TiledBackward(engine, self.index, self.saved.experts)
         self._require_same_attributes()
         with engine.cursor.compute(Kind.RECOMPUTE, block(self.index)):
@@ -216,7 +190,7 @@ class BlockAutograd:
         return experts
 
     def _differentiate_all(
-        self, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...], experts: TiledBackward | None
+        self, inputs: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None], experts: TiledBackward | None
     ) -> tuple[list[torch.Tensor | None], list[str]]:
         """Differentiate all micro-batches, except for experts that are cut into tiles. Return the gradients of the node's inputs,
         and the names of the parameters that received a gradient, those of the experts included.
@@ -227,7 +201,7 @@ class BlockAutograd:
             assert saved.sink is not None
             sink = saved.sink  # the sink that receives the gradients of the graphs' leaves
         else:
-            sink = GradSink(self.blocks.engine, self.index) if experts is None else experts.sink
+            sink = GradSink(self.engine, self.index) if experts is None else experts.sink
             # A kept graph was made under the attributes of the forward pass, so only a recompute can differ.
             self._require_same_attributes()
         # Not before the computation has begun: until then the slot may still be landing another block's gradients.
@@ -254,7 +228,7 @@ class BlockAutograd:
 
     def _in_order(self, names: Set[str]) -> list[str]:
         """Return the names of parameters in the order in which they lie in the block's slabs."""
-        store = self.blocks.engine.store
+        store = self.engine.store
         return [
             name for part in store.parts_of(block(self.index)) for name in store.units[part].layout if name in names
         ]
@@ -277,8 +251,8 @@ class BlockAutograd:
         """
         if not self.offloaded:
             return
-        num_bytes = self.forward_state.boundary_bytes
-        ring = self.blocks.engine.memory.ring.get(num_bytes, torch.uint8, self.index % 2)
+        num_bytes = self.state.boundary_bytes
+        ring = self.engine.memory.ring.get(num_bytes, torch.uint8, self.index % 2)
         for index, hidden in zip(self.calls.hidden, take_bytes(ring, self.hidden), strict=True):
             inputs[index] = hidden
         experts = self.saved.experts
@@ -311,7 +285,7 @@ class BlockAutograd:
                     )
             return Tree(output).tensors
 
-        with replaying(self.blocks.engine.device, self.saved.rng_states[number]):
+        with replaying(self.engine.device, self.saved.rng_states[number]):
             # On a GPU, autograd calls this in a thread of its own, which has neither the context variables nor the
             # autocast settings of the forward pass.
             outputs = self.context.run(forward)
@@ -324,7 +298,7 @@ class BlockAutograd:
         return tensors[spans_of(each.num_tensors for each in self.outputs)[micro_batch.batch]]
 
     def _pairs(
-        self, number: int, graph: Graph, grads: tuple[torch.Tensor | None, ...]
+        self, number: int, graph: Graph, grads: Sequence[torch.Tensor | None]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the outputs of a micro-batch that a loss depends on, with their gradients."""
         micro_batch = self.micro_batches[number]
@@ -335,7 +309,7 @@ class BlockAutograd:
         ]
 
     def _differentiate(
-        self, number: int, graph: Graph, inputs: list[torch.Tensor | None], grads: tuple[torch.Tensor | None, ...],
+        self, number: int, graph: Graph, inputs: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None],
         input_grads: list[torch.Tensor | None],
     ) -> None:  # fmt: skip
         """Differentiate one micro-batch. Add the gradients of its inputs to ``input_grads``, which has those of the whole batches;

@@ -15,7 +15,7 @@ from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs, spans_of
 from horizon_lm.engine.passes.residency_planner import Rehearsal
-from horizon_lm.engine.units.block_autograd import BlockAutograd, BlockFunction
+from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.gradient_check import GradientCheck
 from horizon_lm.errors import StreamingError
@@ -72,10 +72,8 @@ class Blocks(BlockComputation):
         state = engine.recording
         if state is not None and index in state.keeps:
             node = BlockAutograd(self, index, joined, keys, state, hooked, uncompiled, self.gradient_check)
-            # Without the anchor, autograd would skip a node none of whose inputs needs a gradient, as the first block on
-            # a frozen table.
-            tensors = BlockFunction.apply(node, engine.anchor, *joined.tensors)
-            # From the tensors that `apply` returns, which have the node as their grad_fn.
+            tensors = node.compute(*joined.tensors)
+            # From the tensors that `compute` returns, which have the node as their grad_fn.
             return rebuild_all(node.outputs, tensors)
         outputs = self.compute_forward(index, joined, keys, uncompiled)
         rebuilt = [each.rebuild(each.tensors) for each in outputs]

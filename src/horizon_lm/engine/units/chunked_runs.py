@@ -12,6 +12,7 @@ import torch
 from horizon_lm.engine.passes.recompute import RecomputeContext, no_autocast_cache
 from horizon_lm.engine.units.chunked_lm_head import Chunk, ChunkedLmHead
 from horizon_lm.engine.units.loss_inputs import LossInputs
+from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.engine.units.token_statistics import TokenStatistics
 from horizon_lm.errors import TokenError
 from horizon_lm.schedule.ops import Kind
@@ -134,17 +135,14 @@ def compute(
                 f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed "
                 f"{tuple(states.shape[:2])} tokens"
             )
-    engine = runs[0].engine
-    # Without a backward pass there is no anchor; the function takes any tensor that needs no gradient.
-    anchor = engine.anchor if engine.recording is not None else hidden[0].new_empty(0)
     # They are inputs of the node, so that autograd hands their gradients to the node of the outer parameters.
     used = [outer[name] for name in runs[0].outer_names]
-    values = _ChunkedHeadFunction.apply(_ChunkedPass(runs), anchor, *used, *hidden)
+    values = _ChunkedPass(runs).compute(*used, *hidden)
     per_run = len(values) // len(runs)
     return [values[start : start + per_run] for start in range(0, len(values), per_run)]
 
 
-class _ChunkedPass:
+class _ChunkedPass(UnitNode):
     """The chunks of all batches of a forward pass.
 
     Args:
@@ -152,12 +150,11 @@ class _ChunkedPass:
     """
 
     def __init__(self, runs: Sequence[ChunkedRun]) -> None:
-        self.runs = runs
         first = runs[0]
-        self.engine, self.head, self.forward_state = first.engine, first.owner.head, first.forward_state
-        self.num_outer = len(first.outer_names)
+        super().__init__(first.engine, first.forward_state)
+        self.runs, self.head, self.num_outer = runs, first.owner.head, len(first.outer_names)
 
-    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Compute all runs, given the outer parameters and then the hidden states (B, T, H) of each batch."""
         outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
         with self.engine.cursor.compute(Kind.FORWARD, HEAD):
@@ -165,11 +162,12 @@ class _ChunkedPass:
             self.engine.poison_weights(HEAD)
         return tuple(value for each in values for value in each)
 
-    def backward(
-        self, grads: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor | None]:
+    def kept(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return inputs
+
+    def backward(self, grads: Sequence[torch.Tensor | None], kept: Sequence[Any]) -> Sequence[torch.Tensor | None]:
         """Return the gradients of the inputs of `forward` from the gradients of its results."""
-        outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
+        outer, hidden = list(kept[: self.num_outer]), kept[self.num_outer :]
         per_run = len(grads) // len(self.runs)
         written = False  # the buffers of the head's gradients
         outer_grads: list[torch.Tensor] = []
@@ -192,25 +190,3 @@ class _ChunkedPass:
             self.head.note_written(set() if all(grad is None for grad in grads) else None)
         no_grads: list[torch.Tensor | None] = [None] * self.num_outer
         return [*(outer_grads or no_grads), *hidden_grads]
-
-
-class _ChunkedHeadFunction(torch.autograd.Function):
-    """The autograd node of all chunks of a forward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, chunks: _ChunkedPass, anchor: torch.Tensor, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.chunks = chunks
-        ctx.set_materialize_grads(False)
-        values = chunks.forward(inputs)
-        ctx.save_for_backward(*inputs)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        chunks: _ChunkedPass = ctx.chunks
-        assert chunks.forward_state is not None
-        with chunks.engine.backward_of(chunks.forward_state):
-            input_grads = chunks.backward(grads, ctx.saved_tensors)
-        return None, None, *input_grads

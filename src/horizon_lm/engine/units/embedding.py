@@ -20,6 +20,7 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import advice_on_replaced_forward
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.lockstep import compute_jointly
+from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.errors import ModelNotSupportedError, StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
 from horizon_lm.schedule.ops import Kind
@@ -75,9 +76,8 @@ class StreamedEmbedding:
         positions = [send(part.view(ids.shape), engine.device.torch_device) for part, ids in parts]
         lookup = _Lookup(self, rows, positions, engine.recording, room)
         if engine.recording is not None and self._is_trained():
-            hidden: tuple[torch.Tensor, ...] = _LookupFunction.apply(lookup, received, engine.anchor)
-            return hidden
-        return lookup.forward(received)
+            return lookup.compute(received)
+        return lookup.forward([received], [False])
 
     def _distinct_rows(self, batches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the distinct rows (R,) that any rank reads, sorted, and the position among them of each id of this rank, for all
@@ -238,7 +238,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Lookup:
+class _Lookup(UnitNode):
     """A lookup in the embedding, in one forward pass.
 
     Args:
@@ -257,8 +257,8 @@ class _Lookup:
         forward_state: ForwardState | None,
         room: int,
     ) -> None:
-        self.embedding, self.rows, self.positions = embedding, rows, positions
-        self.forward_state, self.room = forward_state, room
+        super().__init__(embedding.engine, forward_state)
+        self.embedding, self.rows, self.positions, self.room = embedding, rows, positions, room
         padding: int | None = getattr(embedding.module, "padding_idx", None)
         found = (rows == padding).nonzero() if padding is not None else rows.new_empty(0)
         self._padding_position = int(found[0]) if len(found) else None  # the place of the padding row among the rows
@@ -268,9 +268,9 @@ class _Lookup:
         """Run the model's embedding module on these rows (R, H) and the positions (B, T) of tokens among them."""
         return look_up(self.embedding.module, weight, positions, self._padding_position)
 
-    def forward(self, received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Return the hidden states (B, T, H) of each batch from the rows (R, H) on the device."""
-        engine = self.embedding.engine
+        engine, (received,) = self.engine, inputs
         if engine.cursor.is_past(Kind.FORWARD, EMBED):
             raise ModelNotSupportedError(
                 "the model looks tokens up twice in a forward pass, as some do for images; a streamed embedding answers one lookup"
@@ -283,13 +283,11 @@ class _Lookup:
             engine.device.poison(received)
         return hidden
 
-    def backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Sum the gradients (B, T, H) of hidden states into one gradient per row (R, H), which is landed.
-
-        Args:
-            grads: the gradient for each batch; None for a batch that no loss depends on.
-        """
-        embedding, engine = self.embedding, self.embedding.engine
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Sum the gradients (B, T, H) of hidden states into one gradient per row (R, H), which is landed."""
+        embedding, engine = self.embedding, self.engine
         num_rows, width = self.rows.numel(), embedding.width
         buffer = engine.memory.table_row_grads.get(
             num_rows * width, engine.store.precision.grad_dtype, room=self.room * width
@@ -306,10 +304,11 @@ class _Lookup:
                     outgoing.add_(row_grads)
             has_gradient = any(grad is not None for grad in grads)
             engine.backward.note_written(EMBED, [embedding._name] if has_gradient else [])
+        return [None]
 
     def _bind_landing(self, outgoing: torch.Tensor) -> None:
         """Bind the landing of gradients (R, H), of which each rank lands the rows that it owns, and before it their sum over ranks."""
-        embedding, engine = self.embedding, self.embedding.engine
+        embedding, engine = self.embedding, self.engine
         own = embedding._own_part(self.rows)
         if engine.mesh.size > 1:
             engine.cursor.bind(Kind.REDUCE, EMBED, [Reduce(engine.mesh.reduce, outgoing, embedding._cuts(self.rows))])
@@ -318,27 +317,9 @@ class _Lookup:
     def _take_leaf(self) -> torch.Tensor:
         """Return the rows (R, H) as a leaf that requires a gradient, and forget them."""
         if self.embedding.is_linear:  # the gradient does not depend on the values, so one zero represents all of them
-            options, device = self.embedding.engine.options, self.embedding.engine.device.torch_device
+            options, device = self.engine.options, self.engine.device.torch_device
             zero = torch.zeros((), dtype=options.compute_dtype, device=device)
             return zero.expand(self.rows.numel(), self.embedding.width).requires_grad_()
         assert self._weight is not None
         leaf, self._weight = self._weight, None
         return leaf.requires_grad_()
-
-
-class _LookupFunction(torch.autograd.Function):
-    """The autograd node of the embedding."""
-
-    @staticmethod
-    def forward(ctx: Any, lookup: _Lookup, received: torch.Tensor, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.lookup = lookup
-        ctx.set_materialize_grads(False)
-        return lookup.forward(received)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        lookup: _Lookup = ctx.lookup
-        assert lookup.forward_state is not None
-        with lookup.embedding.engine.backward_of(lookup.forward_state):
-            lookup.backward(grads)
-        return None, None, None

@@ -6,6 +6,7 @@ its parameters in host memory) may differ from the float32 gradients by a few ti
 in the dtype of training.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class GradientCheck:
         self._expected: dict[str, tuple[torch.Tensor, float]] = {}  # by parameter: gradient, and the error allowed
 
     def compare_block(
-        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[torch.Tensor | None, ...],
+        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: Sequence[torch.Tensor | None],
         input_grads: list[torch.Tensor | None],
     ) -> None:  # fmt: skip
         """Compare the gradients of a block's inputs now, and remember the expected gradients of its parameters.
@@ -93,7 +94,7 @@ class GradientCheck:
         self,
         node: BlockAutograd,
         inputs: list[torch.Tensor],
-        grads: tuple[torch.Tensor | None, ...],
+        grads: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
     ) -> Grads:
         """Return all gradients of a block, computed by plain autograd in that dtype.
@@ -108,7 +109,7 @@ class GradientCheck:
             return self._grads_of_rows(node, inputs, grads, dtype, node.micro_batches)
 
     def _grads_of_rows(
-        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: tuple[torch.Tensor | None, ...], dtype: torch.dtype,
+        self, node: BlockAutograd, inputs: list[torch.Tensor], grads: Sequence[torch.Tensor | None], dtype: torch.dtype,
         parts: list[MicroBatch],
     ) -> Grads:  # fmt: skip
         """Return the gradients summed over these micro-batches, computed by plain autograd in that dtype.

@@ -15,6 +15,7 @@ from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.units.grad_sink import GradSlot, fresh_leaves
+from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import HEAD
@@ -96,11 +97,7 @@ class LmHead:
         forward_state, outer = engine.recording, self.outer_weights()
         needs_grad = any(t.requires_grad for t in (*hidden, *outer.values()))
         if forward_state is not None and (needs_grad or engine.trained_names(HEAD)):
-            projection = _Projection(self, forward_state, list(outer))
-            differentiable: tuple[torch.Tensor, ...] = _ProjectFunction.apply(
-                projection, engine.anchor, *outer.values(), *hidden
-            )
-            return differentiable
+            return _Projection(self, forward_state, list(outer)).compute(*outer.values(), *hidden)
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
             # Parameters, as in the plain model: for another tensor, matmul computes a slice of hidden states, such as the last
             # tokens of prompts, by another kernel, which rounds otherwise.
@@ -152,24 +149,22 @@ def _without_weights(
     return pack, unpack
 
 
-class _Projection:
+class _Projection(UnitNode):
     """The calls of the head in a pass. Their graph is kept without the weights, which are streamed in again for the
     backward pass.
     """
 
     def __init__(self, head: LmHead, forward_state: ForwardState, outer: list[str]) -> None:
-        self.head, self.forward_state, self._outer = head, forward_state, outer
+        super().__init__(head.engine, forward_state)
+        self.head, self._outer = head, outer
         self.graph: tuple[list[torch.Tensor], list[torch.Tensor]]  # leaves over the inputs, and the logits
         self._slots = head.grad_slots()
 
-    def forward(self, needs_grad: tuple[bool, ...], *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Return the logits of each batch and keep their graph.
-
-        Args:
-            needs_grad: for each of the inputs, whether it needs a gradient.
-            inputs: outer parameters of the head's modules, then the hidden states (B, T, H) of each batch.
+    def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """Return the logits of each batch and keep their graph. The inputs are the outer parameters of the head's modules, then the
+        hidden states (B, T, H) of each batch.
         """
-        head, engine = self.head, self.head.engine
+        head, engine = self.head, self.engine
         pack, unpack = _without_weights([engine.memory.weights_of(part) for part in engine.store.parts_of(HEAD)])
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
             # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
@@ -180,11 +175,13 @@ class _Projection:
                 logits = [head.run(weights | outer, hidden) for hidden in leaves[len(outer) :]]
             self.graph = (leaves, logits)
             engine.poison_weights(HEAD)
-        return [each.detach() for each in logits]
+        return tuple(each.detach() for each in logits)
 
-    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs, given the gradient of each batch's logits (B, T, V)."""
-        head, engine = self.head, self.head.engine
+        head, engine = self.head, self.engine
         # A loss that the caller keeps holds this node. Its graph and logits (B, T, V) are dropped here, as autograd drops what it
         # has saved.
         (leaves, logits), slots = self.graph, self._slots
@@ -199,22 +196,3 @@ class _Projection:
             # autograd.
             head.note_written({name for slot in slots for name in slot.written})
         return [leaf.grad for leaf in leaves]
-
-
-class _ProjectFunction(torch.autograd.Function):
-    """The autograd node of the head."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, projection: _Projection, anchor: torch.Tensor, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.projection = projection
-        ctx.set_materialize_grads(False)
-        return tuple(projection.forward(ctx.needs_input_grad[2:], *inputs))
-
-    @staticmethod
-    def backward(ctx: Any, *logit_grads: torch.Tensor | None) -> tuple[Any, ...]:
-        projection: _Projection = ctx.projection
-        with projection.head.engine.backward_of(projection.forward_state):
-            grads = projection.backward(logit_grads)
-        return None, None, *grads

@@ -2,15 +2,15 @@
 a pass.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.units.grad_sink import GradSlot
+from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.model.functional import in_place
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import OUTER
@@ -40,16 +40,18 @@ class OuterParameters:
     def load(self) -> dict[str, torch.Tensor]:
         """Return the outer parameters on the device, by full name. Trained ones are differentiable, and renew the pass's anchor."""
         engine = self.engine
+        with engine.cursor.compute(Kind.FORWARD, OUTER):
+            views = self._views()
         if engine.recording is None or not engine.trained_names(OUTER):
-            with engine.cursor.compute(Kind.FORWARD, OUTER):
-                return self._views()
+            return views
         # Without adapters: blocks bind them, and their sinks take the gradients.
         trained = [name for name in engine.trained_names(OUTER) if name in self._names]
+        node = _OuterNode(engine, engine.recording, trained)
         # All other nodes depend on the first output, so that autograd runs this node last.
-        engine.forward.anchor, *tensors = _OuterFunction.apply(self, engine.recording, trained, engine.anchor)
+        engine.forward.anchor, *tensors = node.compute(*(views[name] for name in trained))
         # Frozen parameters are views of the buffer; trained ones are outputs of the node, so their gradients come to
         # it.
-        return self._views() | dict(zip(trained, tensors, strict=True))
+        return views | dict(zip(trained, tensors, strict=True))
 
     def in_place(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Context manager: use these tensors, by full name, as the parameters of the model's modules."""
@@ -64,18 +66,34 @@ class OuterParameters:
         views = self.engine.weights_on_device(OUTER)
         return {name: views[name].detach() for name in self._names}
 
-    def forward(self, trained: list[str]) -> tuple[torch.Tensor, ...]:
-        """Return the trained parameters on the device."""
-        with self.engine.cursor.compute(Kind.FORWARD, OUTER):
-            views = self._views()
-            return tuple(views[name] for name in trained)
 
-    def backward(self, trained: list[str], grads: tuple[torch.Tensor | None, ...]) -> None:
+class _OuterNode(UnitNode):
+    """The trained outer parameters in one pass.
+
+    Args:
+        engine: the engine of the model.
+        forward_state: the state of the forward pass.
+        names: their full names.
+    """
+
+    def __init__(self, engine: Engine, forward_state: ForwardState, names: Sequence[str]) -> None:
+        super().__init__(engine, forward_state)
+        self._names = names
+
+    def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """Return a new anchor, and the parameters, given as views of their buffers."""
+        # As the anchor of the pass it makes all later nodes depend on this one, so that it runs last: then the gradients
+        # of all blocks' adapters are in its buffer, too.
+        return self.engine.anchor.detach().clone(), *(each.detach() for each in inputs)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Write the gradients of the trained parameters, or zeros, to the buffer from which they are landed. The
         gradients of adapters are in it already.
         """
-        engine = self.engine
-        found = {name: grad for name, grad in zip(trained, grads, strict=True) if grad is not None}
+        engine, (_, *of_parameters) = self.engine, grads
+        found = {name: grad for name, grad in zip(self._names, of_parameters, strict=True) if grad is not None}
         ready: list[str] = []
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
             for part in engine.trained_parts(OUTER):
@@ -87,24 +105,4 @@ class OuterParameters:
                 slot.zero_the_rest()
                 ready += slot.names_written()
             engine.backward.note_written(OUTER, ready)
-
-
-class _OuterFunction(torch.autograd.Function):
-    """The autograd node of all outer parameters."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, outer: OuterParameters, forward_state: ForwardState, trained: list[str], anchor: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.outer, ctx.forward_state, ctx.trained = outer, forward_state, trained
-        ctx.set_materialize_grads(False)
-        # A new tensor with this node as its grad_fn. As the anchor of the pass it makes all later nodes depend on
-        # this one, so that it runs last: then the gradients of all blocks' adapters are in its buffer, too.
-        return anchor.detach().clone(), *outer.forward(trained)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        with ctx.outer.engine.backward_of(ctx.forward_state):
-            ctx.outer.backward(ctx.trained, grads)
-        # Nothing for the anchor: gradients go to host memory, past autograd.
-        return None, None, None, None
+        return [None] * len(self._names)
