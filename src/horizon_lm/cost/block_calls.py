@@ -4,7 +4,7 @@ The model's outer code (masks, positions, rotary tables) runs on the CPU over a 
 different numbers of rows and tokens. The dimensions that change with each of them give the shapes for any batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,11 @@ from torch.utils import _pytree as pytree
 from horizon_lm.cost.block_probe import BlockRun, output_on_meta, run_on_meta
 from horizon_lm.cost.core_probe import CoreRun, run_core_on_meta
 from horizon_lm.model.block_template import structure_key
-from horizon_lm.model.functional import Place, in_place
-from horizon_lm.model.outer_trial import forwards
-from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.routed_experts import RoutedExperts
 from horizon_lm.model.skeletons import meta_copy
-from horizon_lm.units import EMBED, OUTER
+from horizon_lm.model.trial import TrialDoneError, answers_of, outer_weights, trial
+from horizon_lm.units import EMBED
 
 _ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely to be dimensions of a model, and not multiples of each other
 _WINDOW = 8  # shorter than the probe's rows, because only longer rows get the mask of a sliding window
@@ -194,10 +193,6 @@ def _batch(rows: int, tokens: int, masked: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-class _DoneError(Exception):
-    """Raised to end a forward pass at its last block."""
-
-
 def _record(
     parts: ModelParts,
     kinds: Mapping[int, nn.Module],
@@ -209,45 +204,34 @@ def _record(
     calls: dict[int, Call] = {}
     outputs: dict[nn.Module, Any] = {}
 
-    def stand_in(index: int) -> Any:
-        """Return a forward method that records the arguments of a block, and returns zeros like the output of its kind."""
+    def answer(index: int, *args: Any, **kwargs: Any) -> Any:
+        """Record the arguments of a block, and return zeros like the output of its kind."""
+        calls[index] = args, kwargs
+        if index == parts.num_blocks - 1:
+            raise TrialDoneError
+        kind = kinds[index]
+        if kind not in outputs:
+            output = output_on_meta(kind, args, kwargs, dtype, _in_float32(parts, index))
+            outputs[kind] = pytree.tree_map(_zeros, output)
+        return outputs[kind]
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls[index] = args, kwargs
-            if index == parts.num_blocks - 1:
-                raise _DoneError
-            kind = kinds[index]
-            if kind not in outputs:
-                output = output_on_meta(kind, args, kwargs, dtype, _in_float32(parts, index))
-                outputs[kind] = pytree.tree_map(_zeros, output)
-            return outputs[kind]
-
-        return forward
+    def zero(ref: ParamRef) -> torch.Tensor:
+        # One zero that is read everywhere: adapters of a large model would take seconds to write.
+        value = torch.zeros((), dtype=parts.computed_dtype(ref.name, dtype))
+        return nn.Parameter(value.expand(ref.param.shape))
 
     (table,) = parts.units[EMBED]
-    replaced: dict[nn.Module, Any] = {block: stand_in(index) for index, block in enumerate(parts.blocks)}
-    replaced[parts.embed] = lambda ids: torch.zeros((*ids.shape, table.param.shape[1]), dtype=dtype)
-    zeros = in_place(_zero_parameters(parts, dtype))
-    with zeros, forwards(replaced), _short_window(parts, length), torch.no_grad():
-        try:
-            parts.model(**{"use_cache": False, **inputs})
-        except _DoneError:
-            return calls
-    raise AssertionError("the last block was not reached")
+    answers = answers_of(parts.blocks, answer)
+    answers[parts.embed] = lambda ids: torch.zeros((*ids.shape, table.param.shape[1]), dtype=dtype)
+    with trial(answers, outer_weights(parts, zero)), _short_window(parts, length), torch.no_grad():
+        parts.model(**{"use_cache": False, **inputs})
+        raise AssertionError("the last block was not reached")
+    return calls
 
 
 def _zeros(leaf: Any) -> Any:
     """Return zeros on the CPU in place of a tensor, and anything else as it is."""
     return torch.zeros_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _zero_parameters(parts: ModelParts, dtype: torch.dtype) -> Iterator[Place]:
-    """Yield zeros for the outer parameters, which are on the meta device, with the places that they are read from."""
-    for ref in parts.units[OUTER]:
-        # One zero that is read everywhere: adapters of a large model would take seconds to write.
-        zero = torch.zeros((), dtype=parts.computed_dtype(ref.name, dtype))
-        zeros = nn.Parameter(zero.expand(ref.param.shape))
-        yield from ((module, attribute, zeros) for module, attribute in ref.places)
 
 
 def _short_window(parts: ModelParts, length: int) -> AbstractContextManager[Any]:

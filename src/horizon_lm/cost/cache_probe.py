@@ -51,12 +51,12 @@ class CacheProbe:
 
     def __init__(self, source: ModelSource, dtype: torch.dtype, accelerated: bool) -> None:
         self._source, self._dtype, self._accelerated = source, dtype, accelerated
-        self._trial: Callable[[int, int], _Trial] = cache(self._try)
+        self._token: Callable[[int, int], _TokenOfRows] = cache(self._try)
 
     def cache_bytes(self, generation: Generation) -> int:
         """Return the bytes of a cache on the device, at its largest. A model that cannot be tried is assumed to cache all tokens."""
         try:
-            layers = self._trial(generation.rows, generation.length).layers
+            layers = self._token(generation.rows, generation.length).layers
             in_prompt = layers if generation.is_static else self._in_prompt(generation)
         except Exception:  # the model's own code may raise any exception on the meta device
             return usual_cache_bytes(self._source.config, generation, self._dtype.itemsize)
@@ -78,7 +78,7 @@ class CacheProbe:
     def _working(self, generation: Generation) -> int:
         """Return the peak of computations beside the cache."""
         # Both peaks have a layer on top of the cache: concatenation makes a new one before it drops the old one.
-        of_token = self._trial(generation.rows, generation.length).peak()
+        of_token = self._token(generation.rows, generation.length).peak()
         of_prompt = max(self._in_prompt(generation)) + self._prompt_peak(generation.rows, generation.prompt)
         num_logits = generation.rows * self._source.config.get_text_config().vocab_size
         logits = num_logits * _LOGIT_BYTES
@@ -89,7 +89,7 @@ class CacheProbe:
     def _in_prompt(self, generation: Generation) -> list[int]:
         """Return the bytes of each layer while the prompt is computed: a dynamic layer keeps all of it, even with a window."""
         # Every token adds as much as the second one.
-        one, two = (self._trial(generation.rows, length).layers for length in (1, 2))
+        one, two = (self._token(generation.rows, length).layers for length in (1, 2))
         return [of_one + (generation.prompt - 1) * (of_two - of_one) for of_one, of_two in zip(one, two, strict=True)]
 
     def _prompt_peak(self, rows: int, length: int) -> int:
@@ -100,16 +100,16 @@ class CacheProbe:
         peak = max(each.run(rows).forward_peak for each in calls)
         return 3 * hidden + peak + shared_bytes(calls, rows)
 
-    def _try(self, rows: int, length: int) -> "_Trial":
+    def _try(self, rows: int, length: int) -> "_TokenOfRows":
         """Compute one token of each row with a static cache of this length."""
-        return _Trial(find_parts(self._skeleton()), self._dtype, self._accelerated, rows, length)
+        return _TokenOfRows(find_parts(self._skeleton()), self._dtype, self._accelerated, rows, length)
 
     def _skeleton(self) -> Any:
         """Return a skeleton that the caller may change."""
         return copy.deepcopy(self._source.skeleton()).eval()
 
 
-class _Trial:
+class _TokenOfRows:
     """One token of each row, computed on the meta device with a static cache.
 
     Attributes:

@@ -15,6 +15,7 @@ from horizon_lm.cost.meta_recorder import Recorder, recording
 from horizon_lm.model.expert_adapters import of_experts
 from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
 from horizon_lm.model.some_experts import some_experts
+from horizon_lm.model.trial import answering
 from horizon_lm.planning.outline import Footprint, Work
 
 _INDEX_BYTES = 64  # bytes per row of what is known of it: expert, token, place, and the same while it is sorted
@@ -55,15 +56,12 @@ def run_core_on_meta(
     """
     module, args, kwargs = copy_on_meta(block, args, kwargs, dtype, in_float32)
     left_out, experts = _LeftOut(), replace(experts, block=module)
-    own = experts.called
-    compute = own.forward
-    own.forward = left_out.replace
-    core = measure(module, args, kwargs, accelerated)
-    # Without a graph, as in the forward pass, in which micro-batches wait for each other at the experts.
-    with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.no_grad():
-        left_out.recorder = recorder
-        module.forward(*args, **kwargs)
-    own.forward = compute
+    with answering({experts.called: left_out.answer}):
+        core = measure(module, args, kwargs, accelerated)
+        # Without a graph, as in the forward pass, in which micro-batches wait for each other at the experts.
+        with recording(module, args, kwargs, accelerated=accelerated) as recorder, torch.no_grad():
+            left_out.recorder = recorder
+            module.forward(*args, **kwargs)
     alone, grad = _run_experts(experts, left_out, accelerated)
     gathered, between_tiles = left_out.bytes_of_rows(alone.output.dtype)
     footprint = replace(core.footprint, experts=alone.footprint.peak + gathered, held=left_out.held + between_tiles)
@@ -83,7 +81,7 @@ class _LeftOut:
         self.recorder: Recorder | None = None
         self.held, self.before = 0, Work()
 
-    def replace(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def answer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return an output of the experts (N, H)."""
         self.hidden, self.ids, self.weights = expert_arguments(args, kwargs)
         if self.recorder is not None:

@@ -1,6 +1,6 @@
 """Find the memory and work of the norm, head and loss by running the model's own code on the meta device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -10,10 +10,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.cost.meta_recorder import recording
 from horizon_lm.model.compiled_loss import loss_computed_by
-from horizon_lm.model.functional import in_place, logprobs_of_logits
-from horizon_lm.model.outer_trial import Decoded, forwards
-from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.functional import Place, logprobs_of_logits
+from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.skeletons import meta_copy
+from horizon_lm.model.trial import Answer, Decoded, outer_weights, trial
 from horizon_lm.planning.outline import HeadCosts, Linear, Work
 from horizon_lm.units import HEAD, OUTER
 
@@ -58,8 +58,8 @@ def head_peak(
     return Linear(one, one + of_token)  # which is given by its values for one token and for two
 
 
-class _Trial(NamedTuple):
-    """The peak bytes of a trial, the work of its forward pass, and that of forward and backward pass."""
+class _HeadRun(NamedTuple):
+    """The peak bytes of a run, the work of its forward pass, and that of forward and backward pass."""
 
     peak: int
     forward: Work
@@ -75,7 +75,7 @@ def _run(
     holds_logits: bool,
     compiled: bool = False,
     values: Sequence[str] = (),
-) -> _Trial:
+) -> _HeadRun:
     """Run norm, head and loss, forward and backward.
 
     Args:
@@ -90,16 +90,15 @@ def _run(
     weight.requires_grad_(bool(parts.sizes(trained_only=True).tensors_of(HEAD)))
     hidden = torch.empty((1, tokens, width), dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty((1, tokens), dtype=torch.long, device="meta")
-    replaced: dict[nn.Module, Callable[..., Any]] = {
+    answers: dict[nn.Module, Answer] = {
         trunk: lambda *args, **kwargs: Decoded(norm(hidden)),
         parts.head: lambda states: linear(states, weight),
     }
     options = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
     loss_code = loss_computed_by(model, _fused_loss) if compiled else nullcontext()
     with (
-        forwards(replaced),
+        trial(answers, _read_weights(parts, dtype, weight)),
         loss_code,
-        in_place(_read_weights(parts, dtype, weight)),
         recording(norm, weight, hidden, labels, accelerated=True) as recorder,
         torch.enable_grad(),
     ):
@@ -125,23 +124,20 @@ def _run(
         if not holds_logits:
             del output
         torch.autograd.backward(loss, torch.empty_like(loss))
-    return _Trial(recorder.peak, forward, recorder.work)
+    return _HeadRun(recorder.peak, forward, recorder.work)
 
 
-def _read_weights(
-    parts: ModelParts, dtype: torch.dtype, head: torch.Tensor
-) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Return the weights that the model's own code reads beside norm and head, with the places that it reads them from."""
-    weights = []
-    for ref in parts.units[OUTER]:
+def _read_weights(parts: ModelParts, dtype: torch.dtype, head: torch.Tensor) -> Iterator[Place]:
+    """Yield the weights that the model's own code reads beside norm and head, with the places that it reads them from."""
+
+    def make(ref: ParamRef) -> torch.Tensor:
         own_dtype = parts.computed_dtype(ref.name, dtype)
-        for module, attribute in ref.places:
-            value = torch.empty(ref.param.shape, dtype=own_dtype, device="meta", requires_grad=True)
-            weights.append((module, attribute, value))
+        return torch.empty(ref.param.shape, dtype=own_dtype, device="meta", requires_grad=True)
+
+    yield from outer_weights(parts, make)
     for ref in parts.units[HEAD]:
         if ref.name in parts.in_float32:  # a model that keeps its head in float32 reads the dtype of this weight
-            weights += [(module, attribute, head) for module, attribute in ref.places]
-    return weights
+            yield from ((module, attribute, head) for module, attribute in ref.places)
 
 
 class _ChunkLinear(torch.autograd.Function):

@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.constants import IGNORE_INDEX
-from horizon_lm.model.functional import in_place
-from horizon_lm.model.outer_trial import Decoded, forwards, outer_leaves, try_outer
+from horizon_lm.model.functional import Place
+from horizon_lm.model.outer_trial import random_weights, try_outer
 from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.trial import Answer, Decoded, trial
 
 _ROWS, _LENGTH, _CHUNK = 2, 5, 3
 _TOLERANCE = 1e-5
@@ -47,25 +48,24 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
     if type(parts.head) is not nn.Linear:
         return f"the head is a {type(parts.head).__name__}, not a plain Linear"
     reason = "its forward does not call a decoder"
-    # The head's weight is NaN, in the trial's float32: a model may read its dtype, but one that multiplies by it itself fails.
-    place = (parts.head, "weight", torch.tensor(torch.nan).expand(parts.head.weight.shape))
     for trunk in parts.trunks():
-        with torch.random.fork_rng(devices=[]), outer_leaves(parts) as outer, in_place([place]):
+        with torch.random.fork_rng(devices=[]):
             try:
-                reason = _difference(parts, trunk, outer)
+                reason = _difference(_HeadTrial(parts, trunk))
             except Exception as error:  # the model's code may need more inputs than it gets here
                 reason = f"its loss cannot be computed from hidden states alone ({type(error).__name__})"
         if not reason:
-            trial = try_outer(parts)
-            is_last = trial is not None and trial.norm_is_last
+            outer = try_outer(parts)
+            is_last = outer is not None and outer.norm_is_last
             return ChunkedPath(trunk, is_last, parts.model.loss_function)
     return reason
 
 
-class _Trial:
+class _HeadTrial:
     """A model's forward method on random hidden states of two short rows.
 
     Attributes:
+        outer: weights of the model's outer code.
         vocabulary: number of logits, V.
         hidden: hidden states (B, T, H), which need gradients.
         ids, labels: tokens (B, T), and the same as labels, some of which are ignored.
@@ -75,6 +75,10 @@ class _Trial:
 
     def __init__(self, parts: ModelParts, trunk: nn.Module) -> None:
         self._model, self._head, self._trunk = parts.model, parts.head, trunk
+        self.outer = random_weights(parts)
+        # NaN, in the trial's float32: a model may read the dtype of the head's weight, but one that multiplies by it itself fails.
+        nan = torch.tensor(torch.nan).expand(parts.head.get_parameter("weight").shape)
+        self._weights: list[Place] = [*self.outer, (parts.head, "weight", nan)]
         accepted = inspect.signature(type(parts.model).forward).parameters
         self._options = {"use_cache": False} | {name: False for name in AUXILIARY if name in accepted}
         self.vocabulary = parts.sizes().vocabulary
@@ -94,10 +98,8 @@ class _Trial:
 
     def run(self, states: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor], **arguments: Any) -> Any:
         """Return the model's output for some arguments, with ``states`` in place of the trunk's output, and ``logits`` as the head."""
-        replaced: dict[nn.Module, Callable[..., Any]] = {
-            self._trunk: lambda *args, **kwargs: Decoded(states), self._head: logits,
-        }  # fmt: skip
-        with forwards(replaced), torch.enable_grad():
+        answers: dict[nn.Module, Answer] = {self._trunk: lambda *args, **kwargs: Decoded(states), self._head: logits}
+        with trial(answers, self._weights), torch.enable_grad():
             return type(self._model).forward(self._model, **arguments, **self._options)
 
     def loss_without_labels(self) -> float:
@@ -110,27 +112,27 @@ class _Trial:
         return float(output.loss.detach())
 
 
-def _difference(parts: ModelParts, trunk: nn.Module, outer: list[torch.Tensor]) -> str:
+def _difference(trying: _HeadTrial) -> str:
     """Return the reason why the loss over chunks differs from the loss over all tokens; empty if they are equal."""
-    trial = _Trial(parts, trunk)
-    if trial.loss_without_labels() != 0:
+    if trying.loss_without_labels() != 0:
         return "its loss is not only that of labels"
     # All tokens at once, as the model computes them; then in chunks, each as a batch of one row.
-    whole = trial.run(trial.hidden, trial.project, input_ids=trial.ids, labels=trial.labels)
-    used = torch.autograd.grad(whole.loss, outer, allow_unused=True, retain_graph=True) if outer else ()
+    whole = trying.run(trying.hidden, trying.project, input_ids=trying.ids, labels=trying.labels)
+    outer = {id(weight): weight for _, _, weight in trying.outer}
+    used = torch.autograd.grad(whole.loss, [*outer.values()], allow_unused=True, retain_graph=True) if outer else ()
     if any(grad is not None for grad in used):
         return "it has layers with weights between its decoder and its loss"
-    (expected,) = torch.autograd.grad(whole.loss, trial.hidden)
+    (expected,) = torch.autograd.grad(whole.loss, trying.hidden)
     grads, loss = torch.zeros_like(expected).flatten(0, 1), 0.0
-    for index in trial.trained.split(_CHUNK):
-        chunk = trial.hidden.detach().flatten(0, 1)[index][None].requires_grad_()  # (1, chunk, H)
-        target = trial.targets[index][None]
-        part = trial.run(
-            chunk, trial.project, labels=target, shift_labels=target, num_items_in_batch=len(trial.trained)
+    for index in trying.trained.split(_CHUNK):
+        chunk = trying.hidden.detach().flatten(0, 1)[index][None].requires_grad_()  # (1, chunk, H)
+        target = trying.targets[index][None]
+        part = trying.run(
+            chunk, trying.project, labels=target, shift_labels=target, num_items_in_batch=len(trying.trained)
         )
         grads[index] = torch.autograd.grad(part.loss, chunk)[0][0]
         loss += float(part.loss.detach())
-        logits = trial.run(chunk, trial.project).logits
+        logits = trying.run(chunk, trying.project).logits
         if not torch.allclose(logits[0], whole.logits.detach().flatten(0, 1)[index], rtol=_TOLERANCE, atol=_TOLERANCE):
             return "its logits depend on more than a token's hidden state"
     is_loss_equal = abs(loss - float(whole.loss.detach())) <= _TOLERANCE * max(1.0, abs(loss))

@@ -3,8 +3,7 @@
 How this code uses the blocks cannot be derived from their names, so it is found by a trial.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch import nn
 
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.functional import in_place
-from horizon_lm.model.parts import ModelParts
-from horizon_lm.units import OUTER
+from horizon_lm.model.functional import Place
+from horizon_lm.model.parts import ModelParts, ParamRef
+from horizon_lm.model.trial import answers_of, hidden_of, outer_weights, trial
 
 _ROWS, _LENGTH = 2, 5
 _Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments
@@ -42,12 +41,12 @@ class OuterTrial:
     norm_is_last: bool
 
 
-def require_each_block_once(parts: ModelParts, trial: OuterTrial | None) -> None:
+def require_each_block_once(parts: ModelParts, found: OuterTrial | None) -> None:
     """Raise ModelNotSupportedError if a model does not call each block once, in order: in a trial, or because it has LayerDrop."""
-    if trial is not None and trial.order != tuple(range(parts.num_blocks)):
+    if found is not None and found.order != tuple(range(parts.num_blocks)):
         raise ModelNotSupportedError(
             f"{type(parts.model).__name__}: its forward calls the blocks of {parts.block_prefix} in the order "
-            f"{', '.join(map(str, trial.order))}; a model is streamed whose blocks are called once each, in order"
+            f"{', '.join(map(str, found.order))}; a model is streamed whose blocks are called once each, in order"
         )
     for module in parts.trunks():
         if getattr(module, "layerdrop", 0.0):
@@ -62,7 +61,7 @@ def try_outer(parts: ModelParts) -> OuterTrial | None:
     for trunk in parts.trunks():
         for structure in _STRUCTURES:
             try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]), outer_leaves(parts):
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
                     return _run(parts, trunk, structure)
             except Exception:  # this module is not a trunk, or its blocks return another structure
                 continue
@@ -97,14 +96,12 @@ def _run(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor]
     """Run the trunk once, with blocks that return their input (B, T, H) in the given structure."""
     ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
     record = _StandIns(structure)
-    replaced: dict[nn.Module, Callable[..., Any]] = {
-        module: partial(record.block, index) for index, module in enumerate(parts.blocks)
-    }
-    replaced[parts.embed] = lambda ids: torch.randn(*ids.shape, parts.sizes().hidden)
+    answers = answers_of(parts.blocks, record.block)
+    answers[parts.embed] = lambda ids: torch.randn(*ids.shape, parts.sizes().hidden)
     if parts.final_norm is not None:
         width = next(iter(parts.final_norm.parameters())).shape[-1]
-        replaced[parts.final_norm] = partial(record.norm, width)
-    with forwards(replaced):
+        answers[parts.final_norm] = partial(record.norm, width)
+    with trial(answers, random_weights(parts)):
         output = hidden_of(type(trunk).forward(trunk, input_ids=ids, use_cache=False))  # type: ignore[attr-defined]
     if output.ndim != 3 or record.last.ndim < 3:
         raise ValueError("hidden states have lost a dimension: blocks return something else")
@@ -115,59 +112,16 @@ def _run(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor]
     return OuterTrial(tuple(record.order), record.calls, record.last.shape[0] == _ROWS, norm_is_last)
 
 
-class Decoded:
-    """A stand-in for the output of any trunk, with hidden states only: all else in it is None."""
+def random_weights(parts: ModelParts) -> list[Place]:
+    """Return small random fp32 leaves on the host for the outer parameters of a model, with the places that they are read from.
 
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.last_hidden_state if index == 0 else None
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):  # Python's own, by which code finds out what an object is
-            raise AttributeError(name)
-        return None
-
-
-def hidden_of(output: Any) -> torch.Tensor:
-    """Return the hidden states (B, T, H) in a trunk's output."""
-    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
-    return hidden
-
-
-@contextmanager
-def forwards(replaced: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager: replace the forward methods of modules by other functions, and compile nothing.
-
-    The masks of flex_attention are otherwise compiled, for half a minute, to be looked at once.
+    Adapters inside blocks have none: stand-ins compute the blocks, and a large model has a thousand of them.
     """
-    before = {module: module.__dict__.get("forward") for module in replaced}
-    for module, forward in replaced.items():
-        module.forward = forward  # type: ignore[method-assign]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own  # type: ignore[method-assign]
 
+    def draw(ref: ParamRef) -> torch.Tensor:
+        return torch.randn(ref.param.shape).mul_(0.1).requires_grad_()
 
-@contextmanager
-def outer_leaves(parts: ModelParts) -> Iterator[list[torch.Tensor]]:
-    """Context manager: replace outer parameters by small random fp32 leaves on the host, which are yielded.
-
-    Adapters inside blocks are left as they are: stand-ins compute the blocks, and a large model has a thousand of them.
-    """
-    inside = frozenset().union(*parts.adapters.values())
-    refs = [ref for ref in parts.units[OUTER] if ref.name not in inside]
-    leaves = [torch.randn(ref.param.shape).mul_(0.1).requires_grad_() for ref in refs]
-    places = zip(refs, leaves, strict=True)
-    with in_place((module, name, leaf) for ref, leaf in places for module, name in ref.places):
-        yield leaves
+    return list(outer_weights(parts, draw, left_out=frozenset().union(*parts.adapters.values())))
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import ForwardRequest
 from horizon_lm.engine.passes.lockstep import keep_graph_together, run_together
-from horizon_lm.engine.passes.micro_batches import ProbeDoneError, split_batches
+from horizon_lm.engine.passes.micro_batches import split_batches
 from horizon_lm.engine.passes.residency_planner import ResidencyPlanner
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.engine.units.embedding import StreamedEmbedding
@@ -24,6 +24,7 @@ from horizon_lm.engine.units.lm_head import LmHead
 from horizon_lm.engine.units.outer import OuterParameters
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.generation import cache_of
+from horizon_lm.model.trial import answering, answers_of
 from horizon_lm.planning.residency import BatchSize
 
 Compute = Callable[[list[Call], dict[str, torch.Tensor]], list[Any]]  # calls and outer parameters -> outputs
@@ -167,20 +168,21 @@ class PassRunner:
         request = ForwardRequest(recording=False, rows=[largest.rows], embed=embed)
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         rehearsal = self._blocks.rehearsal()
-        with self.planner.without_residency(), self._blocks.answered(rehearsal.forward):
-            try:
+        answers = answers_of(engine.parts.blocks, rehearsal.answer)
+        try:
+            with self.planner.without_residency():
                 with (
+                    answering(answers),
                     torch.no_grad(),
                     engine.forward_pass(request),
                     self._outer.in_place(self._outer.load()),
                     self._stand_ins(),
                 ):
                     self.call_all([largest.call])
-            except ProbeDoneError:  # at the last block
                 self.planner.adopt(rehearsal.plan(size.tokens, num_micro_batches), size)
-            finally:
-                # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
-                engine.device.set_rng_state(state)
+        finally:
+            # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
+            engine.device.set_rng_state(state)
 
 
 def _needs_grad(tensor: torch.Tensor | None) -> bool:

@@ -5,15 +5,17 @@ A block's input may have its rows in any dimension, or none; the dimension that 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.micro_batches import BlockCall, ProbeDoneError
+from horizon_lm.engine.passes.micro_batches import BlockCall
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.engine.units.embedding import StreamedEmbedding
+from horizon_lm.model.trial import TrialDoneError, answering, answers_of
 
 
 class RowProbe:
@@ -42,40 +44,35 @@ class RowProbe:
         call = arguments.rebuild([_one_more_row(path, tensor, rows) for (path, _), tensor in pairs])
         shapes: list[torch.Size] = []
 
-        def answer(reached: int, block_call: BlockCall) -> Any:
-            """Return zeros for an earlier block. At the block to probe, take the shapes of its inputs, and end the pass."""
+        def answer(reached: int, *args: Any, **kwargs: Any) -> Any:
+            """Return zeros for an earlier block. At the block to probe, take the shapes of its inputs, and end the probe."""
             if reached == index:
-                shapes.extend(t.shape for t in block_call.tensors)
-                raise ProbeDoneError
+                shapes.extend(t.shape for t in BlockCall(args, kwargs).tensors)
+                raise TrialDoneError
             # Earlier blocks have been computed in the running pass, so the structure of their outputs is known.
             outputs = self._blocks.outputs[reached][batch]
             # The second part of a block's outputs is those captured inside of it (`run_block`); a probe captures none.
             output, _ = outputs.rebuild(outputs.imitate(rows + 1))
             return output
 
+        # Embedding and earlier blocks answer with zeros in the right shapes, so a probe needs no weights on the device.
+        answers = answers_of(self._engine.parts.blocks, answer) | {
+            table.module: partial(self._zeros, table.width) for table in self._tables
+        }
         # Code outside of blocks runs a second time here, and must not draw the numbers of the pass that it interrupts.
         state = self._engine.device.rng_state()
         try:
-            # Embedding and earlier blocks answer with zeros in the right shapes, so a probe needs no weights on the
-            # device.
-            with self._blocks.answered(answer), self._embeddings_answer(rows + 1), torch.no_grad():
+            with answering(answers), torch.no_grad():
                 self._call_model(**call)
-        except ProbeDoneError:
-            return shapes
+                raise AssertionError(f"block {index} was not reached by the probe")
         finally:
             self._engine.device.set_rng_state(state)
-        raise AssertionError(f"block {index} was not reached by the probe")
+        return shapes
 
-    @contextmanager
-    def _embeddings_answer(self, rows: int) -> Iterator[None]:
-        """Context manager: let embeddings answer with zeros for this many rows."""
-        for table in self._tables:
-            table.probe_rows = rows
-        try:
-            yield
-        finally:
-            for table in self._tables:
-                table.probe_rows = None
+    def _zeros(self, width: int, ids: torch.Tensor) -> torch.Tensor:
+        """Return zeros for the hidden states (B, T, H) of ids (B, T)."""
+        engine = self._engine
+        return torch.zeros((*ids.shape, width), dtype=engine.options.compute_dtype, device=engine.device.torch_device)
 
 
 def _one_more_row(path: str, value: torch.Tensor, rows: int) -> torch.Tensor:

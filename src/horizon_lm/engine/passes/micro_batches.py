@@ -164,10 +164,6 @@ def compare_rows(
     return dims
 
 
-class ProbeDoneError(Exception):
-    """Raised to end a forward pass that was run only to see the inputs of a block."""
-
-
 def slice_rows(tensor: torch.Tensor, dim: int | None, rows: Rows) -> torch.Tensor:
     """Return these rows of a tensor, or the whole tensor if it has no row dimension."""
     start, stop = rows

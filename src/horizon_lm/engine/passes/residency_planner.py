@@ -15,13 +15,14 @@ from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
 from horizon_lm.cost.core_probe import run_core_on_meta
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, ProbeDoneError, RowOutputs
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.model.routed_experts import expert_sizes
+from horizon_lm.model.trial import TrialDoneError
 from horizon_lm.planning.device_buffers import BufferSettings, block_bytes, device_buffers
 from horizon_lm.planning.device_memory import working
 from horizon_lm.planning.outline import Footprint
@@ -193,7 +194,7 @@ class ResidencyPlanner:
 
 
 class Rehearsal:
-    """A forward pass that measures the memory that blocks take: it answers their calls (`Blocks.answered`).
+    """A forward pass that measures the memory that blocks take: it answers their calls.
 
     One block of each structure is run; the others are answered with zeros of the same shapes.
 
@@ -216,15 +217,16 @@ class Rehearsal:
         self._footprints: dict[Any, Footprint] = {}  # by structure of the block
         self._hidden: torch.Tensor | None = None  # input of the first block for the whole batch, (B, T, H)
 
-    def forward(self, index: int, call: BlockCall) -> Any:
-        """Measure the first block of each structure. Return zeros in the shapes of a block's output; raise ProbeDoneError at the last."""
+    def answer(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Measure the first block of each structure. Return zeros in the shapes of a block's output; raise TrialDoneError at the last."""
+        call = BlockCall(args, kwargs)
         if self._hidden is None:
             self._hidden = call.tensors[call.hidden]
         structure = self._structures[index]
         if structure not in self._measured:
             self._measured[structure] = self._measure(index, call)
         if index == len(self._blocks) - 1:
-            raise ProbeDoneError
+            raise TrialDoneError
         like = self._measured[structure]
         self._outputs[index] = [like]
         return like.rebuild(like.imitate(self._num_rows))[0]

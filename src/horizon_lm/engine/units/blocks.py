@@ -4,8 +4,7 @@ Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch
 micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +20,6 @@ from horizon_lm.engine.units.gradient_check import GradientCheck
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import capture
 
-Answer = Callable[[int, BlockCall], Any]
-"""Function that answers a call of a block, given its index, without computing it; raises `ProbeDoneError` to end the pass."""
-
 
 class Blocks(BlockComputation):
     """The streamed decoder blocks of a model, which it calls one by one.
@@ -34,15 +30,12 @@ class Blocks(BlockComputation):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._answer: Answer | None = None  # answers the calls of blocks instead of them
         self.gradient_check: GradientCheck | None = None
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Compute a block for a whole batch. The model calls this instead of the forward method of the block module."""
         require_forward(self.engine, self.blocks[index].name)
         call = BlockCall(args, kwargs)
-        if self._answer is not None:
-            return self._answer(index, call)
         # Read, and published below, in the thread of this call: its context has the collector in which transformers gathers
         # `output_hidden_states` and the like.
         keys = capture.requested_keys()
@@ -85,17 +78,6 @@ class Blocks(BlockComputation):
     def is_structure_changed(self) -> bool:
         """Return whether a module or parameter inside a block was added, removed or replaced."""
         return any(each.is_structure_changed() for each in self.blocks)
-
-    @contextmanager
-    def answered(self, answer: Answer) -> Iterator[None]:
-        """Context manager: answer the calls of blocks by a function. Contexts may be nested, as a row probe in a rehearsal
-        (`Rehearsal._measure`): the innermost one answers.
-        """
-        before, self._answer = self._answer, answer
-        try:
-            yield
-        finally:
-            self._answer = before
 
     def rehearsal(self) -> Rehearsal:
         """Return a rehearsal of a pass with a single batch, which answers calls of blocks and measures the memory that they take."""

@@ -22,7 +22,8 @@ from horizon_lm.engine.units.lm_head import LmHead
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import ChunkedPath
-from horizon_lm.model.outer_trial import Decoded, hidden_of, is_same
+from horizon_lm.model.outer_trial import is_same
+from horizon_lm.model.trial import Decoded, hidden_of
 
 
 class ChunkedLmHead:

@@ -41,7 +41,6 @@ class StreamedEmbedding:
         self._name = next(name for name, ref in engine.refs.items() if (module, "weight") in ref.places)
         self._unit = engine.store.unit_of[self._name]
         self.width = engine.store.weight(self._name).shape[1]
-        self.probe_rows: int | None = None  # rows of a probe, for which zeros are returned; None outside of a probe
         # The ids of the running pass's batches on the device, their versions, and the same ids on the host.
         self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
@@ -52,10 +51,6 @@ class StreamedEmbedding:
         engine = self.engine
         if engine.running.forward is None:
             return self._look_up_outside(ids)
-        if self.probe_rows is not None:
-            return torch.zeros(  # (B + 1, T, H)
-                (*ids.shape, self.width), dtype=engine.options.compute_dtype, device=engine.device.torch_device
-            )
         if not engine.forward.embeds:  # tokens whose rows the model compares with the embeddings of its caller
             return self._look_up_on_host(ids)
         hidden: torch.Tensor = compute_jointly("embedding", ids, self._forward_all)
