@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -229,6 +229,22 @@ class Device(ABC):
     @abstractmethod
     def seeded_rng_state(self, seed: int) -> Any:
         """Return the random state that ``torch.manual_seed(seed)`` would set, without changing the current state."""
+
+    @contextmanager
+    def rng_state_restored(self, start: Any = None) -> Iterator[None]:
+        """Context manager: draw from the random state ``start``, by default the current one, and restore the current one afterwards."""
+        before = self.rng_state()
+        if start is not None:
+            self.set_rng_state(start)
+        try:
+            yield
+        finally:
+            self.set_rng_state(before)
+
+
+def same_rng_state(a: Any, b: Any) -> bool:
+    """Return whether two random states are equal: the state of the host and, on an accelerator, that of the device."""
+    return all(map(same_rng_state, a, b)) if isinstance(a, tuple) else torch.equal(a, b)
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

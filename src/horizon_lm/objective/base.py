@@ -101,13 +101,13 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 @contextmanager
 def _random_states_restored(device: Device) -> Iterator[None]:
     """Context manager: restore the random states of Python, numpy and torch, on the host and on the device."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), device.rng_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        yield
+        with device.rng_state_restored():
+            yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        device.set_rng_state(torch_state)
 
 
 class Objective(Protocol):

@@ -76,7 +76,9 @@ class PassRunner:
         size = self._size_of(batches)
         # Before the pass, not within it: what is planned for a batch already holds in its own step.
         if recording and self.planner.is_needed(size):
-            self._plan(batches, size)
+            # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
+            with engine.device.rng_state_restored():
+                self._plan(batches, size)
         # After planning, whose rehearsal announces a batch of its own.
         self._announce(batches)
         request = ForwardRequest(
@@ -160,7 +162,6 @@ class PassRunner:
     def _plan(self, batches: list[Batch], size: BatchSize) -> None:
         """Plan what stays on the device. A rehearsal with the largest batch measures one block of each structure."""
         engine = self._engine
-        state = engine.device.rng_state()
         largest = max(batches, key=self._tokens_at_once)
         num_micro_batches = len(split_batches([batch.rows for batch in batches], engine.options))
         self._announce([largest])
@@ -169,20 +170,17 @@ class PassRunner:
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         rehearsal = self._blocks.rehearsal()
         answers = answers_of(engine.parts.blocks, rehearsal.answer)
-        try:
-            with self.planner.without_residency():
-                with (
-                    answering(answers),
-                    torch.no_grad(),
-                    engine.forward_pass(request),
-                    self._outer.in_place(self._outer.load()),
-                    self._stand_ins(),
-                ):
-                    self.call_all([largest.call])
-                self.planner.adopt(rehearsal.plan(size.tokens, num_micro_batches), size)
-        finally:
-            # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
-            engine.device.set_rng_state(state)
+        # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
+        with engine.device.rng_state_restored(), self.planner.without_residency():
+            with (
+                answering(answers),
+                torch.no_grad(),
+                engine.forward_pass(request),
+                self._outer.in_place(self._outer.load()),
+                self._stand_ins(),
+            ):
+                self.call_all([largest.call])
+            self.planner.adopt(rehearsal.plan(size.tokens, num_micro_batches), size)
 
 
 def _needs_grad(tensor: torch.Tensor | None) -> bool:

@@ -60,13 +60,9 @@ class RowProbe:
             table.module: partial(self._zeros, table.width) for table in self._tables
         }
         # Code outside of blocks runs a second time here, and must not draw the numbers of the pass that it interrupts.
-        state = self._engine.device.rng_state()
-        try:
-            with answering(answers), torch.no_grad():
-                self._call_model(**call)
-                raise AssertionError(f"block {index} was not reached by the probe")
-        finally:
-            self._engine.device.set_rng_state(state)
+        with self._engine.device.rng_state_restored(), answering(answers), torch.no_grad():
+            self._call_model(**call)
+            raise AssertionError(f"block {index} was not reached by the probe")
         return shapes
 
     def _zeros(self, width: int, ids: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
 
-from horizon_lm.device.base import Device
+from horizon_lm.device.base import Device, same_rng_state
 from horizon_lm.model import capture
 
 _OUTSIDE = 1 << 61  # tells the seed of code outside of blocks from that of a micro-batch
@@ -130,7 +130,7 @@ class MicroBatchRandomness:
         """Put the global generators back, if they were replaced. Return whether numbers were drawn while they were."""
         if self._outside is None:
             return False
-        was_drawn_from = not _same_state(self._device.rng_state(), self._replaced)
+        was_drawn_from = not same_rng_state(self._device.rng_state(), self._replaced)
         self._device.set_rng_state(self._outside)
         self._outside = None
         return was_drawn_from
@@ -144,7 +144,7 @@ class MicroBatchRandomness:
         drawn_outside = self.restore()
         if self._streams is None or not self._draws:
             return
-        drawn_in_blocks = not all(map(_same_state, self._streams, self._seeded))
+        drawn_in_blocks = not all(map(same_rng_state, self._streams, self._seeded))
         if not (drawn_in_blocks or drawn_outside):
             return
         # If other code has drawn from the global generator since, the seeds are drawn once more, after its numbers.
@@ -155,36 +155,16 @@ class MicroBatchRandomness:
 
     @contextmanager
     def drawing(self, index: int) -> Iterator[Any]:
-        """Context manager: draw from a micro-batch's random stream. Yield its initial state, for `replaying`."""
+        """Context manager: draw from a micro-batch's random stream. Yield its initial state."""
         if self._streams is None:
             # Nothing is put back: the global generators go on, as in a plain model.
             yield self._device.rng_state()
             return
-        outside = self._device.rng_state()
-        self._device.set_rng_state(self._streams[index])
-        try:
+        with self._device.rng_state_restored(self._streams[index]):
             yield self._streams[index]
             self._streams[index] = self._device.rng_state()
-        finally:
-            self._device.set_rng_state(outside)
-
-
-def _same_state(a: Any, b: Any) -> bool:
-    """Return whether two random states are equal: the state of the host and, on an accelerator, that of the device."""
-    return all(map(_same_state, a, b)) if isinstance(a, tuple) else torch.equal(a, b)
 
 
 def micro_batch_seeds(num_micro_batches: int) -> list[int]:
     """Return seeds for the micro-batches of a forward pass, using one draw from the global host generator."""
     return torch.randint(2**62, (num_micro_batches,), dtype=torch.int64).tolist()
-
-
-@contextmanager
-def replaying(device: Device, state: Any) -> Iterator[None]:
-    """Context manager: draw from this random state, and restore the current state afterwards."""
-    outside = device.rng_state()
-    device.set_rng_state(state)
-    try:
-        yield
-    finally:
-        device.set_rng_state(outside)

@@ -138,12 +138,8 @@ def find_footprint(
         run = run_on_meta(block.module, args, kwargs, dtype, in_float32=in_float32)
         return run.footprint, tree_map(lambda t: torch.zeros_like(t, device=device), run.output)
     # The trial must not draw the numbers of the step.
-    state = engine.device.rng_state()
-    try:
-        with no_autocast_cache():
-            return measured_footprint(block, args, kwargs, dtype, device, meter, in_float32)
-    finally:
-        engine.device.set_rng_state(state)
+    with engine.device.rng_state_restored(), no_autocast_cache():
+        return measured_footprint(block, args, kwargs, dtype, device, meter, in_float32)
 
 
 class ResidencyPlanner:

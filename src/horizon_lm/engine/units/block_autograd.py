@@ -21,7 +21,7 @@ from horizon_lm.engine.passes.micro_batches import (
     slice_rows,
     spans_of,
 )
-from horizon_lm.engine.passes.recompute import RecomputeContext, no_autocast_cache, replaying
+from horizon_lm.engine.passes.recompute import RecomputeContext, no_autocast_cache
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.grad_sink import GradSink
@@ -285,7 +285,7 @@ class BlockAutograd(UnitNode):
                     )
             return Tree(output).tensors
 
-        with replaying(self.engine.device, self.saved.rng_states[number]):
+        with self.engine.device.rng_state_restored(self.saved.rng_states[number]):
             # On a GPU, autograd calls this in a thread of its own, which has neither the context variables nor the
             # autocast settings of the forward pass.
             outputs = self.context.run(forward)

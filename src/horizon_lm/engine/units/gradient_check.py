@@ -7,15 +7,14 @@ in the dtype of training.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from horizon_lm.device.base import same_rng_state
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.micro_batches import MicroBatch, rows_of_output, run_block, split_batches
-from horizon_lm.engine.passes.recompute import no_autocast_cache, replaying
+from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.errors import GradientMismatchError
@@ -123,7 +122,7 @@ class GradientCheck:
         for number, part in enumerate(parts):
             with (
                 torch.enable_grad(), no_autocast_cache(), node.module.bound(params), node.module.in_mode(node.mode),
-                replaying(engine.device, node.saved.rng_states[number]), plain_kernels(),
+                engine.device.rng_state_restored(node.saved.rng_states[number]), plain_kernels(),
             ):  # fmt: skip
                 args, kwargs = node.calls.calls[part.batch].rebuild(node.calls.inputs(leaves, node.dims, part))
                 before = engine.device.rng_state()
@@ -131,7 +130,7 @@ class GradientCheck:
                 with rejecting_state(node.module.name, args, kwargs):
                     output = run_block(node.module, args, kwargs, node.keys, segments, part.rows, uncompiled=True)
                 # A whole batch would draw other numbers than its micro-batches did.
-                if len(parts) < len(node.micro_batches) and not _same(before, engine.device.rng_state()):
+                if len(parts) < len(node.micro_batches) and not same_rng_state(before, engine.device.rng_state()):
                     raise _DrawsNumbersError
             pairs = [
                 (t, rows_of_output(g, t, part.rows).to(t.dtype))
@@ -156,11 +155,6 @@ class GradientCheck:
 
 class _DrawsNumbersError(Exception):
     """Raised if a block draws random numbers, for example for dropout."""
-
-
-def _same(before: Any, after: Any) -> bool:
-    """Return whether two random states of a device are equal; dropout draws from the generator of the device, not of the host."""
-    return all(map(torch.equal, tree_leaves(before), tree_leaves(after)))
 
 
 def _input_name(index: int) -> str:

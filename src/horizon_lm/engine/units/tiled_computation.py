@@ -7,7 +7,7 @@ Shapes: N tokens of a micro-batch, K experts of a token, H hidden size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -88,16 +88,10 @@ class TiledExperts:
             if not is_routed:  # the block has left out its experts
                 compute([])
 
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
+    def _own_randomness(self) -> AbstractContextManager[None]:
         """Context manager: put back the present random state at the end, since micro-batches replace it in turn."""
         engine = self._engine
-        if not engine.forward.randomness.has_streams:
-            yield
-            return
-        state = engine.device.rng_state()
-        yield
-        engine.device.set_rng_state(state)
+        return engine.device.rng_state_restored() if engine.forward.randomness.has_streams else nullcontext()
 
     def _stream_chosen(self, calls: Sequence[ExpertCall]) -> None:
         """Bind copies of only those experts of each tile that tokens are routed to."""
