@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horizon_lm.engine.passes.recompute import no_autocast_cache
+from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead
 from horizon_lm.engine.units.chunked_runs import ChunkedRun, Grads
 from horizon_lm.engine.units.loss_inputs import LossInputs

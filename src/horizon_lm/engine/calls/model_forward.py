@@ -24,9 +24,9 @@ from horizon_lm.engine.calls.joint_calls import JointCalls, require_joint
 from horizon_lm.engine.calls.merging import MergingLayers
 from horizon_lm.engine.calls.pass_runner import Compute, PassRunner
 from horizon_lm.engine.calls.replaced_forwards import ReplacedForwards, own_forward, weakly
+from horizon_lm.engine.passes.ambient import outside_inference_mode
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.recompute import outside_inference_mode
 from horizon_lm.engine.passes.residency_planner import ResidencyPlanner
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead

@@ -170,8 +170,7 @@ class PassRunner:
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
         rehearsal = self._blocks.rehearsal()
         answers = answers_of(engine.parts.blocks, rehearsal.answer)
-        # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
-        with engine.device.rng_state_restored(), self.planner.without_residency():
+        with self.planner.without_residency():
             with (
                 answering(answers),
                 torch.no_grad(),

@@ -16,9 +16,9 @@ from horizon_lm.engine.opening.generating_model import GeneratingModel
 from horizon_lm.engine.opening.late_adapters import are_adapters_changed, take_in_adapters
 from horizon_lm.engine.opening.options import StreamArguments, open_device
 from horizon_lm.engine.opening.streamed_model import StreamedModel
+from horizon_lm.engine.passes.ambient import outside_inference_mode
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.recompute import outside_inference_mode
 from horizon_lm.errors import HeadWarning, StreamingError, warn
 from horizon_lm.model.adapter_layers import is_adapter_model
 from horizon_lm.model.examination import Examined

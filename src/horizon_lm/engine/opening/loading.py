@@ -12,7 +12,7 @@ from horizon_lm.engine.opening.attaching import attach
 from horizon_lm.engine.opening.filling import draw, stream_loaded, with_store
 from horizon_lm.engine.opening.model_opening import OpenRequest, open_model
 from horizon_lm.engine.opening.options import StreamArguments, open_device
-from horizon_lm.engine.passes.recompute import outside_inference_mode
+from horizon_lm.engine.passes.ambient import outside_inference_mode
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.skeletons import build_skeleton

@@ -8,8 +8,7 @@ import torch
 
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
-from horizon_lm.engine.passes.micro_batches import MicroBatch, split_batches
-from horizon_lm.engine.passes.recompute import MicroBatchRandomness
+from horizon_lm.engine.passes.micro_batches import MicroBatch, MicroBatchRandomness, split_batches
 from horizon_lm.engine.passes.trained_parameters import allocate_grads
 from horizon_lm.engine.passes.unit_moves import UnitMoves
 from horizon_lm.errors import StreamingError

@@ -5,7 +5,6 @@ thread of its own and waits at each unit until all calls have arrived; the unit 
 its weights loaded once. Outside of a lock-step a meeting has one participant and returns at once.
 """
 
-import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -16,8 +15,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from horizon_lm.engine.passes.ambient import Ambient
+
 T = TypeVar("T")
-_DEVICE_TYPES = ("cpu", "cuda")
 _current = threading.local()  # the member whose function this thread runs
 
 
@@ -37,43 +37,6 @@ def watch_locksteps(watcher: Watcher) -> None:
     _watchers.add(watcher)
 
 
-class ThreadState:
-    """The settings that torch keeps for each thread, at the time of construction: what is computed depends on them."""
-
-    def __init__(self) -> None:
-        self._variables = contextvars.copy_context()
-        self._grad = torch.is_grad_enabled()
-        self._num_threads = torch.get_num_threads()
-        self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _DEVICE_TYPES]
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._device = torch.get_default_device()
-        # A member on another stream would compute beside the events that order computation and copies.
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-    def run(self, function: Callable[[], T]) -> T:
-        """Call a function with these settings and return its result."""
-
-        def call() -> T:
-            # Each thread has its own number, and sums of another number of threads have other bits.
-            torch.set_num_threads(self._num_threads)
-            with ExitStack() as stack:
-                for device_type, enabled, dtype in self._autocast:
-                    current = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-                    if current != (enabled, dtype):
-                        stack.enter_context(torch.autocast(device_type, dtype, enabled, self._autocast_cache))
-                if self._device != torch.get_default_device():
-                    stack.enter_context(self._device)
-                if self._stream is not None:
-                    # A thread begins on the first GPU. Going back to it, as the stream does at its end, would make a context there.
-                    torch.cuda.set_device(self._stream.device)
-                    stack.enter_context(torch.cuda.stream(self._stream))
-                stack.enter_context(torch.set_grad_enabled(self._grad))
-                return function()
-
-        # A copy, because a context can be entered once at a time, and the members of a lock-step share this one.
-        return self._variables.copy().run(call)
-
-
 @dataclass
 class _Meeting:
     """The point at which a member waits, with the value that it brings to it."""
@@ -81,7 +44,7 @@ class _Meeting:
     point: Hashable
     value: Any
     compute: Callable[[list[Any]], Sequence[Any]]
-    state: ThreadState
+    state: Ambient
 
 
 # Not an Exception, which the code of a model or of a loss might catch, and go on.
@@ -101,7 +64,7 @@ class _Member:
         ended: the function has returned or failed.
     """
 
-    def __init__(self, function: Callable[[], Any], state: ThreadState, prepare: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], Any], state: Ambient, prepare: Callable[[], None]) -> None:
         self._function, self._state, self._prepare = function, state, prepare
         # A baton: the first lets the function run, the second says that it waits or has ended. Between the two, the
         # thread that resumes it stands still, so no state of the engine needs a lock.
@@ -202,7 +165,7 @@ def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
 
 def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]]) -> list[T]:
     """Run the functions from meeting to meeting until all have returned."""
-    state = ThreadState()
+    state = Ambient()
     members: list[_Member] = []
     try:
         for function, before in zip(functions, prepare, strict=True):
@@ -279,7 +242,7 @@ def compute_jointly(point: Hashable, value: Any, compute: Callable[[list[Any]], 
         (answer,) = compute([value])
         return answer
     # Computed in the thread of the lock-step, which has neither this thread's gradient mode nor its autocast.
-    return member.wait(_Meeting(point, value, compute, ThreadState()))
+    return member.wait(_Meeting(point, value, compute, Ambient()))
 
 
 def compute_alone(function: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Split the inputs of a block into micro-batches, run a micro-batch, and merge the outputs.
+"""Split the inputs of a block into micro-batches, run one of them with random numbers of its own, and merge the outputs.
 
 The row dimension of an input cannot be determined from one shape: a rope table may be (1, T, D) or (B, T, D), M-RoPE
 positions are (3, B, T). It is found once per kind of call by running the model's outer code with one more row and
@@ -7,11 +7,13 @@ comparing shapes.
 Shapes: B batch rows, T tokens of a row, D size of an attention head.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from horizon_lm.device.base import Device, same_rng_state
 from horizon_lm.engine.passes.tree import Path, Tree
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import capture
@@ -20,6 +22,7 @@ from horizon_lm.model.block_template import StreamedBlock
 from horizon_lm.streaming_options import WHOLE_BATCHES, StreamingOptions
 
 Rows = tuple[int, int]  # the rows [start, stop) of a batch
+_OUTSIDE = 1 << 61  # tells the seed of code outside of blocks from that of a micro-batch
 
 
 class MicroBatch(NamedTuple):
@@ -259,3 +262,95 @@ class RowOutputs:
         """Return the output structure filled with these tensors."""
         assert self._tree is not None
         return self._tree.rebuild(tensors)
+
+
+class MicroBatchRandomness:
+    """The random states of the micro-batches of one forward pass.
+
+    A single micro-batch uses the global generators, as plain Hugging Face does. If there are several, each has a random
+    stream, seeded by one draw from the global generator (`micro_batch_seeds`), which continues from block to block.
+
+    Code outside of blocks draws from the global generators, which are the same on all ranks at the begin of a pass. So with
+    several ranks, they are replaced meanwhile.
+
+    Args:
+        device: the model's device.
+        num_micro_batches: the number of micro-batches.
+        num_before: number of micro-batches of the ranks before this one.
+        num_everywhere: number of micro-batches of all ranks; None for one rank. All ranks draw the seeds of all micro-batches, so
+            that a micro-batch has the same one on any rank.
+        draws: let the draw advance the global generator, if a micro-batch uses its random numbers. In evaluation plain
+            Hugging Face draws nothing, so the generator is reset afterwards, and training continues as if there had been
+            no evaluation.
+    """
+
+    def __init__(
+        self, device: Device, num_micro_batches: int, draws: bool = True, num_before: int = 0,
+        num_everywhere: int | None = None,
+    ) -> None:  # fmt: skip
+        self._device = device
+        # The state of each micro-batch's random stream; None if there is one micro-batch, which uses the global generators.
+        self._streams: list[Any] | None = None
+        self._draws = draws
+        self._outside: Any = None  # the state of the global generators, while they are replaced
+        self._num_seeds = num_micro_batches if num_everywhere is None else num_everywhere
+        if self._num_seeds > 1:
+            self._before_draw = torch.get_rng_state()
+            seeds = micro_batch_seeds(self._num_seeds)[num_before : num_before + num_micro_batches]
+            self._after_draw = torch.get_rng_state()
+            # The draw is taken back: `finish` repeats it if a micro-batch has used its numbers.
+            torch.set_rng_state(self._before_draw)
+            self._seeded = [device.seeded_rng_state(seed) for seed in seeds]
+            self._streams = list(self._seeded)
+            # Seeded by this rank's first micro-batch, so that each rank draws other numbers outside of blocks.
+            if num_everywhere is not None and draws:
+                self._outside, self._replaced = device.rng_state(), device.seeded_rng_state(seeds[0] ^ _OUTSIDE)
+                device.set_rng_state(self._replaced)
+
+    @property
+    def has_streams(self) -> bool:
+        """True if micro-batches have random streams of their own."""
+        return self._streams is not None
+
+    def restore(self) -> bool:
+        """Put the global generators back, if they were replaced. Return whether numbers were drawn while they were."""
+        if self._outside is None:
+            return False
+        was_drawn_from = not same_rng_state(self._device.rng_state(), self._replaced)
+        self._device.set_rng_state(self._outside)
+        self._outside = None
+        return was_drawn_from
+
+    def finish(self) -> None:
+        """Advance the global generator by the draw of the seeds, if any number was drawn from what they seeded.
+
+        Without dropout a plain model draws nothing in its blocks, so the next numbers outside of them, such as noise on
+        embeddings, must not move on either. Ranks decide alike, because they run the same model.
+        """
+        drawn_outside = self.restore()
+        if self._streams is None or not self._draws:
+            return
+        drawn_in_blocks = not all(map(same_rng_state, self._streams, self._seeded))
+        if not (drawn_in_blocks or drawn_outside):
+            return
+        # If other code has drawn from the global generator since, the seeds are drawn once more, after its numbers.
+        if torch.equal(self._before_draw, torch.get_rng_state()):
+            torch.set_rng_state(self._after_draw)
+        else:
+            micro_batch_seeds(self._num_seeds)
+
+    @contextmanager
+    def drawing(self, index: int) -> Iterator[Any]:
+        """Context manager: draw from a micro-batch's random stream. Yield its initial state."""
+        if self._streams is None:
+            # Nothing is put back: the global generators go on, as in a plain model.
+            yield self._device.rng_state()
+            return
+        with self._device.rng_state_restored(self._streams[index]):
+            yield self._streams[index]
+            self._streams[index] = self._device.rng_state()
+
+
+def micro_batch_seeds(num_micro_batches: int) -> list[int]:
+    """Return seeds for the micro-batches of a forward pass, using one draw from the global host generator."""
+    return torch.randint(2**62, (num_micro_batches,), dtype=torch.int64).tolist()

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
 from horizon_lm.cost.core_probe import run_core_on_meta
+from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
-from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending

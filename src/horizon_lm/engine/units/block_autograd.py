@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from horizon_lm.engine.passes.ambient import Ambient, no_autocast_cache
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.micro_batches import (
@@ -21,7 +22,6 @@ from horizon_lm.engine.passes.micro_batches import (
     slice_rows,
     spans_of,
 )
-from horizon_lm.engine.passes.recompute import RecomputeContext, no_autocast_cache
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.grad_sink import GradSink
@@ -92,7 +92,7 @@ class BlockAutograd(UnitNode):
         self.hooked, self.uncompiled = hooked, uncompiled
         self.comparison = comparison if comparison is not None and index in comparison.indices else None
         self.module = blocks.blocks[index]
-        self.context = RecomputeContext(blocks.engine.device.torch_device.type)
+        self.context = Ambient(later=True)
         self.mode = self.module.mode()
         self.segments: list[Segments | None] = blocks.segments
         self.micro_batches: list[MicroBatch] = blocks.engine.forward.micro_batches

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from horizon_lm.device.transfers import Copy
+from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.left_state import rejecting_state
@@ -28,7 +29,6 @@ from horizon_lm.engine.passes.micro_batches import (
     run_block,
     spans_of,
 )
-from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.passes.tree import Path, Tree
 from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.engine.units.routed_computation import computing

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.passes.recompute import RecomputeContext, no_autocast_cache
+from horizon_lm.engine.passes.ambient import Ambient, no_autocast_cache
 from horizon_lm.engine.units.chunked_lm_head import Chunk, ChunkedLmHead
 from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.node import UnitNode
@@ -46,7 +46,7 @@ class ChunkedRun(ABC):
         self._options, self.statistics = options, statistics
         if statistics is not None:
             statistics.begin(inputs.labels, self.engine.options.compile)
-        self.context = RecomputeContext(self.engine.device.torch_device.type)
+        self.context = Ambient(later=True)
 
     @abstractmethod
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from horizon_lm.device.base import same_rng_state
+from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.micro_batches import MicroBatch, rows_of_output, run_block, split_batches
-from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.errors import GradientMismatchError

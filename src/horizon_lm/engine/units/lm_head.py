@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.lockstep import compute_jointly
-from horizon_lm.engine.passes.recompute import no_autocast_cache
 from horizon_lm.engine.units.grad_sink import GradSlot, fresh_leaves
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.model.functional import in_place
