@@ -10,11 +10,10 @@ import torch
 
 from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError, first_line, warn
 from horizon_lm.gguf_header import read_gguf_header
-from horizon_lm.model.config_limits import require_sane_config
+from horizon_lm.model.config_limits import read_settings, require_sane_config
 from horizon_lm.model.folder import code_remedy, gguf_path, gguf_remedy, require_model_files, weight_files
 from horizon_lm.model.gguf_config import config_of
 from horizon_lm.model.own_head import has_own_head
-from horizon_lm.model.own_types import own_type_remedy
 from horizon_lm.model.quantization import matrix_codec, quantization_of
 from horizon_lm.model.tying import declare_untied
 
@@ -55,8 +54,26 @@ def read_config(folder: Path, trust_remote_code: bool, gguf_file: str | None = N
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers' parsers raise anything
-        remedy = own_type_remedy(folder) + (code_remedy(error) or gguf_remedy(folder))
+        remedy = _own_type_remedy(folder) + (code_remedy(error) or gguf_remedy(folder))
         raise ConfigError(f"{folder}: no usable config.json ({first_line(error)}){remedy}") from error
+
+
+def _own_type_remedy(folder: Path) -> str:
+    """Return the remedy for a config whose architecture transformers has under another type; empty for others.
+
+    Kimi-K2 has the type ``kimi_k2`` and the architecture ``DeepseekV3ForCausalLM``. Its publisher names the same remedy.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    path = folder / "config.json"
+    config = read_settings(path) if path.is_file() else {}
+    kind, names = config.get("model_type"), config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    own = next((own for own, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if each == name), None)
+    if own is None or not isinstance(kind, str) or kind in CONFIG_MAPPING:
+        return ""
+    return f"; transformers has {name} itself: to use it, set model_type: {own} in config.json, and remove its auto_map"
 
 
 def auto_class(model_class: Any) -> Any:
