@@ -7,9 +7,8 @@ so no tensor of size (T, T) exists. Rows with a single segment use torch's scale
 Shapes: B batch, T tokens, D head dimension; queries are (B, heads, T, D).
 """
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -20,13 +19,15 @@ from horizon_lm.errors import DoesNotFitError, ModelNotSupportedError
 from horizon_lm.model import attention_with_sinks
 from horizon_lm.model.compiling import mark_varying
 from horizon_lm.model.generation import cache_of
+from horizon_lm.model.of_thread import OfThread
 from horizon_lm.model.segment_attention import Offsets, causal, segment_attention, visible
 from horizon_lm.model.sink_attention import sink_attention
 from horizon_lm.quantities import counted, format_bytes
 
 NAME = "varlen"
 LARGEST_MASK = 2**30  # bytes of a mask (B, 1, T, T): a boolean mask for a single row of 32k tokens
-_current = threading.local()  # segments of the rows that this thread computes
+_rows = OfThread(None)  # offsets of the segments of those rows that this thread computes
+_is_plain = OfThread(False)  # this thread computes segments without kernels for them
 
 
 class Segments:
@@ -151,26 +152,14 @@ def _has_window(config: Any, length: int) -> bool:
     return window is not None and window < length and "sliding_attention" in kinds
 
 
-@contextmanager
-def attending(segments: Segments | None, start: int, stop: int) -> Iterator[None]:
+def attending(segments: Segments | None, start: int, stop: int) -> AbstractContextManager[None]:
     """Context manager: let attention use the segments of rows [start, stop) of a batch."""
-    before = getattr(_current, "rows", None)
-    _current.rows = None if segments is None else segments.offsets(start, stop)
-    try:
-        yield
-    finally:
-        _current.rows = before
+    return _rows.replaced(None if segments is None else segments.offsets(start, stop))
 
 
-@contextmanager
-def plain_kernels() -> Iterator[None]:
+def plain_kernels() -> AbstractContextManager[None]:
     """Context manager: compute segments one by one with torch's scaled dot-product attention, on any device."""
-    before = getattr(_current, "plain", False)
-    _current.plain = True
-    try:
-        yield
-    finally:
-        _current.plain = before
+    return _is_plain.replaced(True)
 
 
 def varlen_attention(
@@ -195,8 +184,8 @@ def varlen_attention(
     _reject_not_causal(module, attention_mask, kwargs)
     sinks = kwargs.get("s_aux")
     attention_with_sinks.reject_unknown(NAME, module, dropout, mask=None, sinks=sinks, others=kwargs)
-    rows = getattr(_current, "rows", None)
-    plain = not torch.compiler.is_compiling() and getattr(_current, "plain", False)
+    rows = _rows.value
+    plain = not torch.compiler.is_compiling() and _is_plain.value
     if sinks is not None:
         window = sliding_window
         return sink_attention(query, key, value, sinks, rows=rows, scaling=scaling, window=window, plain=plain), None
@@ -247,7 +236,7 @@ def _supports_flash_attn(query: torch.Tensor) -> bool:
     """
     if activated_kernel() is not None:
         return False
-    if torch.compiler.is_compiling() or query.device.type != "cuda" or getattr(_current, "plain", False):
+    if torch.compiler.is_compiling() or query.device.type != "cuda" or _is_plain.value:
         return False
     return query.dtype in (torch.float16, torch.bfloat16) and flash_attn() is not None
 

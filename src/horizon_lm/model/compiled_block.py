@@ -6,9 +6,7 @@ from one trace, so they save the same tensors, computed in the same way, for the
 """
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from horizon_lm.errors import first_line, warn
+from horizon_lm.model.of_thread import OfThread
 
 
 class CompiledBlock:
@@ -40,7 +39,7 @@ class CompiledBlock:
         if is_in_torch_dispatch_mode(include_infra_modes=False):  # in which torch compiles nothing
             return self._function(*args, **kwargs)
         try:
-            with _leaving_out_outputs(unread):
+            with _is_unread.replaced(unread):
                 return self._compiled(*args, **kwargs)
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             reason = first_line(error)
@@ -52,18 +51,7 @@ class CompiledBlock:
         return self._compiled(*args, **kwargs)
 
 
-_current = threading.local()  # its `unread`: nobody reads the outputs of the compiled code that this thread runs
-
-
-@contextmanager
-def _leaving_out_outputs(unread: bool) -> Iterator[None]:
-    """Context manager: let compiled blocks leave out what only their outputs need, if these are ``unread``."""
-    before = getattr(_current, "unread", False)
-    _current.unread = unread
-    try:
-        yield
-    finally:
-        _current.unread = before
+_is_unread = OfThread(False)  # nobody reads the outputs of the compiled code that this thread runs
 
 
 class _TwoVersions:
@@ -75,7 +63,7 @@ class _TwoVersions:
         self._whole, self._without_outputs = whole, without_outputs
 
     def __call__(self, args: list[Any]) -> Any:
-        return (self._without_outputs if getattr(_current, "unread", False) else self._whole)(args)
+        return (self._without_outputs if _is_unread.value else self._whole)(args)
 
 
 def _compile_two_versions(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:

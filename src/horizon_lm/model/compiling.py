@@ -1,8 +1,7 @@
 """Compile blocks with torch.compile, and run wide feed-forward layers in chunks of tokens."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from types import MethodType
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from horizon_lm.model.compiled_block import CompiledBlock
+from horizon_lm.model.of_thread import OfThread
 
 _RECOMPILE_LIMIT = 64
 _BACKEND = "inductor"
@@ -68,7 +68,7 @@ def mark_varying(tensor: torch.Tensor, dims: list[int]) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
-_current = threading.local()  # its `compiling`: this thread computes a compiled block
+_is_compiled = OfThread(False)  # this thread computes a compiled block
 
 
 def chunk_mlps(block: nn.Module, tokens: int) -> int:
@@ -96,22 +96,16 @@ def _treats_tokens_alike(part: nn.Module) -> bool:
     return True
 
 
-@contextmanager
-def compiling_chunks() -> Iterator[None]:
+def compiling_chunks() -> AbstractContextManager[None]:
     """Context manager: compute the chunks of `chunk_mlps` with compiled code in this thread."""
-    before = getattr(_current, "compiling", False)
-    _current.compiling = True
-    try:
-        yield
-    finally:
-        _current.compiling = before
+    return _is_compiled.replaced(True)
 
 
 @torch.compiler.disable  # otherwise each number of chunks would get a graph that contains all of them
 def _forward_in_chunks(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Run a layer in chunks of tokens, each of which the backward pass recomputes. ``hidden``: (B, T, H)."""
     function = type(self).forward
-    if getattr(_current, "compiling", False):
+    if _is_compiled.value:
         function = compile_function(function)
     size = max(1, self._chunk_tokens // hidden.shape[0])  # tokens of each row
     if hidden.ndim != 3 or hidden.shape[1] <= size:

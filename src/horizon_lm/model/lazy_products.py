@@ -10,9 +10,8 @@ works on another level; and it saves no result of these operations without anoth
 a sum save inputs alone.
 """
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from functools import cache
 from types import TracebackType
@@ -22,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from horizon_lm.model.of_thread import OfThread
 
 STAND_INS = "_stand_ins_of_weights"
 """The attribute of a module that has the tensors which its products read instead of its weights, in nested tuples."""
@@ -91,13 +92,13 @@ class LazyProducts(TorchDispatchMode):
 
     def __enter__(self) -> "LazyProducts":
         super().__enter__()
-        _modes().append(self)
+        _modes.value = (*_modes.value, self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _modes().pop()
+        _modes.value = _modes.value[:-1]
         self.left_out = list(self._put_off.values())
         self._put_off = {}
         super().__exit__(kind, error, traceback)
@@ -110,7 +111,7 @@ class LazyProducts(TorchDispatchMode):
         kind = _Kind.BARRIER if any(each is not torch.Tensor for each in types) else _kind(op)
         if kind is _Kind.VIEW:
             return op(*args, **kwargs)
-        is_plain = getattr(_current, "is_plain", False)
+        is_plain = _is_plain.value
         if kind is _Kind.FLOAT8 and is_plain:
             self.compute(_tensors(args))
             return self._call_later(op, args, kwargs)
@@ -230,28 +231,17 @@ def _beginning_at(module: nn.Module, mode: LazyProducts) -> Iterator[None]:
 
 def require_computed(*tensors: torch.Tensor) -> None:
     """Compute what is not computed yet of these tensors, which code reads that is no operation of torch, or reads later."""
-    for mode in _modes():
+    for mode in _modes.value:
         mode.compute(tensors)
 
 
-@contextmanager
-def plain_operations() -> Iterator[None]:
+def plain_operations() -> AbstractContextManager[None]:
     """Context manager: read tensors by torch's operations alone, so that what they do not read can wait: in an autograd.Function."""
-    before = getattr(_current, "is_plain", False)
-    _current.is_plain = True
-    try:
-        yield
-    finally:
-        _current.is_plain = before
+    return _is_plain.replaced(True)
 
 
-_current = threading.local()
-
-
-def _modes() -> list[LazyProducts]:
-    """Return the modes that are active in this thread."""
-    modes: list[LazyProducts] = _current.__dict__.setdefault("modes", [])
-    return modes
+_modes = OfThread(())  # each `LazyProducts` that is active in this thread
+_is_plain = OfThread(False)  # this thread reads tensors by torch's operations alone
 
 
 @cache

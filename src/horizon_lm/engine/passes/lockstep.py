@@ -16,9 +16,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from horizon_lm.engine.passes.ambient import Ambient
+from horizon_lm.model.of_thread import OfThread
 
 T = TypeVar("T")
-_current = threading.local()  # the member whose function this thread runs
+_member = OfThread(None)  # the member whose function this thread runs
 
 
 class Watcher(Protocol):
@@ -123,7 +124,7 @@ class _Member:
         self._may_run.acquire()
         try:
             if self.failure is None:
-                _current.member = self
+                _member.value = self
                 self.result = self._state.run(self._function)
         except _AbandonedError:
             pass
@@ -237,7 +238,7 @@ def compute_jointly(point: Hashable, value: Any, compute: Callable[[list[Any]], 
         compute: function of the parts of all of them that returns a result for each, called in the thread that runs the
             lock-step, with the settings of the first of them.
     """
-    member: _Member | None = getattr(_current, "member", None)
+    member: _Member | None = _member.value
     if member is None:
         (answer,) = compute([value])
         return answer
@@ -247,15 +248,10 @@ def compute_jointly(point: Hashable, value: Any, compute: Callable[[list[Any]], 
 
 def compute_alone(function: Callable[[], T]) -> T:
     """Call a function at once and alone: its meetings do not wait for the other members of the lock-step."""
-    member = getattr(_current, "member", None)
-    _current.member = None
-    try:
+    with _member.replaced(None):
         return function()
-    finally:
-        _current.member = member
 
 
 def member_id() -> int:
     """Return a number that only the function that runs here has among those in lock-step; 0 outside of a lock-step."""
-    member = getattr(_current, "member", None)
-    return 0 if member is None else id(member)
+    return 0 if _member.value is None else id(_member.value)
