@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from horizon_lm.cost.meta_recorder import recording
+from horizon_lm.model.chunk_linear import ChunkLinear
 from horizon_lm.model.compiled_loss import loss_computed_by
 from horizon_lm.model.functional import Place, logprobs_of_logits
 from horizon_lm.model.parts import ModelParts, ParamRef
@@ -48,7 +49,7 @@ def head_peak(
         compiled: the loss, or the per-token values, are computed by compiled code.
         values: per-token values that the loss uses, as in `functional.logprobs_of_logits`; empty for Hugging Face's own loss.
     """
-    linear = _ChunkLinear.apply if chunked else F.linear
+    linear = _without_weight_gradient if chunked else F.linear
     peak, peak_of_twice = (
         _run(parts, trunk, dtype, tokens, linear, not chunked, compiled, values).peak
         for tokens in (_TOKENS, 2 * _TOKENS)
@@ -140,18 +141,10 @@ def _read_weights(parts: ModelParts, dtype: torch.dtype, head: torch.Tensor) -> 
             yield from ((module, attribute, head) for module, attribute in ref.places)
 
 
-class _ChunkLinear(torch.autograd.Function):
-    """A linear layer whose weight gradient takes no additional memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        _, weight = ctx.saved_tensors
-        return grad.matmul(weight), None
+def _without_weight_gradient(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the logits as a chunk of the head computes them, whose gradient of the weight takes no additional memory."""
+    logits: torch.Tensor = ChunkLinear.apply(states, weight, None, {}, False, False)
+    return logits
 
 
 def _fused_loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

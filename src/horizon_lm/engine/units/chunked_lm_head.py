@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from horizon_lm.engine.passes.lockstep import member_id
-from horizon_lm.engine.units.chunk_linear import ChunkLinear
 from horizon_lm.engine.units.lm_head import LmHead
 from horizon_lm.errors import StreamingError
+from horizon_lm.model.chunk_linear import ChunkLinear
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.outer_trial import is_same

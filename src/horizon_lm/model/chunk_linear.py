@@ -30,7 +30,9 @@ class ChunkLinear(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         # Cast explicitly, because autocast does not apply inside of an autograd function.
         device_type = x.device.type
-        if torch.is_autocast_enabled(device_type):
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
+            device_type
+        ):  # a plan tries it on meta
             x = x.to(torch.get_autocast_dtype(device_type))
         ctx.save_for_backward(x, weight)
         ctx.grads, ctx.overwrite, ctx.unrounded = grads, overwrite, unrounded
