@@ -13,7 +13,7 @@ from torch import nn
 from horizon_lm.cost.block_probe import BlockRun, copy_on_meta, measure
 from horizon_lm.cost.meta_recorder import Recorder, recording
 from horizon_lm.model.expert_adapters import of_experts
-from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
+from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments, weighted_rows
 from horizon_lm.model.some_experts import some_experts
 from horizon_lm.model.trial import answering
 from horizon_lm.planning.outline import Footprint, Work
@@ -132,8 +132,7 @@ class _Weighted(nn.Module):
         self.experts = experts
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.experts(hidden, ids, torch.ones_like(hidden[:, :1]))
-        return output * weights[:, None]
+        return weighted_rows(self.experts, hidden, ids, weights)
 
 
 def _run_experts(experts: RoutedExperts, left_out: _LeftOut, accelerated: bool) -> tuple[BlockRun, int]:

@@ -1,9 +1,9 @@
 """The experts of a block, of which a token reads only those that it is routed to.
 
-Shapes: E experts, N tokens, K experts of a token, H hidden size.
+Shapes: E experts, N tokens, K experts of a token, H hidden size, R rows: pairs of a token and an expert.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PER_TOKEN = (
     "num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_experts_per_token",
 )  # fmt: skip
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function of hidden states (R, H), experts (R, 1) counted from the first of a tile, and their weights (R, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,11 @@ def expert_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[to
 
 # The names of each argument, in the order of arguments.
 _ARGUMENTS = (("hidden_states",), ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights"))
+
+
+def weighted_rows(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted outputs (R, H) of rows, from their hidden states (R, H), experts (R, 1) and weights (R,)."""
+    return function(hidden, ids, torch.ones_like(hidden[:, :1])) * weights[:, None]
 
 
 def find_experts(parts: ModelParts) -> dict[int, RoutedExperts]:

@@ -8,7 +8,6 @@ experts is done here, in the order in which they do it: a sum of floating-point 
 Shapes: N tokens, K experts of a token, S = N * K rows, R rows of a tile, H hidden size, E experts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -21,9 +20,7 @@ from torch import nn
 from horizon_lm.engine.units.grad_sink import unexpected_gradient
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.lazy_products import require_computed
-
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function of hidden states (R, H), experts (R, 1) counted from the first of the tile, and their weights (R, 1)."""
+from horizon_lm.model.routed_experts import Experts, weighted_rows
 
 
 class _NeedsGrad(NamedTuple):
@@ -100,7 +97,7 @@ class ExpertCall:
             return
         ids, rows = tile
         weights = self._weights.flatten()[self._places[rows]]
-        weighted = _weighted(function, self._hidden[self._tokens[rows]], ids, weights)
+        weighted = weighted_rows(function, self._hidden[self._tokens[rows]], ids, weights)
         self._row_outputs = self._put(self._row_outputs, rows, weighted, by_place=self._order.adds_by_token)
 
     def _put(self, total: torch.Tensor | None, rows: torch.Tensor, new: torch.Tensor, by_place: bool) -> torch.Tensor:
@@ -169,7 +166,7 @@ class ExpertCall:
         weights = self._weights.flatten()[places].requires_grad_(self._needs_grad.weights)
         assert self._grad is not None
         with torch.enable_grad():
-            weighted = _weighted(function, hidden, ids, weights)
+            weighted = weighted_rows(function, hidden, ids, weights)
             if not weighted.requires_grad:
                 return
             weighted.backward(self._grad[tokens].to(weighted.dtype))
@@ -219,11 +216,6 @@ class ExpertCall:
         # It requires a gradient even if neither input does, because `TiledBackward` asks autograd for it.
         output: torch.Tensor = _FromTiles.apply(self, self.output.detach().requires_grad_(), hidden, weights)
         return output
-
-
-def _weighted(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted outputs (R, H) of rows, from their hidden states (R, H), experts (R, 1) and weights (R,)."""
-    return function(hidden, ids, torch.ones_like(hidden[:, :1])) * weights[:, None]
 
 
 def _add_reproducibly(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:

@@ -15,9 +15,9 @@ import torch
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.passes.routed_blocks import spans_of_indices
-from horizon_lm.engine.units.expert_call import ExpertCall, Experts
+from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.model.expert_adapters import of_experts
-from horizon_lm.model.routed_experts import RoutedExperts, expert_arguments
+from horizon_lm.model.routed_experts import Experts, RoutedExperts, expert_arguments
 from horizon_lm.model.some_experts import some_experts
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import OUTER, Unit, block
