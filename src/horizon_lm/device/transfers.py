@@ -77,7 +77,7 @@ class Move(Protocol):
         ...
 
 
-class _Joined(Sequence[Move]):
+class _Chained(Sequence[Move]):
     """The moves of several sequences. These make a move when it is asked for, so they are not put into one list."""
 
     def __init__(self, parts: Sequence[Sequence[Move]]) -> None:
@@ -94,9 +94,9 @@ class _Joined(Sequence[Move]):
         raise IndexError(number)
 
 
-def joined(parts: Sequence[Sequence[Move]]) -> Sequence[Move]:
+def chained(parts: Sequence[Sequence[Move]]) -> Sequence[Move]:
     """Return the moves of several sequences, one after the other."""
-    return parts[0] if len(parts) == 1 else _Joined(parts)
+    return parts[0] if len(parts) == 1 else _Chained(parts)
 
 
 def _split(parts: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.device.transfers import Move, joined
+from horizon_lm.device.transfers import Move, chained
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.update_pass import DevicePart, UpdatePass
@@ -14,9 +14,9 @@ from horizon_lm.kernels.gradients import compile_landing
 from horizon_lm.kernels.updates import Rule
 from horizon_lm.optim.moments import Moments, UnitArrays
 from horizon_lm.optim.update_tasks import (
-    Span,
     StepUpdate,
     TableRows,
+    UpdateSpan,
     compile_kernels,
     first_parts,
     last_parts,
@@ -75,7 +75,7 @@ class UnitUpdates:
         parts = {unit: self._store.parts_of(unit) for unit in order}  # with the unit's weights in float32
         spans = {part: self._spans(step, part, present[part]) for unit in order for part in parts[unit]}
         moves = {
-            unit: joined([self._pieces(self.arrays[part], part, last_parts(spans[part])) for part in parts[unit]])
+            unit: chained([self._pieces(self.arrays[part], part, last_parts(spans[part])) for part in parts[unit]])
             for unit in order
         }
         on_device = {part: self._on_device(part, first) for part in spans if (first := first_parts(spans[part]))}
@@ -97,12 +97,12 @@ class UnitUpdates:
         record = self._engine.updates.partial_update.record
         return TableRows(self.arrays[EMBED], grads, spans[0], record, self._guard(EMBED))
 
-    def _spans(self, step: StepUpdate, unit: Unit, names: Iterable[str]) -> list[Span]:
+    def _spans(self, step: StepUpdate, unit: Unit, names: Iterable[str]) -> list[UpdateSpan]:
         """Return the spans of a unit's slab in which these parameters are updated alike."""
         params = {name: self._engine.refs[name].param for name in names}
         return step.spans(unit, self.arrays[unit], params, self._rules)
 
-    def _on_device(self, unit: Unit, spans: Sequence[Span]) -> DevicePart:
+    def _on_device(self, unit: Unit, spans: Sequence[UpdateSpan]) -> DevicePart:
         """Return the part of a unit's update on the device, which begins with these spans (`first_parts`) on the host."""
         rule = spans[0].rule
         assert rule.on_device is not None
@@ -111,7 +111,7 @@ class UnitUpdates:
         return DevicePart(moves, [name for span in spans for name in span.names], rule.on_device.compute)
 
     def _pieces(
-        self, arrays: UnitArrays, unit: Unit, spans: Sequence[Span], grads: torch.Tensor | None = None
+        self, arrays: UnitArrays, unit: Unit, spans: Sequence[UpdateSpan], grads: torch.Tensor | None = None
     ) -> Sequence[Move]:
         """Return the update of some spans of a unit. ``grads`` is this rank's part of a gradient slab; None for that of the unit."""
         if grads is None:

@@ -48,7 +48,7 @@ def step_scalars(rule: Rule, settings: Mapping[str, Any], step: int, clip: float
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class UpdateSpan:
     """Adjacent parameters that are updated by the same rule with the same scalars; with 8-bit moments, a single parameter."""
 
     names: Sequence[str]
@@ -82,7 +82,7 @@ class StepUpdate:
 
     def spans(
         self, unit: Unit, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter], rules: Mapping[str, Rule]
-    ) -> list[Span]:
+    ) -> list[UpdateSpan]:
         """Group parameters of a unit into spans, leaving out parameters that the optimizer does not train.
 
         The others are added to `stepped`.
@@ -105,7 +105,7 @@ class StepUpdate:
                 spans.append(([name], rule, step_scalars(rule, settings, step, self._clip, key)))
             last = order[name], rule, settings, step
             self.stepped.append(param)
-        return [Span(*span) for span in spans]
+        return [UpdateSpan(*span) for span in spans]
 
 
 def noise_key(seed: int, step: int, unit: Unit) -> int:
@@ -143,7 +143,7 @@ def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any],
         compile_rule(arrays, rule.on_device.then)
 
 
-def first_parts(spans: Iterable[Span]) -> list[Span]:
+def first_parts(spans: Iterable[UpdateSpan]) -> list[UpdateSpan]:
     """Return the spans of which a part is computed on the device, with scalars by which the result replaces the gradient.
 
     The gradient is there in place of the weight (`UnitArrays.of_grads`), and a decay to 0 removes it.
@@ -155,11 +155,11 @@ def first_parts(spans: Iterable[Span]) -> list[Span]:
     return [replace(s, scalars=without_weight(s.scalars)) for s in spans if s.rule.on_device is not None]
 
 
-def last_parts(spans: Iterable[Span]) -> list[Span]:
+def last_parts(spans: Iterable[UpdateSpan]) -> list[UpdateSpan]:
     """Return spans with the rules by which weights are updated, if need be from what the device has computed."""
 
     # The device's results are no gradients: what they come from was clipped before.
-    def after(span: Span) -> Span:
+    def after(span: UpdateSpan) -> UpdateSpan:
         assert span.rule.on_device is not None
         scalars = Scalars(np.float32(1), span.scalars.decay, span.scalars.key, span.scalars.numbers)
         return replace(span, rule=span.rule.on_device.then, scalars=scalars)
@@ -228,7 +228,7 @@ def piece_elements(numel: int) -> int:
     return _PIECE_ELEMENTS * max(1, min(_MAX_FACTOR, numel // (_ENOUGH_PIECES * _PIECE_ELEMENTS)))
 
 
-def span_pieces(arrays: UnitArrays, spans: Sequence[Span], values: Any, record: Record, guard: Guard) -> Pieces:
+def span_pieces(arrays: UnitArrays, spans: Sequence[UpdateSpan], values: Any, record: Record, guard: Guard) -> Pieces:
     """Return the update of some spans of a unit, with this rank's part of its gradient slab as an array.
 
     The padding between parameters is also updated: zeros stay zeros.
@@ -258,14 +258,14 @@ class _Placed:
     """
 
     arrays: UnitArrays
-    span: Span
+    span: UpdateSpan
     before: int
     numel: int
     kernel: Callable[..., None]
     moments: Sequence[MomentArrays]
 
     @classmethod
-    def of(cls, arrays: UnitArrays, span: Span) -> "_Placed":
+    def of(cls, arrays: UnitArrays, span: UpdateSpan) -> "_Placed":
         """Find the part of a span that this rank owns."""
         first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
         start = max(first.offset, arrays.own.start)
@@ -304,7 +304,7 @@ class _Placed:
 class TableRows:
     """The update of the embedding (V, H) in one step, by row; see `engine.host.updates.TableUpdate`."""
 
-    def __init__(self, arrays: UnitArrays, grads: TableGrads, span: Span, record: Record, guard: Guard) -> None:
+    def __init__(self, arrays: UnitArrays, grads: TableGrads, span: UpdateSpan, record: Record, guard: Guard) -> None:
         (place,) = arrays.layout.entries.values()
         self._arrays, self._scalars, self._record, self._guard = arrays, span.scalars, record, guard
         self._num_rows, self._width = place.shape

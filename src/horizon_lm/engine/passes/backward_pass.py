@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from horizon_lm.device.transfers import Move, joined
+from horizon_lm.device.transfers import Move, chained
 from horizon_lm.engine.host.updates import UnitOptimizer
 from horizon_lm.engine.passes.forward_pass import config_of
 from horizon_lm.engine.passes.forward_state import ForwardState
@@ -85,7 +85,7 @@ class BackwardPass:
             optimizer.moves(part, [name for name in names if unit_of[name] == part], slots.slot_of(part))
             for part in self._engine.store.parts_of(unit)
         ]
-        return joined(moves)
+        return chained(moves)
 
     def _agreed(self, ready: dict[Unit, list[str]]) -> dict[Unit, list[str]]:
         """Return the parameters that have a gradient on any rank, by unit. All ranks call this together, for the same units."""
