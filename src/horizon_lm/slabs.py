@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from horizon_lm.constants import MOMENT_BLOCK, PACKED_ALIGNMENT, PAGE, SLAB_ALIGNMENT
 from horizon_lm.quantities import page_aligned
+from horizon_lm.ranges import between
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Shard:
 
     def own(self, cuts: Sequence[int]) -> slice:
         """Return the range of this rank."""
-        return slice(cuts[self.index], cuts[self.index + 1])
+        return between(cuts)[self.index]
 
     def packed_slot(self, num_bytes: int) -> list[int]:
         """Return the places between the equal parts of a slot in which the ranks gather codes and scales. For one rank, which decodes
@@ -94,66 +94,6 @@ def used_bytes(ranges: Iterable[slice], itemsize: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Elements of a slab that follow each other, and their place in a slot on the device.
-
-    Attributes:
-        start, place: the first of them in the slab, and in the slot.
-        numel: their number.
-    """
-
-    start: int
-    place: int
-    numel: int
-
-    @property
-    def in_slab(self) -> slice:
-        """The elements of the slab."""
-        return slice(self.start, self.start + self.numel)
-
-    @property
-    def in_slot(self) -> slice:
-        """The elements of the slot."""
-        return slice(self.place, self.place + self.numel)
-
-    def within(self, own: slice) -> "Span":
-        """Return those of the elements that lie in a range of the slab, maybe none."""
-        start = min(max(self.start, own.start), self.start + self.numel)
-        stop = max(start, min(self.start + self.numel, own.stop))
-        return Span(start, self.place + start - self.start, stop - start)
-
-
-def cut_slot(cuts: Sequence[int], spans: Sequence[Span]) -> list[int]:
-    """Return the places at which ranks cut a slot that holds spans of a slab, so that each owns there what it owns of the slab.
-
-    Args:
-        cuts: the places at which they cut the slab.
-        spans: the spans, in the order of both slab and slot.
-    """
-    return [_place_of(cut, spans) for cut in cuts]
-
-
-def _place_of(offset: int, spans: Sequence[Span]) -> int:
-    """Return the place in the slot of the first element that lies at an offset of the slab or behind it; the slot's end if none does."""
-    for span in spans:
-        if offset < span.in_slab.stop:
-            return span.place + max(0, offset - span.start)
-    return spans[-1].in_slot.stop if spans else 0
-
-
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """Join spans that follow each other in slab and slot."""
-    found: list[Span] = []
-    for span in spans:
-        last = found[-1] if found else None
-        if last is not None and (last.in_slab.stop, last.in_slot.stop) == (span.start, span.place):
-            found[-1] = Span(last.start, last.place, last.numel + span.numel)
-        else:
-            found.append(span)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
 class UnitCuts:
     """The places at which the ranks cut the slabs of a unit.
 
@@ -190,7 +130,7 @@ class UnitCuts:
     @property
     def ranges(self) -> list[slice]:
         """The range of the weights that each rank owns."""
-        return [slice(start, stop) for start, stop in pairwise(self.weights)]
+        return between(self.weights)
 
     @property
     def own(self) -> slice:

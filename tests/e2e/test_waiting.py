@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from horizon_lm import waiting
+from horizon_lm import visible
 from horizon_lm.cli.largest_models import MODES, plan_largest
 from horizon_lm.cli.plan_arguments import Size
 from horizon_lm.model.known_models import known_models
-from horizon_lm.waiting import announced
+from horizon_lm.visible import announced
 from tests.e2e import tiny
 from tests.e2e.command import run
 
@@ -30,7 +30,7 @@ def wait_for(stream: io.StringIO, text: str) -> None:
 
 
 def test_a_long_wait_is_named_and_erased(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+    monkeypatch.setattr(visible, "_SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with suppress(KeyboardInterrupt), announced("planning..."):
         wait_for(terminal, "planning...")
@@ -39,7 +39,7 @@ def test_a_long_wait_is_named_and_erased(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_text_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+    monkeypatch.setattr(visible, "_SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with announced("planning...") as progress:
         wait_for(terminal, "planning...")
@@ -51,7 +51,7 @@ def test_the_text_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_short_wait_and_a_log_show_nothing(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None, seconds: float
 ) -> None:
-    monkeypatch.setattr(waiting, "_SECONDS", seconds)
+    monkeypatch.setattr(visible, "_SECONDS", seconds)
     monkeypatch.setattr(sys, "stderr", stream)
     with announced("planning...") as progress:
         progress("planning... 1 of 4")

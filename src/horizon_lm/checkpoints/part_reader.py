@@ -6,6 +6,7 @@ from pathlib import Path
 from horizon_lm.checkpoints.manifest import Manifest, TensorEntry
 from horizon_lm.checkpoints.unit_file import Part, UnitFile
 from horizon_lm.errors import ConfigError
+from horizon_lm.ranges import length, overlap
 from horizon_lm.run_folders import UNITS
 
 _NAME = re.compile(rf"{UNITS}/(.*?)(?:\.rank\d+)?\.safetensors")
@@ -42,28 +43,25 @@ class PartReader:
                 raise ConfigError(
                     f"{self._folder} has {name} of another shape or dtype than the model, {shape} in {dtype}"
                 )
-            if sum(stop - start for _, start, stop in self._overlaps(name, part)) != part.numel:
+            if sum(length(kept) for _, kept in self._overlaps(name, part)) != part.numel:
                 raise ConfigError(f"{self._folder} lacks a part of {name}; the checkpoint is damaged")
 
     def read(self, file: UnitFile) -> None:
         """Read the parts that a unit's file would have into memory."""
         for name, own in file.entries.items():
             part, itemsize = own.part, len(own.memory) // max(1, own.part.numel)
-            for entry, start, stop in self._overlaps(name, part):
-                unread = own.memory[(start - part.first) * itemsize : (stop - part.first) * itemsize]
+            for entry, kept in self._overlaps(name, part):
+                unread = own.memory[(kept.start - part.first) * itemsize : (kept.stop - part.first) * itemsize]
                 with (self._folder / entry.file).open("rb", buffering=0) as stream:
-                    stream.seek(entry.offset + (start - entry.start) * itemsize)
+                    stream.seek(entry.offset + (kept.start - entry.start) * itemsize)
                     while unread:
                         count = stream.readinto(unread)
                         if not count:
                             raise ConfigError(f"{stream.name} became shorter while it was read")
                         unread = unread[count:]
 
-    def _overlaps(self, name: str, part: Part) -> list[tuple[TensorEntry, int, int]]:
+    def _overlaps(self, name: str, part: Part) -> list[tuple[TensorEntry, slice]]:
         """Return the entries that have elements of a part, with the range of these elements in the whole tensor."""
-        overlaps = []
-        for each in self._found.get(name, []):
-            start, stop = max(each.start, part.first), min(each.start + each.length, part.first + part.numel)
-            if start < stop:
-                overlaps.append((each, start, stop))
-        return overlaps
+        own = slice(part.first, part.first + part.numel)
+        kept = [(each, overlap(slice(each.start, each.start + each.length), own)) for each in self._found.get(name, [])]
+        return [(entry, both) for entry, both in kept if length(both)]

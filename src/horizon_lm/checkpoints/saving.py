@@ -26,6 +26,7 @@ from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder, write_file
 from horizon_lm.errors import first_line, warn
 from horizon_lm.optim.moments import Moments, MomentSlabs, scale_name
+from horizon_lm.ranges import length, overlap
 from horizon_lm.run_folders import MANIFEST, UNITS, is_checkpoint
 from horizon_lm.slabs import num_scales
 from horizon_lm.store.store import Store
@@ -82,10 +83,10 @@ def _cut(parts: Mapping[str, Part], own: slice) -> dict[str, Part]:
     """Return the tensors of a slab, or parts of them, that lie in a range of it."""
     found = {}
     for name, part in parts.items():
-        start, stop = max(part.start, own.start), min(part.start + part.numel, own.stop)
-        if start < stop:
-            is_whole = stop - start == part.numel
-            found[name] = part if is_whole else Part(start, (stop - start,), start - part.start, part.shape)
+        kept = overlap(slice(part.start, part.start + part.numel), own)
+        if numel := length(kept):
+            is_whole = numel == part.numel
+            found[name] = part if is_whole else Part(kept.start, (numel,), kept.start - part.start, part.shape)
     return found
 
 

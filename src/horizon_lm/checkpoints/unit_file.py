@@ -22,6 +22,7 @@ import xxhash
 
 from horizon_lm.constants import PAGE
 from horizon_lm.quantities import page_aligned
+from horizon_lm.ranges import pieces
 from horizon_lm.store.checkpoint_reader import DTYPE_NAMES
 
 WEIGHT, LOW = "", ".low"
@@ -139,8 +140,8 @@ class UnitFile:
         yield memoryview(header)
         for section in self.sections:
             memory = section.memory()
-            for start in range(0, len(memory), _CHUNK_BYTES):
-                yield memory[start : start + _CHUNK_BYTES]
+            for chunk in pieces(len(memory), _CHUNK_BYTES):
+                yield memory[chunk]
 
 
 def _header(placed: Mapping[str, Entry], end: int) -> bytes:

@@ -17,8 +17,7 @@ from horizon_lm.planning.catalog import published
 from horizon_lm.planning.energy import Prices, energy_as_json, energy_lines
 from horizon_lm.planning.plan import Plan
 from horizon_lm.planning.render import detail_lines, plan_as_json, plan_lines
-from horizon_lm.visible import fitted
-from horizon_lm.waiting import announced
+from horizon_lm.visible import announced, fitted
 
 
 @contextmanager

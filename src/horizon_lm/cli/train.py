@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from horizon_lm.cli.common import Model, exits, run_argument, run_arguments
-from horizon_lm.waiting import announced
+from horizon_lm.visible import announced
 
 
 @exits

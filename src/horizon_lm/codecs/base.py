@@ -139,13 +139,6 @@ class Codec(ABC):
             out.copy_(rounded)
 
 
-def spans(count: int, bytes_each: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Group ``count`` equal pieces into spans of at most ``max_bytes``, or of one piece. Yield the first of each, and the next one's."""
-    size = max(1, max_bytes // bytes_each)
-    for first in range(0, count, size):
-        yield first, min(count, first + size)
-
-
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // COMPONENT_ALIGNMENT) * COMPONENT_ALIGNMENT
 

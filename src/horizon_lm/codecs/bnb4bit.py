@@ -11,7 +11,8 @@ from math import prod
 
 import torch
 
-from horizon_lm.codecs.base import Codec, Component, Part, spans
+from horizon_lm.codecs.base import Codec, Component, Part
+from horizon_lm.ranges import pieces
 
 _NESTED_BLOCK = 256  # scales that share one scale
 _AT_ONCE = 1 << 22  # elements that are quantized at once
@@ -61,12 +62,12 @@ class Bnb4Bit(Codec):
         group = self.blocksize * (_NESTED_BLOCK if self.nested else 1)  # elements
         group_bytes = group // 2 + group // self.blocksize * 4  # codes, and scales in 4 bytes at most
         whole = slice(None)
-        for first, last in spans(-(-prod(shape) // group), group_bytes, max_bytes):
-            start, stop = first * group, min(prod(shape), last * group)
+        for groups in pieces(-(-prod(shape) // group), max(1, max_bytes // group_bytes)):
+            start, stop = groups.start * group, min(prod(shape), groups.stop * group)
             blocks = slice(start // self.blocksize, -(-stop // self.blocksize))
             rows = {"weight": slice(start // 2, (stop + 1) // 2), "absmax": blocks, "quant_map": whole}
             if self.nested:
-                rows |= {"nested_absmax": slice(first, last), "nested_quant_map": whole, "nested_offset": whole}
+                rows |= {"nested_absmax": groups, "nested_quant_map": whole, "nested_offset": whole}
             yield Part(start, stop, torch.Size((stop - start,)), rows)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from horizon_lm.codecs.base import Codec, Component, Part, spans
+from horizon_lm.codecs.base import Codec, Component, Part
 from horizon_lm.errors import ConfigError
+from horizon_lm.ranges import pieces
 
 _LARGEST = 448.0  # of E4M3
 
@@ -42,9 +43,9 @@ class Fp8(Codec):
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
         (height, width), rows = shape, self.tile[0]
-        for first, last in spans(-(-height // rows), self.num_bytes((rows, width)), max_bytes):
-            top, bottom = first * rows, min(height, last * rows)
-            taken = {"weight": slice(top, bottom), "weight_scale_inv": slice(first, last)}
+        for tiles in pieces(-(-height // rows), max(1, max_bytes // self.num_bytes((rows, width)))):
+            top, bottom = tiles.start * rows, min(height, tiles.stop * rows)
+            taken = {"weight": slice(top, bottom), "weight_scale_inv": tiles}
             yield Part(top * width, bottom * width, torch.Size((bottom - top, width)), taken)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:

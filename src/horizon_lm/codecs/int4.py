@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from horizon_lm.codecs.base import Codec, Component, Part, spans
+from horizon_lm.codecs.base import Codec, Component, Part
 from horizon_lm.errors import ConfigError
+from horizon_lm.ranges import length, pieces
 
 CODES_OF_WORD = 8
 _OFFSET = 8
@@ -52,9 +53,9 @@ class Int4(Codec):
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
         height, width = shape
-        for first, last in spans(height, self.num_bytes((1, width)), max_bytes):
-            rows = dict.fromkeys(("weight_packed", "weight_scale"), slice(first, last))
-            yield Part(first * width, last * width, torch.Size((last - first, width)), rows)
+        for part in pieces(height, max(1, max_bytes // self.num_bytes((1, width)))):
+            rows = dict.fromkeys(("weight_packed", "weight_scale"), part)
+            yield Part(part.start * width, part.stop * width, torch.Size((length(part), width)), rows)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         pairs = components["weight_packed"].contiguous().view(torch.uint8)  # (O, I / 2)

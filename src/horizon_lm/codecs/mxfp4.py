@@ -15,8 +15,9 @@ from itertools import pairwise
 
 import torch
 
-from horizon_lm.codecs.base import Codec, Component, Part, spans
+from horizon_lm.codecs.base import Codec, Component, Part
 from horizon_lm.errors import ConfigError
+from horizon_lm.ranges import length, pieces
 
 _BLOCK, _BIAS = 32, 127
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -53,16 +54,16 @@ class Mxfp4(Codec):
         size, row = width * height, _BLOCK * height  # elements of a matrix, and of a row of its blocks
         matrix_bytes = self.num_bytes((1, width, height))
         if matrix_bytes <= max_bytes:
-            for first, last in spans(experts, matrix_bytes, max_bytes):
-                matrices = slice(first, last)
-                shape_of_part = torch.Size((last - first, width, height))
-                yield Part(first * size, last * size, shape_of_part, {"blocks": matrices, "scales": matrices})
+            for part in pieces(experts, max_bytes // matrix_bytes):
+                shape_of_part = torch.Size((length(part), width, height))
+                yield Part(part.start * size, part.stop * size, shape_of_part, {"blocks": part, "scales": part})
             return
         for expert in range(experts):
-            for first, last in spans(width // _BLOCK, self.num_bytes((1, _BLOCK, height)), max_bytes):
-                rows = (slice(expert, expert + 1), slice(first, last))
-                start, shape_of_part = expert * size, torch.Size((1, (last - first) * _BLOCK, height))
-                yield Part(start + first * row, start + last * row, shape_of_part, {"blocks": rows, "scales": rows})
+            for part in pieces(width // _BLOCK, max(1, max_bytes // self.num_bytes((1, _BLOCK, height)))):
+                rows = (slice(expert, expert + 1), part)
+                start, shape_of_part = expert * size, torch.Size((1, length(part) * _BLOCK, height))
+                first, last = start + part.start * row, start + part.stop * row
+                yield Part(first, last, shape_of_part, {"blocks": rows, "scales": rows})
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         table = _table(out.device)

@@ -10,6 +10,7 @@ import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.constants import PACKED_ALIGNMENT
+from horizon_lm.ranges import overlap
 from horizon_lm.slabs import WHOLE, Shard
 
 
@@ -68,8 +69,7 @@ class PackedSlab:
     def own_part(self, name: str) -> slice:
         """Return the bytes of a tensor that this rank owns, as a range of the tensor's bytes, which may be empty."""
         entry, own = self.entries[name], self.own
-        start = min(max(own.start - entry.start, 0), entry.num_bytes)
-        return slice(start, max(start, min(own.stop - entry.start, entry.num_bytes)))
+        return overlap(slice(0, entry.num_bytes), slice(own.start - entry.start, own.stop - entry.start))
 
 
 def aligned(num_bytes: int) -> int:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from horizon_lm.codecs.base import Codec, Component, Part, spans
+from horizon_lm.codecs.base import Codec, Component, Part
+from horizon_lm.ranges import length, pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,9 @@ class Stack(Codec):
             for index in range(shape[0]):
                 yield from self._parts_of(index, one, max_bytes)
             return
-        for first, last in spans(shape[0], bytes_each, max_bytes):
-            rows = dict.fromkeys(self.of.components(one), slice(first, last))
-            yield Part(first * one.numel(), last * one.numel(), torch.Size((last - first, *one)), rows)
+        for part in pieces(shape[0], max_bytes // bytes_each):
+            rows = dict.fromkeys(self.of.components(one), part)
+            yield Part(part.start * one.numel(), part.stop * one.numel(), torch.Size((length(part), *one)), rows)
 
     def _parts_of(self, index: int, one: torch.Size, max_bytes: int) -> Iterator[Part]:
         """Cut the tensor of this index, which has the shape ``one``."""

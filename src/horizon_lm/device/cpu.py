@@ -11,6 +11,7 @@ from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
 from horizon_lm.device.transfers import SquaredNorm
+from horizon_lm.ranges import pieces
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
@@ -80,11 +81,11 @@ class HostLink:
 
     def _land(self, land: Callable[[slice], float], count: int, step: int) -> SquaredNorm:
         """Land elements or rows in several threads, ``step`` at a time. ``land`` lands a range of them, and returns its sum of squares."""
-        pieces = [slice(start, start + step) for start in range(0, count, step)]
-        if len(pieces) < 2:
+        parts = pieces(count, step)
+        if len(parts) < 2:
             return land(slice(0, count))
         # Pieces are distinct and their sums are added in order, so the number of threads does not change the result.
-        return sum(self._in_threads(land, pieces))
+        return sum(self._in_threads(land, parts))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

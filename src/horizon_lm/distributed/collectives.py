@@ -9,7 +9,6 @@ Shapes: buffers are 1-D, or rows (R, H) of a table.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.distributed.lost import noticing_lost_ranks
 from horizon_lm.planning.device_buffers import sum_buffers
+from horizon_lm.ranges import between, length, overlap
 
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -82,7 +82,7 @@ class Group:
         own = buffer[self._own(cuts)]
         self._exchange(
             sent={rank: [own] for rank in range(self.size)},
-            received={rank: [buffer[start:stop]] for rank, (start, stop) in enumerate(pairwise(cuts))},
+            received={rank: [buffer[part]] for rank, part in enumerate(between(cuts))},
         )
 
     @property
@@ -97,14 +97,15 @@ class Group:
             buffer: the gradients of this rank; its first dimension is cut.
             cuts: the ``size + 1`` places at which it is cut.
         """
-        longest = max(stop - start for start, stop in pairwise(cuts))
+        ranges = between(cuts)
+        longest = max(map(length, ranges))
         step = max(1, COLLECTIVE_BYTES // (max(1, _width(buffer)) * self.size))
         for offset in range(0, longest, step):
-            spans = [(min(start + offset, stop), min(start + offset + step, stop)) for start, stop in pairwise(cuts)]
+            spans = [overlap(slice(own.start + offset, own.start + offset + step), own) for own in ranges]
             self._sum_spans(buffer, spans)
         self._send_sums_home(buffer, cuts)
 
-    def _sum_spans(self, buffer: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    def _sum_spans(self, buffer: torch.Tensor, spans: Sequence[slice]) -> None:
         """Sum a span of each range, at the rank of the last machine that has the owner's place there.
 
         On each machine, the rank with the owner's place receives the parts of its neighbours. It adds them, in their order, to the
@@ -113,7 +114,7 @@ class Group:
 
         def parts_at(place: int) -> list[torch.Tensor]:
             """Return the spans whose owners have a place in their machines: one for each machine."""
-            return [buffer[start:stop] for start, stop in spans[place :: self._of_machine]]
+            return [buffer[span] for span in spans[place :: self._of_machine]]
 
         machine, own_place = divmod(self._index, self._of_machine)
         first_neighbour = machine * self._of_machine
@@ -146,7 +147,7 @@ class Group:
         """Send sums from the last machine to their owners on the others."""
         machine, place = divmod(self._index, self._of_machine)
         last = self.size - self._of_machine + place  # the rank with this place on the last machine
-        ranges = [buffer[start:stop] for start, stop in pairwise(cuts)]
+        ranges = [buffer[part] for part in between(cuts)]
         if machine < self.num_machines - 1:
             self._exchange(sent={}, received={last: [ranges[self._index]]})
         elif self.num_machines > 1:
@@ -170,7 +171,7 @@ class Group:
 
     def _own(self, cuts: Sequence[int]) -> slice:
         """Return this rank's range."""
-        return slice(cuts[self._index], cuts[self._index + 1])
+        return between(cuts)[self._index]
 
     def _take(self, use: str, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Return scratch memory for a use, which is kept and grows. Only the stream of this group uses it."""
@@ -275,7 +276,7 @@ class ReduceGroups:
         self.shard.sum(buffer, cuts)
         if self.replicate is None:
             return
-        own = buffer[cuts[self.shard.index] : cuts[self.shard.index + 1]]
+        own = buffer[between(cuts)[self.shard.index]]
         own_cuts = [len(own) * place // self.replicate.size for place in range(self.replicate.size + 1)]
         self.replicate.sum(own, own_cuts)
         self.replicate.gather(own, own_cuts)

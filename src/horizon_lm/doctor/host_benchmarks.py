@@ -17,6 +17,7 @@ import torch
 from horizon_lm.device.base import Device
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
+from horizon_lm.ranges import pieces
 from horizon_lm.store.arena import Arena, as_array
 
 _MOST_HOST_BYTES = 2**30  # several times the largest caches
@@ -51,12 +52,12 @@ def host_bandwidth(cores: int, available: int, rounds: Rounds) -> dict[str, floa
     num_bytes = 16 * 2**20 if rounds.quick else min(_MOST_HOST_BYTES, available // 8)
     size = max(1, num_bytes // 4)
     values = as_array(Arena(4 * size).take(size, torch.float32).fill_(1.0))
-    pieces = [values[start : start + _PIECE] for start in range(0, size, _PIECE)]
+    parts = [values[part] for part in pieces(size, _PIECE)]
     kernel, factor = _scale(), np.float32(1.0)
     rates = {}
     for threads in sorted({cores, *(2**k for k in range(cores.bit_length()))}):
         with ThreadPoolExecutor(threads) as pool:
-            seconds = rounds.median(lambda pool=pool: list(pool.map(lambda piece: kernel(piece, factor), pieces)))  # type: ignore[misc]
+            seconds = rounds.median(lambda pool=pool: list(pool.map(lambda part: kernel(part, factor), parts)))  # type: ignore[misc]
         rates[str(threads)] = 8.0 * size / seconds
     return rates
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from horizon_lm.ranges import pieces
+
 _ROW_BLOCK = 4096  # rows of the head's gradient (V, H) computed at a time if its buffer has another dtype
 
 
@@ -73,13 +75,12 @@ def _add_product(
         torch.addmm(total, grad.t(), inputs, out_dtype=torch.float32, beta=beta, out=total)
         return
     # A product that is rounded to another dtype than that of the sum is computed some rows at a time.
-    for start in range(0, total.shape[0], _ROW_BLOCK):
-        rows = total[start : start + _ROW_BLOCK]
-        product = grad[:, start : start + _ROW_BLOCK].t().matmul(inputs)
+    for rows in pieces(total.shape[0], _ROW_BLOCK):
+        product = grad[:, rows].t().matmul(inputs)
         if overwrite:
-            rows.copy_(product)
+            total[rows].copy_(product)
         else:
-            rows.add_(product)
+            total[rows].add_(product)
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from horizon_lm.model.folder import weight_files
+from horizon_lm.ranges import pieces
 
 _ROWS = 4096  # that are compared at once
 
@@ -50,5 +51,5 @@ def _differ(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
 
 def _parts(tensor: Any) -> Iterator[torch.Tensor]:
     """Read a slice of safetensors a few rows at a time."""
-    for first in range(0, tensor.get_shape()[0], _ROWS):
-        yield tensor[first : first + _ROWS]
+    for rows in pieces(tensor.get_shape()[0], _ROWS):
+        yield tensor[rows]

@@ -207,12 +207,12 @@ def model_key(model: Any, with_adapters: bool = False) -> str:
 
 def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:
     """Return a hash of the names and own weights of a unit, without the alignment gaps between the weights."""
-    digest, own = hashlib.sha256(name.encode()), slabs.own
+    digest = hashlib.sha256(name.encode())
     for slab in [slabs.weights] if slabs.low is None else [slabs.weights, slabs.low]:
-        for tensor, entry in slabs.plain.entries.items():
+        for tensor in slabs.plain:
             if tensor not in left_out:
                 digest.update(tensor.encode())
-                digest.update(as_array(slab[max(entry.offset, own.start) : min(entry.offset + entry.numel, own.stop)]))
+                digest.update(as_array(slab[slabs.plain.part_of(tensor, slabs.own)]))
     for tensor in slabs.packed:
         digest.update(tensor.encode())
         digest.update(as_array(slabs.packed.bytes_of(tensor)[slabs.packed.own_part(tensor)]))

@@ -18,6 +18,7 @@ from horizon_lm.device.transfers import Link, Move
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.kernels.updates import Rule, Scalars, rows_kernel, update_kernel
 from horizon_lm.optim.moments import MomentArrays, UnitArrays
+from horizon_lm.ranges import length, overlap
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.unit_slabs import SlabLayout
 from horizon_lm.units import Unit
@@ -268,10 +269,9 @@ class _Placed:
     def of(cls, arrays: UnitArrays, span: UpdateSpan) -> "_Placed":
         """Find the part of a span that this rank owns."""
         first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
-        start = max(first.offset, arrays.own.start)
-        stop = max(start, min(last.offset + last.numel, arrays.own.stop))
+        own = overlap(slice(first.offset, last.offset + last.numel), arrays.own)
         kernel = update_kernel(*arrays.modes(span.rule))
-        return cls(arrays, span, start - first.offset, stop - start, kernel, arrays.moments_of(span.rule))
+        return cls(arrays, span, own.start - first.offset, length(own), kernel, arrays.moments_of(span.rule))
 
     def update(self, values: Any, offset: int, size: int) -> None:
         """Update at most ``size`` elements, from ``offset`` in this rank's part of the span on, with its part of a gradient slab."""

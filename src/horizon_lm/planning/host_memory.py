@@ -7,6 +7,7 @@ from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.planned_optimizer import MOMENT_BYTES
 from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.quantities import page_aligned
+from horizon_lm.ranges import length
 from horizon_lm.slabs import WHOLE, UnitCuts, scale_at, slab_elements, used_bytes
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
@@ -130,7 +131,7 @@ def _landing_slot_bytes(step: Step, ranges: Mapping[Unit, slice]) -> int:
     slab instead. ``ranges`` has this rank's range of the gradients of each unit, those in float32 apart.
     """
     trained = step.outline.trained
-    lengths = {unit: own.stop - own.start for unit, own in ranges.items()}
+    lengths = {unit: length(own) for unit, own in ranges.items()}
     elements = _slot_elements(lengths, trained)
     if trained.units[EMBED] and not trained.tied:
         # A table has a slot for the rows that are read, and a row of zeros for all others.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.planning.outline import BlockKind, CoreCosts, Linear, Work
 from horizon_lm.planning.step import Step
+from horizon_lm.ranges import length, overlap
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.slabs import UnitCuts
 
@@ -49,12 +50,8 @@ class TileCost:
         tensors, size = self._step.outline.sizes.units[op.unit.owner], self._step.settings.expert_tile
         assert size is not None
         moved = experts.ranges(tensors, size, op.unit.tile_number if op.unit.is_tile else None)
-        of_ranks = [
-            sum(
-                max(0, min(part.stop, own.stop) - max(part.start, own.start)) for part in moved
-            )  # what both ranges have
-            for own in UnitCuts(tensors, shard=shard).ranges
-        ]
+        ranges = UnitCuts(tensors, shard=shard).ranges
+        of_ranks = [sum(length(overlap(part, own)) for part in moved) for own in ranges]
         return max(of_ranks) / sum(of_ranks)
 
     def work(self, op: Op, kind: BlockKind, experts: ExpertSizes) -> Work:

@@ -8,6 +8,7 @@ import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.slab import PackedSlab
+from horizon_lm.ranges import overlap
 from horizon_lm.slabs import WHOLE, Shard, UnitCuts, slab_elements
 from horizon_lm.store.arena import Arena
 
@@ -59,8 +60,7 @@ class SlabLayout:
     def part_of(self, name: str, own: slice) -> slice:
         """Return the elements of a tensor that lie in a range of the slab, as a range of the slab."""
         entry = self.entries[name]
-        start = max(entry.offset, own.start)
-        return slice(start, max(start, min(entry.offset + entry.numel, own.stop)))
+        return overlap(slice(entry.offset, entry.offset + entry.numel), own)
 
     def view(self, slab: torch.Tensor, name: str) -> torch.Tensor:
         """Return the named tensor as a view of a flat slab (or of a device buffer with this layout)."""

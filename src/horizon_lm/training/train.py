@@ -36,7 +36,7 @@ from horizon_lm.training.run import Run, RunResult, RunSettings, Session, Traini
 from horizon_lm.training.run_dir import RunDir
 from horizon_lm.training.run_state import ResumePoint, RunState
 from horizon_lm.training.samples import SamplePrompts, end_line
-from horizon_lm.waiting import announced
+from horizon_lm.visible import announced
 
 
 def train(

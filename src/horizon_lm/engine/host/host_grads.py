@@ -17,6 +17,7 @@ from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts, ParamRef
+from horizon_lm.ranges import length
 from horizon_lm.store.store import Store
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
@@ -74,8 +75,7 @@ class LandingSlots:
         """Return the number of elements that this rank owns of the gradients of slabs; 0 for slabs that the model lacks."""
         if unit not in self._store.units:
             return 0
-        own = self._store.units[unit].own_grads
-        return own.stop - own.start
+        return length(self._store.units[unit].own_grads)
 
     def _new_slots(self, parts: ModelParts, in_float32: bool) -> dict[Unit, torch.Tensor]:
         """Return the slots for gradients of the weights that are kept in float32, or of all others: two for blocks, and one for

@@ -14,7 +14,8 @@ import torch
 from horizon_lm.codecs.rows import Rows
 from horizon_lm.codecs.slab import PackedSlab, aligned
 from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
-from horizon_lm.slabs import Span, cut_slot, joined, slab_elements
+from horizon_lm.ranges import Span, cut_slot, joined, length
+from horizon_lm.slabs import slab_elements
 from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
 
 
@@ -54,8 +55,7 @@ class SlabPart:
         shapes = {name: entry.shape for name, entry in whole.entries.items() if name in self.names}
         if self.rows is None:
             return SlabLayout(shapes)
-        count = self.rows.stop - self.rows.start
-        return SlabLayout({name: torch.Size((count, *shape[1:])) for name, shape in shapes.items()})
+        return SlabLayout({name: torch.Size((length(self.rows), *shape[1:])) for name, shape in shapes.items()})
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -220,7 +220,7 @@ class SlabPart:
             width = entry.strides[0]
             for rows in [self.rows] if wanted is None else wanted:
                 place = entry.offset + (rows.start - self.rows.start) * width
-                yield name, Span(start + rows.start * width, place, (rows.stop - rows.start) * width)
+                yield name, Span(start + rows.start * width, place, length(rows) * width)
 
 
 def move_rows(slabs: UnitSlabs, name: str, rows: slice, place: torch.Tensor, decoded: torch.dtype | None) -> Move:
@@ -233,7 +233,7 @@ def move_rows(slabs: UnitSlabs, name: str, rows: slice, place: torch.Tensor, dec
         place: a tensor on the device that begins with their places.
         decoded: the dtype that values are rounded to if the tensor is quantized.
     """
-    target = place[: rows.stop - rows.start]
+    target = place[: length(rows)]
     if decoded is None:
         return copy(target.view(-1), slabs.plain.view(slabs.weights, name)[rows].view(-1))
     entry = slabs.packed.entries[name]

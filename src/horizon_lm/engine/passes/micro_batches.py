@@ -19,6 +19,7 @@ from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock
+from horizon_lm.ranges import consecutive, pieces
 from horizon_lm.streaming_options import WHOLE_BATCHES, StreamingOptions
 
 Rows = tuple[int, int]  # the rows [start, stop) of a batch
@@ -55,8 +56,8 @@ def split_batches(num_rows: Sequence[int], options: StreamingOptions | None) -> 
     micro_batches = []
     for batch, count in enumerate(num_rows):
         size = count if options is None else options.rows_at_once(count)
-        starts = range(0, count, size)
-        micro_batches += [MicroBatch(batch, start, min(start + size, count), len(starts) == 1) for start in starts]
+        found = pieces(count, size)
+        micro_batches += [MicroBatch(batch, part.start, part.stop, len(found) == 1) for part in found]
     return micro_batches
 
 
@@ -89,7 +90,7 @@ class BlockCalls:
 
     def __init__(self, calls: Sequence[BlockCall]) -> None:
         self.calls = calls
-        self.spans = spans_of([len(call.tensors) for call in calls])
+        self.spans = consecutive(len(call.tensors) for call in calls)
         self.hidden = [span.start + call.hidden for span, call in zip(self.spans, calls, strict=True)]
 
     @property
@@ -106,15 +107,6 @@ class BlockCalls:
         """Return the tensors of a micro-batch, cut from ``tensors`` of all calls. ``dims`` has the row dimension of each."""
         span = self.spans[part.batch]
         return slice_all(tensors[span], dims[span], part.rows)
-
-
-def spans_of(lengths: Iterable[int]) -> list[slice]:
-    """Return the ranges of consecutive parts of these lengths."""
-    stop, spans = 0, []
-    for length in lengths:
-        spans.append(slice(stop, stop + length))
-        stop += length
-    return spans
 
 
 def run_block(

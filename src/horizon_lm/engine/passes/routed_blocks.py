@@ -16,6 +16,7 @@ from horizon_lm.engine.host.slab_parts import move_rows
 from horizon_lm.engine.passes.device_buffers import DeviceBuffers
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import find_experts
+from horizon_lm.ranges import runs
 from horizon_lm.store.store import Store
 from horizon_lm.store.unit_slabs import UnitSlabs
 from horizon_lm.units import Unit
@@ -57,7 +58,7 @@ class RoutedBlocks:
 
     def expert_moves(self, unit: Unit, memory: DeviceBuffers, chosen: Iterable[int]) -> list[Move]:
         """Return the moves that stream some experts of a block, given their indices in ascending order."""
-        spans = [slice(start, stop) for start, stop in spans_of_indices(chosen)]
+        spans = runs(chosen)
         return [
             move
             for part in self._store.parts_of(unit)
@@ -73,14 +74,3 @@ class RoutedBlocks:
                 decoded = self._store.decoded_dtype(name) if name in slabs.packed else None
                 for span in spans:
                     yield move_rows(slabs, name, span, slabs.layout.view(slot, name)[span.start :], decoded)
-
-
-def spans_of_indices(sorted_indices: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the ranges [start, stop) of consecutive indices."""
-    spans: list[tuple[int, int]] = []
-    for index in sorted_indices:
-        if spans and spans[-1][1] == index:
-            spans[-1] = spans[-1][0], index + 1
-        else:
-            spans.append((index, index + 1))
-    return spans

@@ -20,7 +20,6 @@ from horizon_lm.engine.passes.micro_batches import (
     rows_of_output,
     run_block,
     slice_rows,
-    spans_of,
 )
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.block_computation import BlockComputation
@@ -30,6 +29,7 @@ from horizon_lm.engine.units.saved_for_backward import Graph, GraphUse, SavedFor
 from horizon_lm.engine.units.tiled_backward import TiledBackward
 from horizon_lm.errors import RecomputeMismatchError, StreamingError
 from horizon_lm.model.attention import Segments
+from horizon_lm.ranges import consecutive
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import block
 
@@ -295,7 +295,7 @@ class BlockAutograd(UnitNode):
 
     def outputs_of(self, tensors: Sequence[Any], micro_batch: MicroBatch) -> Sequence[Any]:
         """Return what belongs to the batch of a micro-batch, from a sequence with one entry for each output of all batches."""
-        return tensors[spans_of(each.num_tensors for each in self.outputs)[micro_batch.batch]]
+        return tensors[consecutive(each.num_tensors for each in self.outputs)[micro_batch.batch]]
 
     def _pairs(
         self, number: int, graph: Graph, grads: Sequence[torch.Tensor | None]
@@ -352,7 +352,7 @@ class BlockAutograd(UnitNode):
 def take_bytes(buffer: torch.Tensor, like: Iterable[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
     """Return views of these shapes and dtypes into a buffer of bytes, in which they lie one after the other."""
     like = list(like)
-    spans = spans_of(shape.numel() * dtype.itemsize for shape, dtype in like)
+    spans = consecutive(shape.numel() * dtype.itemsize for shape, dtype in like)
     return [buffer[span].view(dtype).view(shape) for span, (shape, dtype) in zip(spans, like, strict=True)]
 
 

@@ -27,7 +27,6 @@ from horizon_lm.engine.passes.micro_batches import (
     compare_rows,
     cut_batches,
     run_block,
-    spans_of,
 )
 from horizon_lm.engine.passes.tree import Path, Tree
 from horizon_lm.engine.units.expert_call import ExpertCall
@@ -39,6 +38,7 @@ from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.experts import zero_idle_experts
 from horizon_lm.model.float8.layers import use_float8
+from horizon_lm.ranges import consecutive
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import OUTER, block
 
@@ -269,7 +269,7 @@ class _BlockRun:
 def put_bytes(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
     """Copy tensors of any dtypes into a buffer of bytes, one after the other."""
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    for part, span in zip(parts, spans_of(map(len, parts)), strict=True):
+    for part, span in zip(parts, consecutive(map(len, parts)), strict=True):
         buffer[span].copy_(part)
 
 

@@ -12,13 +12,14 @@ import torch
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.lockstep import compute_jointly
-from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs, spans_of
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.passes.residency_planner import Rehearsal
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.gradient_check import GradientCheck
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import capture
+from horizon_lm.ranges import consecutive
 
 
 class Blocks(BlockComputation):
@@ -86,5 +87,5 @@ class Blocks(BlockComputation):
 
 def rebuild_all(outputs: Sequence[RowOutputs], tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return the output for each batch, from the tensors of all of them."""
-    spans = spans_of(each.num_tensors for each in outputs)
+    spans = consecutive(each.num_tensors for each in outputs)
     return [each.rebuild(tensors[span]) for each, span in zip(outputs, spans, strict=True)]

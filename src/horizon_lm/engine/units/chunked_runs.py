@@ -15,6 +15,7 @@ from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.engine.units.token_statistics import TokenStatistics
 from horizon_lm.errors import TokenError
+from horizon_lm.ranges import pieces
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import HEAD
 
@@ -139,7 +140,7 @@ def compute(
     used = [outer[name] for name in runs[0].outer_names]
     values = _ChunkedPass(runs).compute(*used, *hidden)
     per_run = len(values) // len(runs)
-    return [values[start : start + per_run] for start in range(0, len(values), per_run)]
+    return [values[part] for part in pieces(len(values), per_run)]
 
 
 class _ChunkedPass(UnitNode):

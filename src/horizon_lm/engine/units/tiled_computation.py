@@ -14,11 +14,11 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.lockstep import compute_jointly
-from horizon_lm.engine.passes.routed_blocks import spans_of_indices
 from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.model.expert_adapters import of_experts
 from horizon_lm.model.routed_experts import Experts, RoutedExperts, expert_arguments
 from horizon_lm.model.some_experts import some_experts
+from horizon_lm.ranges import length, runs
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import OUTER, Unit, block
 
@@ -98,7 +98,7 @@ class TiledExperts:
         engine, chosen = self._engine, sorted({expert for call in calls for expert in call.chosen()})
         for unit in self.tiles:
             experts = engine.tiles.experts_of(unit)
-            some = [slice(*span) for span in spans_of_indices(e for e in chosen if experts.start <= e < experts.stop)]
+            some = runs(e for e in chosen if experts.start <= e < experts.stop)
             part, slot = engine.part_of(unit), engine.memory.weights_of(unit)
             decoding = part.decoding(slot, engine.tiles.decoded(unit), some=some)
             engine.cursor.bind(Kind.STREAM_IN, unit, [*part.copies(slot, some=some), *decoding])
@@ -155,5 +155,5 @@ class TiledExperts:
         """
         experts = self._engine.tiles.experts_of(unit)
         by_local_name = {name.removeprefix(self._prefix): tensor for name, tensor in weights.items()}
-        with some_experts(self._experts, experts.stop - experts.start, by_local_name):
+        with some_experts(self._experts, length(experts), by_local_name):
             yield self._compute
