@@ -3,9 +3,12 @@
 import inspect
 import math
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 
@@ -16,7 +19,6 @@ from horizon_lm.integrations import evaluated_models, fused_head, references
 from horizon_lm.integrations.distillation import DistilledFromLogits
 from horizon_lm.integrations.evaluated_models import EvaluatedModels
 from horizon_lm.integrations.held_batches import HeldBatches
-from horizon_lm.integrations.patching import replaced
 from horizon_lm.integrations.trainer_checkpoints import TrainerCheckpoints
 from horizon_lm.integrations.trainer_plan import TrainerPlan
 from horizon_lm.integrations.trainer_ranks import TrainerRanks
@@ -71,7 +73,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
             replacements[evaluated_models.CREATE_MODEL] = evaluated_models.streamed_like(model)
             replacements[evaluated_models.COPY_MODEL] = evaluated_models.copied_from(model)
             replacements[references.HASH_MODEL] = references.hash_of_parts
-        with replaced(type(self), replacements):
+        with _replaced(type(self), replacements):
             super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.model_init is None:  # otherwise, it makes the model that is trained
@@ -352,3 +354,20 @@ def _reject_watched_gradients(callbacks: Iterable[Any]) -> None:
             f"WANDB_WATCH={watched} is not supported by a streamed model: gradients land in host memory without passing hooks; set "
             "WANDB_WATCH=parameters, or false"
         )
+
+
+@contextmanager
+def _replaced(cls: type, replacements: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Context manager: replace global names in the modules of a class and of its bases.
+
+    Args:
+        cls: class of a trainer.
+        replacements: by name, a function of the original that returns what replaces it. Modules without a name keep it so.
+    """
+    modules = [sys.modules[name] for name in {each.__module__ for each in cls.__mro__} if name in sys.modules]
+    with ExitStack() as stack:
+        for module in modules:
+            for name, replacement in replacements.items():
+                if hasattr(module, name):
+                    stack.enter_context(patch.object(module, name, replacement(getattr(module, name))))
+        yield

@@ -4,12 +4,13 @@ An error outside of the engine's nodes, as in a hook, is noticed by the next for
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from horizon_lm.device.transfers import Move, chained
 from horizon_lm.engine.host.updates import UnitOptimizer
-from horizon_lm.engine.passes.forward_pass import config_of
+from horizon_lm.engine.passes.forward_pass import ForwardPass, config_of
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.unit_moves import UnitMoves
@@ -112,6 +113,14 @@ class BackwardPass:
         engine.grads.publish(landed)
         # Not called here: other backward passes of the same graph may add to these gradients.
         engine.between.after_grad |= dict.fromkeys(landed)
+
+
+@dataclass(slots=True)
+class Running:
+    """The passes that are running: a forward pass, or the backward pass of a graph, or neither."""
+
+    forward: ForwardPass | None = None
+    backward: BackwardPass | None = None
 
 
 def require_possible(engine: Machinery, state: ForwardState) -> None:

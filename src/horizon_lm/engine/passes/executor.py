@@ -13,14 +13,13 @@ from torch.autograd import Variable
 from horizon_lm.device.base import Device
 from horizon_lm.distributed.mesh import ALONE, Mesh
 from horizon_lm.engine.host.parameters import call_after_grad
-from horizon_lm.engine.passes.backward_pass import BackwardPass, require_possible
+from horizon_lm.engine.passes.backward_pass import BackwardPass, Running, require_possible
 from horizon_lm.engine.passes.device_buffers import CHANGEABLE, DeviceBuffers, EngineOptions
 from horizon_lm.engine.passes.faults import abandon, settle_without_device
 from horizon_lm.engine.passes.forward_pass import ForwardPass, ForwardRequest
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.host_access import HostAccess
 from horizon_lm.engine.passes.machinery import Machinery
-from horizon_lm.engine.passes.running import Running
 from horizon_lm.engine.passes.update_pass import UpdateMoves, UpdatePass, compute_on_device
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts

@@ -2,8 +2,8 @@
 
 from contextlib import suppress
 
+from horizon_lm.engine.passes.backward_pass import Running
 from horizon_lm.engine.passes.machinery import Machinery
-from horizon_lm.engine.passes.running import Running
 from horizon_lm.errors import StreamingError
 
 

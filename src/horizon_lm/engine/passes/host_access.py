@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
+from horizon_lm.engine.passes.backward_pass import Running
 from horizon_lm.engine.passes.machinery import Machinery
-from horizon_lm.engine.passes.running import Running
 from horizon_lm.errors import IgnoredCastWarning, StreamingError, warn
 from horizon_lm.schedule.ops import Kind
 

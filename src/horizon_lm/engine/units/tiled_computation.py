@@ -8,7 +8,6 @@ Shapes: N tokens of a micro-batch, K experts of a token, H hidden size.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.model.expert_adapters import of_experts
 from horizon_lm.model.routed_experts import Experts, RoutedExperts, expert_arguments
 from horizon_lm.model.some_experts import some_experts
+from horizon_lm.model.trial import answering
 from horizon_lm.ranges import length, runs
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import OUTER, Unit, block
@@ -118,20 +118,8 @@ class TiledExperts:
     @contextmanager
     def replaced(self, function: Replacement) -> Iterator[None]:
         """Context manager: call a function instead of the block's experts."""
-        module = self._called
-        before = module.__dict__.get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return function(*expert_arguments(args, kwargs))
-
-        module.forward = forward
-        try:
+        with answering({self._called: lambda *args, **kwargs: function(*expert_arguments(args, kwargs))}):
             yield
-        finally:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
 
     def weights(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return a tile's weights on the device, with its part of the experts' adapters, by full name."""
