@@ -41,16 +41,17 @@ def test_a_flipped_bit_of_the_base_is_another_base(runs: Runs, base: dict[str, A
     loop = runs.loops[-1]
     from horizon_lm.checkpoints.frozen_base import hash_base, require_base
     from horizon_lm.checkpoints.manifest import read_manifest
+    from horizon_lm.distributed.mesh import ALONE
 
     store = loop.model.base_model.model._horizon.engine.store
     folder = max((tmp_path / "run").glob("checkpoint-*"))
     manifest = read_manifest(folder)
-    require_base(folder, manifest, store)
+    require_base(folder, manifest, store, ALONE)
     store.packed(next(name for name in store.codecs if ".layers.1." in name))[7] ^= 1
     store.weights_changed()
     with pytest.raises(ConfigError, match="the weights of block1 differ"):
-        require_base(folder, manifest, store)
-    assert hash_base(store)["block0"] == manifest.base["block0"]
+        require_base(folder, manifest, store, ALONE)
+    assert hash_base(store, ALONE)["block0"] == manifest.base["block0"]
 
 
 def test_other_formats_of_the_base_are_another_base(runs: Runs, base: dict[str, Any], tmp_path: Path) -> None:

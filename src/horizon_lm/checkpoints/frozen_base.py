@@ -10,7 +10,7 @@ import xxhash
 
 from horizon_lm.checkpoints.finding import require_same_kind
 from horizon_lm.checkpoints.manifest import Manifest
-from horizon_lm.distributed.mesh import ALONE, Mesh
+from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import borrowing, lend
 from horizon_lm.errors import ConfigError
 from horizon_lm.resources import usable_cores
@@ -22,7 +22,7 @@ from horizon_lm.units import Unit
 _known: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDictionary()
 
 
-def hash_base(store: Store, mesh: Mesh = ALONE) -> Mapping[str, str]:
+def hash_base(store: Store, mesh: Mesh) -> Mapping[str, str]:
     """Return the xxh3-128 of the weights of each frozen unit; none if all units are saved.
 
     With several ranks, all of them call this, and the first one reads whole units, one at a time.
@@ -68,7 +68,7 @@ def _hash(store: Store, unit: Unit) -> str:
     return digest.hexdigest()
 
 
-def require_base(folder: Path, manifest: Manifest, store: Store, mesh: Mesh = ALONE) -> None:
+def require_base(folder: Path, manifest: Manifest, store: Store, mesh: Mesh) -> None:
     """Raise ConfigError if the adapters of a checkpoint were trained on another base than that of a store."""
     if not manifest.base and not store.frozen:
         return

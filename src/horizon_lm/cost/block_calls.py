@@ -224,7 +224,7 @@ def _record(
     answers = answers_of(parts.blocks, answer)
     answers[parts.embed] = lambda ids: torch.zeros((*ids.shape, table.param.shape[1]), dtype=dtype)
     with trial(answers, outer_weights(parts, zero)), _short_window(parts, length), torch.no_grad():
-        parts.model(**{"use_cache": False, **inputs})
+        parts.model(**{"use_cache": False, **inputs})  # whose end, by TrialDoneError, is the end of this context
         raise AssertionError("the last block was not reached")
     return calls
 

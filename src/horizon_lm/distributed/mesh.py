@@ -238,8 +238,10 @@ def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Me
     Raises:
         ConfigError: the processes were started but torch.distributed was not initialised, or the mesh has other dimensions.
     """
-    if isinstance(device_mesh, Mesh):
+    if isinstance(device_mesh, ProcessMesh):
         return device_mesh
+    if isinstance(device_mesh, Mesh):  # that of a single process, which may have joined others since
+        device_mesh = None
     if not (dist.is_available() and dist.is_initialized()):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
             raise ConfigError(

@@ -30,12 +30,11 @@ class ChunkLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grads: dict[str, torch.Tensor],
         overwrite: bool, unrounded: bool,
     ) -> torch.Tensor:  # fmt: skip
-        # Cast explicitly, because autocast does not apply inside of an autograd function.
-        device_type = x.device.type
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
-            device_type
-        ):  # a plan tries it on meta
-            x = x.to(torch.get_autocast_dtype(device_type))
+        # Cast explicitly, because autocast does not apply inside of an autograd function. The meta device, on which a plan tries
+        # this, has no autocast.
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         ctx.save_for_backward(x, weight)
         ctx.grads, ctx.overwrite, ctx.unrounded = grads, overwrite, unrounded
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

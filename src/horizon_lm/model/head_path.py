@@ -50,8 +50,9 @@ def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
     reason = "its forward does not call a decoder"
     for trunk in parts.trunks():
         with torch.random.fork_rng(devices=[]):
+            trying = _HeadTrial(parts, trunk)
             try:
-                reason = _difference(_HeadTrial(parts, trunk))
+                reason = _difference(trying)
             except Exception as error:  # the model's code may need more inputs than it gets here
                 reason = f"its loss cannot be computed from hidden states alone ({type(error).__name__})"
         if not reason:

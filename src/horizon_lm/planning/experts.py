@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horizon_lm.constants import COMPONENT_ALIGNMENT, PACKED_ALIGNMENT
-from horizon_lm.ranges import pieces
 from horizon_lm.slabs import slab_elements
 
 
@@ -68,8 +67,8 @@ class ExpertSizes:
             if number is None and place not in self.places:
                 found.append(slice(offset, offset + numel))
             elif number is not None and place in self.places:
-                part = pieces(self.count, size)[number]
-                found.append(slice(offset + part.start * of_expert, offset + part.stop * of_expert))
+                first, end = number * size, min(self.count, (number + 1) * size)
+                found.append(slice(offset + first * of_expert, offset + end * of_expert))
             offset += slab_elements([numel])
         return found
 

@@ -61,7 +61,7 @@ class RowProbe:
         }
         # Code outside of blocks runs a second time here, and must not draw the numbers of the pass that it interrupts.
         with self._engine.device.rng_state_restored(), answering(answers), torch.no_grad():
-            self._call_model(**call)
+            self._call_model(**call)  # whose end, by TrialDoneError, is the end of this context
             raise AssertionError(f"block {index} was not reached by the probe")
         return shapes
 

@@ -5,6 +5,7 @@ what the forward pass computed in bfloat16.
 """
 
 import contextvars
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -18,23 +19,16 @@ T = TypeVar("T")
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
-class Ambient:
-    """The settings at the time of construction that the results of a computation depend on, besides its random state.
+class Ambient(ABC):
+    """The settings at the time of construction that the results of a computation depend on, besides its random state."""
 
-    These are context variables and autocast, and others of two kinds: those that torch keeps for each thread, for a computation
-    in another thread meanwhile; or attention kernels, which are the same for all threads, for one that comes later. The latter
-    is a recompute, for which autograd has chosen thread and stream.
-
-    Args:
-        later: the computation comes later.
-    """
-
-    def __init__(self, later: bool = False) -> None:
-        self._variables = capture.copy_context() if later else contextvars.copy_context()
+    def __init__(self, variables: contextvars.Context, autocast_cache: bool) -> None:
+        self._variables, self._autocast_cache = variables, autocast_cache
         self._autocast = [(t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _DEVICE_TYPES]
-        # For a recompute without a cache, for the reason given in `no_autocast_cache`.
-        self._autocast_cache = not later and torch.is_autocast_cache_enabled()
-        self._enter_others = _attention() if later else _of_thread()
+
+    @abstractmethod
+    def _enter(self, stack: ExitStack) -> None:
+        """Enter what a kind of computation needs besides context variables and autocast."""
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function with these settings and return its result."""
@@ -45,44 +39,48 @@ class Ambient:
                     current = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
                     if current != (enabled, dtype):
                         stack.enter_context(torch.autocast(device_type, dtype, enabled, self._autocast_cache))
-                self._enter_others(stack)
+                self._enter(stack)
                 return function()
 
         # A copy, because a context can be entered once at a time, and the members of a lock-step share this one.
         return self._variables.copy().run(call)
 
 
-def _of_thread() -> Callable[[ExitStack], None]:
-    """Return a function that enters the settings which torch keeps for each thread, and which this one has now."""
-    grad, num_threads, device = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device()
-    # A member of a lock-step on another stream would compute beside the events that order computation and copies.
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+class ThreadAmbient(Ambient):
+    """For a computation in another thread meanwhile: also the settings that torch keeps for each thread."""
 
-    def enter(stack: ExitStack) -> None:
+    def __init__(self) -> None:
+        super().__init__(contextvars.copy_context(), torch.is_autocast_cache_enabled())
+        self._grad, self._num_threads = torch.is_grad_enabled(), torch.get_num_threads()
+        self._device = torch.get_default_device()
+        # A member of a lock-step on another stream would compute beside the events that order computation and copies.
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def _enter(self, stack: ExitStack) -> None:
         # Each thread has its own number, and sums of another number of threads have other bits.
-        torch.set_num_threads(num_threads)
-        if device != torch.get_default_device():
-            stack.enter_context(device)
-        if stream is not None:
+        torch.set_num_threads(self._num_threads)
+        if self._device != torch.get_default_device():
+            stack.enter_context(self._device)
+        if self._stream is not None:
             # A thread begins on the first GPU. Going back to it, as the stream does at its end, would make a context there.
-            torch.cuda.set_device(stream.device)
-            stack.enter_context(torch.cuda.stream(stream))
-        stack.enter_context(torch.set_grad_enabled(grad))
-
-    return enter
+            torch.cuda.set_device(self._stream.device)
+            stack.enter_context(torch.cuda.stream(self._stream))
+        stack.enter_context(torch.set_grad_enabled(self._grad))
 
 
-def _attention() -> Callable[[ExitStack], None]:
-    """Return a function that enables those kernels of torch's attention that are enabled now."""
-    kernels = _attention_kernels()
+class RecomputeAmbient(Ambient):
+    """For a recompute, for which autograd has chosen thread and stream: also the kernels of attention, which are the same for all threads."""
 
-    def enter(stack: ExitStack) -> None:
+    def __init__(self) -> None:
+        super().__init__(capture.copy_context(), autocast_cache=False)
+        self._attention = _attention_kernels()
+
+    def _enter(self, stack: ExitStack) -> None:
+        stack.enter_context(no_autocast_cache())
         before = _attention_kernels()
-        if before != kernels:
+        if before != self._attention:
             stack.callback(_set_attention_kernels, *before)
-            _set_attention_kernels(*kernels)
-
-    return enter
+            _set_attention_kernels(*self._attention)
 
 
 def _attention_kernels() -> tuple[list[SDPBackend], list[int]]:

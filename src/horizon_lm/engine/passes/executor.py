@@ -11,7 +11,7 @@ import torch
 from torch.autograd import Variable
 
 from horizon_lm.device.base import Device
-from horizon_lm.distributed.mesh import ALONE, Mesh
+from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.host.parameters import call_after_grad
 from horizon_lm.engine.passes.backward_pass import BackwardPass, Running, require_possible
 from horizon_lm.engine.passes.device_buffers import CHANGEABLE, DeviceBuffers, EngineOptions
@@ -42,9 +42,7 @@ class Engine(Machinery):
         after_next_backward: called once, after the next backward pass.
     """
 
-    def __init__(
-        self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh = ALONE
-    ) -> None:
+    def __init__(self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, mesh: Mesh) -> None:
         super().__init__(parts, store, device, options, mesh)
         self.running = Running()
         self.access = HostAccess(self, self.running)

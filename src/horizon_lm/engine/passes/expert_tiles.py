@@ -12,7 +12,6 @@ import torch
 from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import RoutedExperts, find_divisible_experts
-from horizon_lm.ranges import pieces
 from horizon_lm.schedule.tiles import TileSlots
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit, block, tile
@@ -56,7 +55,8 @@ class ExpertTiles:
 
     def experts_of(self, unit: Unit) -> slice:
         """Return the experts of a tile."""
-        return pieces(self.experts[unit.block_index].count, self._size)[unit.tile_number]
+        start = unit.tile_number * self._size
+        return slice(start, min(start + self._size, self.experts[unit.block_index].count))
 
     @property
     def units(self) -> list[Unit]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from horizon_lm.engine.passes.ambient import Ambient
+from horizon_lm.engine.passes.ambient import ThreadAmbient
 from horizon_lm.model.of_thread import OfThread
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class _Meeting:
     point: Hashable
     value: Any
     compute: Callable[[list[Any]], Sequence[Any]]
-    state: Ambient
+    state: ThreadAmbient
 
 
 # Not an Exception, which the code of a model or of a loss might catch, and go on.
@@ -65,7 +65,7 @@ class _Member:
         ended: the function has returned or failed.
     """
 
-    def __init__(self, function: Callable[[], Any], state: Ambient, prepare: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], Any], state: ThreadAmbient, prepare: Callable[[], None]) -> None:
         self._function, self._state, self._prepare = function, state, prepare
         # A baton: the first lets the function run, the second says that it waits or has ended. Between the two, the
         # thread that resumes it stands still, so no state of the engine needs a lock.
@@ -166,7 +166,7 @@ def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
 
 def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]]) -> list[T]:
     """Run the functions from meeting to meeting until all have returned."""
-    state = Ambient()
+    state = ThreadAmbient()
     members: list[_Member] = []
     try:
         for function, before in zip(functions, prepare, strict=True):
@@ -243,7 +243,7 @@ def compute_jointly(point: Hashable, value: Any, compute: Callable[[list[Any]], 
         (answer,) = compute([value])
         return answer
     # Computed in the thread of the lock-step, which has neither this thread's gradient mode nor its autocast.
-    return member.wait(_Meeting(point, value, compute, Ambient()))
+    return member.wait(_Meeting(point, value, compute, ThreadAmbient()))
 
 
 def compute_alone(function: Callable[[], T]) -> T:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from horizon_lm.engine.passes.ambient import Ambient, no_autocast_cache
+from horizon_lm.engine.passes.ambient import RecomputeAmbient, no_autocast_cache
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.micro_batches import (
@@ -77,6 +77,7 @@ class BlockAutograd(UnitNode):
         true_inputs: copies of the inputs, if the block is compared.
     """
 
+    forward_state: ForwardState  # as there is always a backward pass
     saved: SavedForBackward
     outputs: list[RowOutputs]
     dims: list[int | None]
@@ -88,11 +89,11 @@ class BlockAutograd(UnitNode):
         hooked: bool, uncompiled: bool, comparison: BlockComparison | None,
     ) -> None:  # fmt: skip
         super().__init__(blocks.engine, forward_state)
-        self.state, self.blocks, self.index, self.calls, self.keys = forward_state, blocks, index, calls, keys
+        self.blocks, self.index, self.calls, self.keys = blocks, index, calls, keys
         self.hooked, self.uncompiled = hooked, uncompiled
         self.comparison = comparison if comparison is not None and index in comparison.indices else None
         self.module = blocks.blocks[index]
-        self.context = Ambient(later=True)
+        self.context = RecomputeAmbient()
         self.mode = self.module.mode()
         self.segments: list[Segments | None] = blocks.segments
         self.micro_batches: list[MicroBatch] = blocks.engine.forward.micro_batches
@@ -103,12 +104,12 @@ class BlockAutograd(UnitNode):
     @property
     def offloaded(self) -> bool:
         """True if the block's boundary is offloaded to host memory until the backward pass."""
-        return self.index in self.state.boundaries
+        return self.index in self.forward_state.boundaries
 
     def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Compute the block and save what the backward pass needs. Return the tensors of its output."""
         blocks = self.blocks
-        self.saved = SavedForBackward(blocks.engine, self.index, self.state, needs_grad, self.hooked)
+        self.saved = SavedForBackward(blocks.engine, self.index, self.forward_state, needs_grad, self.hooked)
         self.outputs = blocks.compute_forward(self.index, self.calls, self.keys, self.uncompiled, self.saved)
         self.dims = blocks.row_dims(self.index, self.calls)
         self.attributes = self.module.attributes()
@@ -251,7 +252,7 @@ class BlockAutograd(UnitNode):
         """
         if not self.offloaded:
             return
-        num_bytes = self.state.boundary_bytes
+        num_bytes = self.forward_state.boundary_bytes
         ring = self.engine.memory.ring.get(num_bytes, torch.uint8, self.index % 2)
         for index, hidden in zip(self.calls.hidden, take_bytes(ring, self.hidden), strict=True):
             inputs[index] = hidden

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.passes.ambient import Ambient, no_autocast_cache
+from horizon_lm.engine.passes.ambient import RecomputeAmbient, no_autocast_cache
 from horizon_lm.engine.units.chunked_lm_head import Chunk, ChunkedLmHead
 from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.node import UnitNode
@@ -47,7 +47,7 @@ class ChunkedRun(ABC):
         self._options, self.statistics = options, statistics
         if statistics is not None:
             statistics.begin(inputs.labels, self.engine.options.compile)
-        self.context = Ambient(later=True)
+        self.context = RecomputeAmbient()
 
     @abstractmethod
     def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

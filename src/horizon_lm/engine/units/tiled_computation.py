@@ -115,11 +115,9 @@ class TiledExperts:
         for call in calls:
             call.finish()
 
-    @contextmanager
-    def replaced(self, function: Replacement) -> Iterator[None]:
+    def replaced(self, function: Replacement) -> AbstractContextManager[None]:
         """Context manager: call a function instead of the block's experts."""
-        with answering({self._called: lambda *args, **kwargs: function(*expert_arguments(args, kwargs))}):
-            yield
+        return answering({self._called: lambda *args, **kwargs: function(*expert_arguments(args, kwargs))})
 
     def weights(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return a tile's weights on the device, with its part of the experts' adapters, by full name."""
