@@ -4,7 +4,7 @@ They lie in the slot in the order of the slab. So what a rank owns of the slab i
 one, so that one collective gathers them, and of some of the tensors any, which may be empty.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -27,11 +27,13 @@ class SlabPart:
         slabs: the slabs of the unit.
         names: full names of the tensors; None for all.
         rows: the rows of each of them; None for all.
+        in_place: the tensors have no slot of their own, but lie in that of the whole slabs.
     """
 
     slabs: UnitSlabs
     names: frozenset[str] | None = None
     rows: slice | None = None
+    in_place: bool = False
 
     @cached_property
     def layout(self) -> SlabLayout:
@@ -50,7 +52,7 @@ class SlabPart:
 
     def _layout_of(self, whole: SlabLayout) -> SlabLayout:
         """Return the layout of the slot for this part of slabs with a layout."""
-        if self.names is None:
+        if self.names is None or self.in_place:
             return whole
         shapes = {name: entry.shape for name, entry in whole.entries.items() if name in self.names}
         if self.rows is None:
@@ -90,51 +92,45 @@ class SlabPart:
         *cuts, _ = cut_slot(self.slabs.packed.cuts, list(self._packed_places()))
         return [*cuts, self.packed.num_bytes]  # the last range includes the padding at the end
 
-    def copies(
-        self, slot: torch.Tensor, left_out: Collection[str] = (), some: Iterable[slice] | None = None
+    def moves(
+        self, slot: torch.Tensor, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None = None
     ) -> list[Move]:
-        """Return the copies of this rank's range of what is not quantized.
+        """Return the moves that stream the part into its slot, from host memory that is not divided between ranks.
 
         Args:
             slot: the slot, which begins with the part.
-            left_out: full names of tensors that are not streamed.
+            dtypes: the dtype that the values of each quantized tensor are rounded to.
             some: the rows to stream, counted from the first in the slab, if the part has rows; None for all.
         """
-        own = self._own if some is None and not left_out else self._own_spans(left_out, some)
+        return [*self.copies(slot, some), *self._decoding(slot, dtypes, some)]
+
+    def copies(self, slot: torch.Tensor, some: Sequence[slice] | None = None) -> list[Move]:
+        """Return the copies of this rank's range of what is not quantized. The arguments are those of `moves`."""
+        own = self._own if some is None else self._own_spans(some)
         return [copy(slot[span.in_slot], self.slabs.weights[span.in_slab]) for span in own]
 
     @cached_property
     def _own(self) -> list[Span]:
         """The places of this rank's range of all that is not quantized. They are kept, because a dense block moves twice a step."""
-        return self._own_spans((), None)
+        return self._own_spans(None)
 
-    def _own_spans(self, left_out: Collection[str], some: Iterable[slice] | None) -> list[Span]:
-        """Return the places of this rank's range of what is not quantized. The arguments are those of `copies`."""
-        places = self._places(self.slabs.plain, self.layout, some)
-        spans = joined(span for name, span in places if name not in left_out)
+    def _own_spans(self, some: Sequence[slice] | None) -> list[Span]:
+        """Return the places of this rank's range of what is not quantized; ``some`` is as in `moves`."""
+        spans = joined(span for _, span in self._places(self.slabs.plain, self.layout, some))
         own = [span.within(self.slabs.own) for span in spans]
         return [span for span in own if span.numel]
 
-    def decoding(
-        self,
-        slot: torch.Tensor,
-        dtypes: Mapping[str, torch.dtype],
-        left_out: Collection[str] = (),
-        some: Iterable[slice] | None = None,
-    ) -> list[Move]:
-        """Return the moves that decode quantized tensors into the slot, from host memory that is not divided between ranks.
+    def _decoding(
+        self, slot: torch.Tensor, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None
+    ) -> Iterator[Move]:
+        """Yield the moves that decode quantized tensors into the slot. The arguments are those of `moves`."""
+        for name, dtype in dtypes.items():
+            if self._has(name):
+                yield from self._decode(slot, name, dtype, some)
 
-        Args:
-            slot, left_out, some: as in `copies`.
-            dtypes: the dtype that the values of each quantized tensor are rounded to.
-        """
-        wanted = None if some is None else list(some)
-        return [
-            move
-            for name, dtype in dtypes.items()
-            if name not in left_out
-            for move in self._decode(slot, name, dtype, wanted)
-        ]
+    def _has(self, name: str) -> bool:
+        """Return whether a tensor of the slabs is in the part."""
+        return self.names is None or name in self.names
 
     def copies_of_codes(self, slot: torch.Tensor) -> list[Move]:
         """Return the copies of this rank's range of codes and scales into their slot."""
@@ -148,7 +144,7 @@ class SlabPart:
         """Return the moves that decode quantized tensors from their slot, in which all ranks have gathered them.
 
         Args:
-            slot, dtypes: as in `decoding`.
+            slot, dtypes: as in `moves`.
             packed_slot: the slot of codes and scales.
         """
         return [
@@ -175,15 +171,17 @@ class SlabPart:
                 yield Span(start, place, each.num_bytes)
 
     def _decode(
-        self, slot: torch.Tensor, name: str, dtype: torch.dtype, some: Iterable[slice] | None
+        self, slot: torch.Tensor, name: str, dtype: torch.dtype, some: Sequence[slice] | None
     ) -> Iterator[Move]:
-        """Yield the moves that decode a tensor, or some rows of it, into the slot. The arguments are those of `decoding`."""
+        """Yield the moves that decode a tensor, or some rows of it, into the slot; ``slot`` and ``some`` are as in `moves`."""
         entry, view = self.slabs.packed.entries[name], self.layout.view(slot, name)
         if self.rows is None:  # the part has whole tensors, of which no rows are chosen
             yield Decode(view, self.slabs.packed.bytes_of(name), entry.codec, dtype)
             return
         for rows in [self.rows] if some is None else some:
-            yield move_rows(self.slabs, name, rows, view[rows.start - self.rows.start :], dtype)
+            target = view[rows.start - self.rows.start : rows.stop - self.rows.start]
+            codec = Rows(entry.codec, entry.shape[0], rows.start)
+            yield Decode(target, self.slabs.packed.bytes_of(name), codec, dtype)
 
     def grad_spans(self, adds: Mapping[str, bool]) -> list[tuple[bool, Span]]:
         """Return the places of this rank's range of the gradients, neighbours joined that are landed alike.
@@ -200,44 +198,26 @@ class SlabPart:
         return [(add, span) for add, span in found if span.numel]
 
     def _places(
-        self, whole: SlabLayout, part: SlabLayout, some: Iterable[slice] | None = None
+        self, whole: SlabLayout, part: SlabLayout, some: Sequence[slice] | None = None
     ) -> Iterator[tuple[str, Span]]:
         """Yield the name and the place of each tensor that is in both layouts: all of it and the padding after it, or some rows.
 
         Args:
             whole: the layout of the slab.
             part: the layout of the slot.
-            some: as in `copies`.
+            some: as in `moves`.
         """
-        wanted = None if some is None else list(some)
         for name, entry in part.entries.items():
-            if name not in whole:
+            if name not in whole or not self._has(name):
                 continue
             start = whole.entries[name].offset
             if self.rows is None:
                 yield name, Span(start, entry.offset, slab_elements([entry.numel]))
                 continue
             width = entry.strides[0]
-            for rows in [self.rows] if wanted is None else wanted:
+            for rows in [self.rows] if some is None else some:
                 place = entry.offset + (rows.start - self.rows.start) * width
                 yield name, Span(start + rows.start * width, place, length(rows) * width)
-
-
-def move_rows(slabs: UnitSlabs, name: str, rows: slice, place: torch.Tensor, decoded: torch.dtype | None) -> Move:
-    """Return the move that streams rows of a tensor (E, ...) to the device.
-
-    Args:
-        slabs: the slabs with the tensor.
-        name: its full name.
-        rows: the rows.
-        place: a tensor on the device that begins with their places.
-        decoded: the dtype that values are rounded to if the tensor is quantized.
-    """
-    target = place[: length(rows)]
-    if decoded is None:
-        return copy(target.view(-1), slabs.plain.view(slabs.weights, name)[rows].view(-1))
-    entry = slabs.packed.entries[name]
-    return Decode(target, slabs.packed.bytes_of(name), Rows(entry.codec, entry.shape[0], rows.start), decoded)
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> Copy:

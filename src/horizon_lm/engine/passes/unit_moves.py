@@ -15,6 +15,7 @@ import torch
 
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
+from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.schedule.ops import Kind, Op
@@ -48,21 +49,22 @@ class UnitMoves:
         is_routed = (op.unit.is_block or op.unit.is_tile) and op.unit.block_index in self._routed
         if is_routed and op.unit.is_tile:  # bound when it is known which experts its tokens are routed to
             return None
-        left_out = self._engine.routed.names_of(op.unit) if is_routed else []
-        return [move for part in self._engine.parts_of(op.unit) for move in self._stream_in_part(part, left_out)]
+        engine = self._engine
+        part_of = engine.part_of
+        if is_routed and op.unit.block_index not in engine.tiles.experts:
+            part_of = engine.routed.without_experts
+        return [move for unit in engine.parts_of(op.unit) for move in self._stream_in_part(unit, part_of(unit))]
 
-    def _stream_in_part(self, unit: Unit, left_out: Collection[str]) -> list[Move]:
-        """Return the moves that stream slabs into a slot, except the weights ``left_out``: copies, and the decoding of what is
-        quantized. Low halves of fp32 masters stay on the host.
+    def _stream_in_part(self, unit: Unit, part: SlabPart) -> list[Move]:
+        """Return the moves that stream a part of slabs into their slot: copies, and the decoding of what is quantized. Low halves of
+        fp32 masters stay on the host.
 
         Each of several ranks copies its own ranges, also of codes and scales, which are decoded once they are gathered.
         """
-        part, memory = self._engine.part_of(unit), self._engine.memory
-        slot = memory.weights_of(unit)
-        copies = part.copies(slot, left_out)
+        slot, memory = self._engine.memory.weights_of(unit), self._engine.memory
         if part.packed_cuts[-1]:  # several ranks, and quantized weights
-            return [*copies, *part.copies_of_codes(memory.packed_of(unit))]
-        return [*copies, *part.decoding(slot, self._engine.tiles.decoded(unit), left_out)]
+            return [*part.copies(slot), *part.copies_of_codes(memory.packed_of(unit))]
+        return part.moves(slot, self._engine.tiles.decoded(unit))
 
     def _gather(self, op: Op) -> list[Move]:
         """Return the moves that gather a unit in its slots."""

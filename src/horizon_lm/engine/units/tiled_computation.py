@@ -100,8 +100,7 @@ class TiledExperts:
             experts = engine.tiles.experts_of(unit)
             some = runs(e for e in chosen if experts.start <= e < experts.stop)
             part, slot = engine.part_of(unit), engine.memory.weights_of(unit)
-            decoding = part.decoding(slot, engine.tiles.decoded(unit), some=some)
-            engine.cursor.bind(Kind.STREAM_IN, unit, [*part.copies(slot, some=some), *decoding])
+            engine.cursor.bind(Kind.STREAM_IN, unit, part.moves(slot, engine.tiles.decoded(unit), some))
 
     @torch.no_grad()
     def _compute_tiles(self, calls: Sequence[ExpertCall]) -> None:
