@@ -20,7 +20,7 @@ from horizon_lm.model.block_template import structure_key
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.model.routed_experts import RoutedExperts
 from horizon_lm.model.skeletons import meta_copy
-from horizon_lm.model.trial import TrialDoneError, answers_of, outer_weights, trial
+from horizon_lm.model.trial import Call, TrialDoneError, answers_of, outer_weights, trial
 from horizon_lm.units import EMBED
 
 _ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely to be dimensions of a model, and not multiples of each other
@@ -129,9 +129,6 @@ def find_calls(parts: ModelParts, dtype: torch.dtype, length: int, masked: bool,
 def _shapes() -> list[tuple[int, int]]:
     """Return the rows and tokens of the batches that are compared: one, one with more rows, and one with more tokens."""
     return [(_ROWS[0], _LENGTH[0]), (_ROWS[1], _LENGTH[0]), (_ROWS[0], _LENGTH[1])]
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _in_float32(parts: ModelParts, index: int) -> frozenset[str]:

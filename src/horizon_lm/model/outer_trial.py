@@ -14,10 +14,9 @@ from torch import nn
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.functional import Place
 from horizon_lm.model.parts import ModelParts, ParamRef
-from horizon_lm.model.trial import answers_of, hidden_of, outer_weights, trial
+from horizon_lm.model.trial import Call, answers_of, hidden_of, outer_weights, trial
 
 _ROWS, _LENGTH = 2, 5
-_Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments
 # What blocks return: hidden states, alone or first in a tuple.
 _STRUCTURES: tuple[Callable[[torch.Tensor], Any], ...] = (
     lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, None), lambda hidden: (hidden, None, None),
@@ -36,7 +35,7 @@ class OuterTrial:
     """
 
     order: tuple[int, ...]
-    calls: Mapping[int, _Call]
+    calls: Mapping[int, Call]
     rows_first: bool
     norm_is_last: bool
 
@@ -74,7 +73,7 @@ class _StandIns:
     def __init__(self, structure: Callable[[torch.Tensor], Any]) -> None:
         self._structure = structure
         self.order: list[int] = []  # as in `OuterTrial`, as are the calls
-        self.calls: dict[int, _Call] = {}
+        self.calls: dict[int, Call] = {}
         self.last: torch.Tensor  # input of the last block that was called, which it has returned
         self.normed: list[tuple[torch.Tensor, torch.Tensor]] = []  # input and output of each call of the norm
 

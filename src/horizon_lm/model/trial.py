@@ -11,6 +11,7 @@ from horizon_lm.model.functional import Place, in_place
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.units import OUTER
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named arguments
 Answer = Callable[..., Any]
 """Function that takes the arguments of a module's forward method, and returns an output in its place."""
 
