@@ -106,9 +106,9 @@ def fill(store: Store) -> float:
 
     jobs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for slabs in store.units.values():
-        jobs += [(part, values) for part in slabs.weights.split(_CHUNK) if part.numel()]
-        for name, entry in slabs.packed.entries.items():
-            for component, view in entry.codec.views(slabs.packed.bytes_of(name), entry.shape).items():
+        jobs += [(part, values) for slab in slabs.of_weights for part in slab.weights.split(_CHUNK) if part.numel()]
+        for name, codec in slabs.codecs.items():
+            for component, view in codec.views(store.packed(name), store.shape(name)).items():
                 jobs += [(part, scales if component == "scales" else codes) for part in view.view(-1).split(_CHUNK)]
     with ThreadPoolExecutor(usable_cores()) as threads:
         list(threads.map(lambda job: repeat(*job), jobs))

@@ -72,11 +72,12 @@ def slab_elements(tensors: Iterable[int]) -> int:
 
 @lru_cache(2**12)  # a plan tries many settings for blocks that are all alike
 def _slab_elements(tensors: tuple[int, ...]) -> int:
-    return sum(map(_padded, tensors))
+    return sum(map(padded, tensors))
 
 
-def _padded(numel: int) -> int:
-    return -(-numel // SLAB_ALIGNMENT) * SLAB_ALIGNMENT
+def padded(numel: int, alignment: int = SLAB_ALIGNMENT) -> int:
+    """Return the elements that a tensor of ``numel`` takes in a slab."""
+    return -(-numel // alignment) * alignment
 
 
 def used_bytes(ranges: Iterable[slice], itemsize: int) -> int:
@@ -166,7 +167,7 @@ def _held_before(tensors: tuple[int, ...], held: tuple[int, ...], offset: int) -
     for numel, kept in zip(tensors, held, strict=True):
         if kept and offset - start < numel:
             return place + max(0, offset - start)
-        start, place = start + _padded(numel), place + _padded(kept)
+        start, place = start + padded(numel), place + padded(kept)
     return place
 
 
@@ -191,5 +192,5 @@ def scale_at(tensors: Sequence[int], offset: int, row: int | None = None) -> int
             width = row or numel
             num_rows, rest = divmod(max(0, offset - start), width)
             return count + num_rows * num_scales(width) + rest // MOMENT_BLOCK
-        start, count = start + _padded(numel), count + num_scales(numel, row)
+        start, count = start + padded(numel), count + num_scales(numel, row)
     return count

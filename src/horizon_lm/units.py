@@ -5,28 +5,13 @@ A block with many experts may be moved in parts: tiles of consecutive experts, a
 
 from functools import cache
 
-_FLOAT32, _TILE = ".float32", ".tile"
+_TILE = ".tile"
 
 
 class Unit(str):
     """The name of a unit, which is streamed, updated and saved as a whole."""
 
     __slots__ = ()
-
-    @property
-    def float32(self) -> "Unit":
-        """The slabs of this unit's weights that are kept in float32; they are moved, updated and saved with it."""
-        return Unit(self + _FLOAT32)
-
-    @property
-    def is_float32(self) -> bool:
-        """True for the slabs of weights that are kept in float32."""
-        return self.endswith(_FLOAT32)
-
-    @property
-    def home(self) -> "Unit":
-        """The unit to which these slabs belong."""
-        return Unit(self.removesuffix(_FLOAT32))
 
     @property
     def is_block(self) -> bool:

@@ -51,7 +51,8 @@ def load(folder: str, **settings: Any) -> tuple[dict[str, tuple[int, torch.Tenso
     finally:
         Checkpoint.read = original  # type: ignore[method-assign]
     slabs = {}
-    for unit, each in model._horizon.engine.store.units.items():
+    for unit, slabs_of_unit in model._horizon.engine.store.units.items():
+        each = slabs_of_unit.plain
         slabs |= {f"{unit} weights": (each.own.start, each.weights[each.own].clone())}
         slabs |= {f"{unit} low": (each.own.start, each.low[each.own].clone())}
     return slabs, read.total()
@@ -155,8 +156,8 @@ def differing(rank: int, how: str) -> dict[str, tuple[int, torch.Tensor]]:
         assert (
             made.get_buffer("base_model.model.model.norm.bias" if how == "adapters" else "model.norm.bias").item() == 0
         )
-    units = model._horizon.engine.store.units
-    return {f"{unit} weights": (each.own.start, each.weights[each.own].clone()) for unit, each in units.items()}
+    slabs = model._horizon.engine.store.slabs
+    return {f"{each.name} weights": (each.own.start, each.weights[each.own].clone()) for each in slabs}
 
 
 @pytest.mark.parametrize("how", ["from_config", "stream", "adapters"])
@@ -172,10 +173,10 @@ def test_ranks_start_with_the_weights_of_the_first(pool: Pool, how: str) -> None
         if how == "adapters":
             made = get_peft_model(made, LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian"))
         alone = horizon_lm.stream(made, "cpu", "float32")
-    for unit, each in alone._horizon.engine.store.units.items():
+    for each in alone._horizon.engine.store.slabs:
         for copy in (first, second):
-            found = copy[f"{unit} weights"]
-            assert torch.equal(found, each.weights[: len(found)]), unit
+            found = copy[f"{each.name} weights"]
+            assert torch.equal(found, each.weights[: len(found)]), each.name
 
 
 def opening_own(

@@ -81,7 +81,7 @@ def opened(folder: str, kind: str, training: Training, **settings: Any) -> Any:
 def own_codes(model: Any) -> dict[str, torch.Tensor]:
     """Return the codes and scales that this rank owns, by unit."""
     units = model._horizon.engine.store.units
-    return {unit: slabs.packed.data[slabs.packed.own].clone() for unit, slabs in units.items()}
+    return {unit: slabs.packed.weights[slabs.packed.own].clone() for unit, slabs in units.items()}
 
 
 Found = tuple[Outcome, dict[str, torch.Tensor], dict[str, int]]
@@ -144,7 +144,7 @@ def test_traffic_and_memory_of_a_rank(pool: Pool, folders: Any, shard: int) -> N
     one, codes, _ = trained(model, replace(training, equal=True), [0])
     for unit in ("block0", "block1", "block2"):
         slabs = model._horizon.engine.store.units[unit]
-        plain, packed = 4 * slabs.plain.numel, slabs.packed.num_bytes
+        plain, packed = 4 * slabs.plain.layout.numel, slabs.packed.layout.numel
         moved = [outcome.moved[f"stream_in:{unit}"] for outcome, _, _ in found]
         assert sum(moved) == 2 * (plain + packed)
         assert max(moved) <= 2 * ((plain + packed) / shard + 256 * 4 + 256)

@@ -149,9 +149,9 @@ def train(model: Any, optimizer: Any, training: Training, ranks: list[int]) -> O
         norms.append(optimizer.grad_norm)
     horizon_lm.synchronize(model)
     slabs = {}
-    for unit, each in engine.store.units.items():
+    for each in engine.store.slabs:
         kinds = {"weights": each.weights} | ({} if each.low is None else {"low": each.low})
-        slabs |= {f"{unit} {kind}": (each.own.start, slab[each.own].clone()) for kind, slab in kinds.items()}
+        slabs |= {f"{each.name} {kind}": (each.own.start, slab[each.own].clone()) for kind, slab in kinds.items()}
     return Outcome(losses, norms, slabs, dict(engine.device.counters.moved), dict(engine.store.num_bytes))
 
 

@@ -41,13 +41,15 @@ def digest(loop: Any) -> dict[str, str]:
     """Return hashes of everything that a run leaves in memory."""
     horizon_lm.synchronize(loop.model)
     store, parts = loop.model._horizon.engine.store, {}
-    for unit, slabs in store.units.items():
-        moments = loop.optimizer.moments.units[unit].values()
-        for number, slab in enumerate(
-            (slabs.weights, slabs.low, *(m.values for m in moments), *(m.scales for m in moments))
+    for slab in store.slabs:
+        moments = loop.optimizer.moments.slabs[slab].values()
+        for number, each in enumerate(
+            (slab.weights, slab.low, *(m.values for m in moments), *(m.scales for m in moments))
         ):
-            if slab is not None:
-                parts[f"{unit} {number}"] = hashlib.sha256(slab.contiguous().view(torch.uint8).numpy().data).hexdigest()
+            if each is not None:
+                parts[f"{slab.name} {number}"] = hashlib.sha256(
+                    each.contiguous().view(torch.uint8).numpy().data
+                ).hexdigest()
     parts["optimizer"] = json.dumps(loop.optimizer.scalars(), sort_keys=True)
     parts["scheduler"] = json.dumps(loop.scheduler.state_dict(), sort_keys=True)
     parts["random"] = json.dumps(random_state())

@@ -290,7 +290,7 @@ def test_the_base_is_not_changed(runs: Runs, base: dict[str, Any], tmp_path: Pat
 
     def remember() -> None:
         store = runs.loops[-1].model._horizon.engine.store
-        slabs = {unit: store.units[unit].weights.view(torch.uint8).numpy() for unit in store.frozen}
+        slabs = {unit: store.units[unit].plain.weights.view(torch.uint8).numpy() for unit in store.frozen}
         seen.append({unit: hashlib.sha256(slab.data).hexdigest() for unit, slab in slabs.items()})
 
     runs.before_step = {1: remember, 20: remember}

@@ -51,7 +51,7 @@ def test_store_is_freed(family: str, head: str, micro_batch_size: int | None, us
                 output.loss.backward(output.loss.new_zeros(3))
         del output
     store = weakref.ref(model._horizon.engine.store)
-    weights = weakref.ref(store().units["block0"].weights)
+    weights = weakref.ref(store().units["block0"].plain.weights)
     del model, optimizer
     gc.collect()
     assert store() is None

@@ -11,16 +11,19 @@ from horizon_lm.codecs.stack import Stack
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.slabs import Shard
+from horizon_lm.store.precision import PRECISIONS
 from horizon_lm.store.unit_slabs import UnitSlabs
+from horizon_lm.units import block
 
 EXPERTS = 7
 SHAPES = {
     "norm": (40,), "gate": (EXPERTS, 24), "experts.up": (EXPERTS, 8, 24), "experts.bias": (EXPERTS, 9), "shared": (24, 31),
-    "experts.down": (EXPERTS, 24, 8),
+    "experts.down": (EXPERTS, 24, 8), "decay": (300,),
 }  # fmt: skip
+IN_FLOAT32 = ("decay",)
 PARTS: dict[str, Any] = {
     "whole": None,
-    "core": frozenset({"norm", "gate", "shared"}),
+    "core": frozenset({"norm", "gate", "shared", "decay"}),
     **{f"tile {start}": slice(start, min(EXPERTS, start + 3)) for start in range(0, EXPERTS, 3)},
 }
 
@@ -38,11 +41,12 @@ def parts(which: str, count: int, quantized: bool) -> list[SlabPart]:
     made = []
     for index in range(count):
         shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
-        slabs = UnitSlabs(shapes, codecs, Shard(index, count))
-        slabs.weights = torch.arange(1.0, slabs.plain.numel + 1)
-        slabs.packed.data = torch.arange(slabs.packed.num_bytes).remainder(251).to(torch.uint8)
-        slabs.lay_out_grads(name for name in SHAPES if name not in codecs and name != "gate")
-        slabs.grads = torch.zeros(slabs.grad_layout.numel)
+        slabs = UnitSlabs(block(0), shapes, PRECISIONS["float32"], codecs, IN_FLOAT32, Shard(index, count))
+        slabs.packed.weights = torch.arange(slabs.packed.layout.numel).remainder(251).to(torch.uint8)
+        for slab in slabs.of_weights:
+            slab.weights = torch.arange(1.0, slab.layout.numel + 1)
+            slab.lay_out_grads(name for name in SHAPES if name not in codecs and name != "gate")
+            slab.grads = torch.zeros(slab.grad_layout.numel)
         made.append(part_of(slabs, which))
     return made
 
@@ -52,15 +56,16 @@ def parts(which: str, count: int, quantized: bool) -> list[SlabPart]:
 @pytest.mark.parametrize("which", PARTS)
 def test_ranks_fill_their_ranges_of_a_slot(which: str, count: int, quantized: bool) -> None:
     ranks = parts(which, count, quantized)
-    slot, packed = torch.zeros(ranks[0].slot_numel), torch.zeros(max(1, ranks[0].packed_cuts[-1]), dtype=torch.uint8)
+    slot = [torch.zeros(numel) for numel in ranks[0].slot_numels]
+    packed = torch.zeros(max(1, ranks[0].packed_cuts[-1]), dtype=torch.uint8)
     for index, part in enumerate(ranks):
-        own, own_packed = torch.zeros_like(slot), torch.zeros_like(packed)
+        own, own_packed = [torch.zeros_like(buffer) for buffer in slot], torch.zeros_like(packed)
         for move in part.copies(own):
             move.run(HostLink())
         if count > 1:
             for move in part.copies_of_codes(own_packed):
                 move.run(HostLink())
-        for filled, gathered, cuts in ((own, slot, part.cuts), (own_packed, packed, part.packed_cuts)):
+        for filled, gathered, cuts in (*zip(own, slot, part.cuts, strict=True), (own_packed, packed, part.packed_cuts)):
             inside = slice(cuts[index], cuts[index + 1])
             gathered[inside] = filled[inside]
             filled[inside] = 0
@@ -68,35 +73,37 @@ def test_ranks_fill_their_ranges_of_a_slot(which: str, count: int, quantized: bo
     whole = ranks[0].slabs
     rows = PARTS[which] if isinstance(PARTS[which], slice) else slice(None)
     for name in ranks[0].layout:
-        if name in whole.plain:
-            assert torch.equal(ranks[0].layout.view(slot, name), whole.plain.view(whole.weights, name)[rows])
+        slab = whole.slab_of(name)
+        stored = slab.layout.view(slab.weights, name)
+        if name not in whole.codecs:
+            assert torch.equal(ranks[0].layout.view(slot, name), stored[rows])
         elif count > 1:
-            entry, codes = ranks[0].packed.entries[name], ranks[0].packed.bytes_of(name, packed)
-            expected = entry.codec.views(whole.packed.bytes_of(name), whole.packed.entries[name].shape)
-            for component, found in entry.codec.views(codes, entry.shape).items():
+            codec, codes = whole.codecs[name], ranks[0].packed.view(packed, name)
+            expected = codec.views(stored, whole.layout.entry(name).shape)
+            for component, found in codec.views(codes, ranks[0].layout.entry(name).shape).items():
                 assert torch.equal(found.view(torch.uint8), expected[component][rows].view(torch.uint8)), component
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_what_ranks_land_is_all_of_the_gradients(count: int) -> None:
     """Core and tiles together land every element once, each of them the rank that owns it."""
-    landed: torch.Tensor | None = None
+    landed: list[torch.Tensor] = []
     for which in [name for name in PARTS if name != "whole"]:
         ranks = parts(which, count, quantized=False)
         adds = dict.fromkeys(ranks[0].grad_layout, False)
         for index, part in enumerate(ranks):
-            landed = torch.zeros_like(part.slabs.grads) if landed is None else landed
-            slot = torch.zeros(part.grad_layout.numel)
-            for _, span in part.grad_spans(adds):
-                slot[span.in_slot] += 1
-                landed[span.in_slab] += 1
-                own = part.slabs.own_grads
-                assert own.start <= span.start
-                assert span.in_slab.stop <= own.stop
-            spans = list(pairwise(part.grad_cuts))
-            outside = [slot[start:stop] for rank, (start, stop) in enumerate(spans) if rank != index]
-            assert not any(each.any() for each in outside)
-    assert landed is not None
+            landed = landed or [torch.zeros_like(slab.grads) for slab in part.slabs.of_weights]
+            for number, slab in enumerate(part.slabs.of_weights):
+                slot = torch.zeros(part.grad_layout.buffers[number].numel)
+                for _, span in part.grad_spans(number, adds):
+                    slot[span.in_slot] += 1
+                    landed[number][span.in_slab] += 1
+                    assert slab.own_grads.start <= span.start
+                    assert span.in_slab.stop <= slab.own_grads.stop
+                spans = list(pairwise(part.grad_cuts[number]))
+                outside = [slot[start:stop] for rank, (start, stop) in enumerate(spans) if rank != index]
+                assert not any(each.any() for each in outside)
     layout = ranks[0].slabs.grad_layout
+    assert "decay" in layout
     assert all(bool((layout.view(landed, name) == 1).all()) for name in layout)
-    assert landed.max() == 1
+    assert max(float(each.max()) for each in landed) == 1

@@ -192,7 +192,7 @@ def test_calling_a_unit_outside_of_the_model_is_rejected() -> None:
 def test_a_dropped_model_is_freed() -> None:
     model = streamed()
     model(**tiny_models.batch()).loss.backward()
-    slab = weakref.ref(model._horizon.engine.store.units["block0"].weights.untyped_storage())
+    slab = weakref.ref(model._horizon.engine.store.units["block0"].plain.weights.untyped_storage())
     engine = weakref.ref(model._horizon.engine)
     del model
     gc.collect()

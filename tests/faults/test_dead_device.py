@@ -69,10 +69,10 @@ class Run:
     def state(self) -> dict[str, bytes]:
         """Return every byte of the weights and the optimizer's state, read from host memory without a wait."""
         kept: dict[str, bytes] = {"steps": repr([float(s["step"]) for s in self.optimizer.state.values()]).encode()}
-        for unit, arrays in self.optimizer._updates.arrays.items():
+        for slab, arrays in self.optimizer._updates.arrays.items():
             moments = [array for each in arrays.moments.values() for array in (each.values, each.scales)]
             for number, array in enumerate((arrays.weights, arrays.low, *moments)):
-                kept[f"{unit}.{number}"] = array.tobytes()
+                kept[f"{slab.name}.{number}"] = array.tobytes()
         return kept
 
 

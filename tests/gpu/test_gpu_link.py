@@ -108,7 +108,7 @@ def test_memory_that_cannot_be_page_locked(only_cuda: Accelerator) -> None:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-        slabs = model._horizon.engine.store.units.values()
+        slabs = model._horizon.engine.store.slabs
         in_place = all(s.weights.is_pinned() and s.grads.is_pinned() for s in slabs if s.weights.numel())
         assert in_place == (device.registration_error is None)
         assert in_place or isinstance(device, NoPageLocking), device.registration_error

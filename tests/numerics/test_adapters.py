@@ -142,10 +142,10 @@ def test_traffic_of_adapters() -> None:
             optimizer.zero_grad()
             moved = {op: n - before.get(op, 0) for op, n in engine.device.counters.moved.items()}
         blocks = sum(moved.get(f"stream_in:block{u}", 0) for u in range(4))
-        assert blocks == loads * sum(engine.store.units[f"block{u}"].weights.nbytes for u in range(4))
+        assert blocks == loads * sum(engine.store.units[f"block{u}"].plain.weights.nbytes for u in range(4))
         assert not any(n for op, n in moved.items() if op.startswith("stream_out:block"))
-        assert moved["stream_out:outer"] == engine.store.units["outer"].grads.nbytes
-        assert moved["stream_in:outer"] == engine.store.units["outer"].weights.nbytes
+        assert moved["stream_out:outer"] == engine.store.units["outer"].plain.grads.nbytes
+        assert moved["stream_in:outer"] == engine.store.units["outer"].plain.weights.nbytes
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -175,7 +175,7 @@ def test_blocks_below_the_first_adapter_are_computed_once() -> None:
     model(**tiny_models.batch(rows=3)).loss.backward()
     engine = model._horizon.engine
     loads = [
-        engine.device.counters.moved[f"stream_in:block{u}"] / engine.store.units[f"block{u}"].weights.nbytes
+        engine.device.counters.moved[f"stream_in:block{u}"] / engine.store.units[f"block{u}"].plain.weights.nbytes
         for u in range(4)
     ]
     assert loads == [1, 1, 2, 2]

@@ -89,12 +89,12 @@ def test_added_to_a_streamed_model(family: str, config: dict[str, Any]) -> None:
         config = config | {"target_modules": ["q_proj", "v_proj"]}
     plain, model = pair(family=family)
     engine = model._horizon.engine
-    places = {unit: slabs.weights.data_ptr() for unit, slabs in engine.store.units.items()}
+    places = {unit: slabs.plain.weights.data_ptr() for unit, slabs in engine.store.units.items()}
     plain, model = adapted(plain, **config), adapted(model, **config)
     assert_same(plain, model)
     assert model._horizon.engine is not engine
     slabs = model._horizon.engine.store.units
-    assert [unit for unit in places if slabs[unit].weights.data_ptr() != places[unit]] == ["outer"]
+    assert [unit for unit in places if slabs[unit].plain.weights.data_ptr() != places[unit]] == ["outer"]
 
 
 @pytest.mark.parametrize("precision", ["fp32_master", "bf16"])

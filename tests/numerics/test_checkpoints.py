@@ -158,8 +158,9 @@ def test_a_save_copies_nothing_and_delays_updates_alone(tmp_path: Path) -> None:
     assert loaded(tmp_path / "one", precision="fp32_master") == expected[0]
     slabs = [
         (slab.data_ptr(), page_aligned(slab.numel() * slab.element_size()))
-        for unit, each in engine.store.units.items()
-        for slab in (each.weights, each.low, *(own.values for own in optimizer.moments.units[unit].values()))
+        for each in engine.store.slabs
+        for slab in (each.weights, each.low, *(own.values for own in optimizer.moments.slabs[each].values()))
+        if slab is not None
     ]
     copied = [size for at, size in disk.written if not any(start <= at < start + room for start, room in slabs)]
     assert len(copied) == len(list((tmp_path / "one" / "units").iterdir()))  # the files' headers
@@ -210,11 +211,11 @@ def test_files_are_safetensors_with_the_names_of_the_parameters(precision: str, 
             found |= {name: file.get_tensor(name) for name in file.keys() if not name.startswith(".padding")}  # noqa: SIM118
     store = model._horizon.engine.store
     expected = {name: store.weight(name) for name in store.unit_of}
-    for unit, slabs in store.units.items():
-        for name in slabs.layout if slabs.low is not None else ():
-            expected[f"{name}.low"] = slabs.layout.view(slabs.low, name)
-        for name in slabs.grad_layout:
-            state = optimizer.moments.state(unit, slabs, name)
+    for slab in store.slabs:
+        for name in slab.layout if slab.low is not None else ():
+            expected[f"{name}.low"] = slab.layout.view(slab.low, name)
+        for name in slab.grad_layout:
+            state = optimizer.moments.state(slab, name)
             expected |= {f"{name}.{key}": value for key, value in state.items()}
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -127,7 +127,7 @@ def test_page_locking_that_always_fails(gpu: EmulatedGpu) -> None:
     assert losses == train("cpu")[0]
     store = model._horizon.engine.store
     amounts = [int(str(each.message).split("(")[1].split()[0].replace(",", "")) for each in caught]
-    assert amounts[0] == sum(slabs.weights.numel() * 4 for slabs in store.units.values())
+    assert amounts[0] == sum(slab.weights.numel() * 4 for slab in store.slabs)
     assert all(after >= 2 * before for before, after in itertools.pairwise(amounts))
 
 
@@ -187,7 +187,7 @@ def test_weights_are_locked_once_they_are_written(gpu: EmulatedGpu, monkeypatch:
 
     monkeypatch.setattr(PageLocks, "lock", watch)
     model = horizon_lm.stream(tiny_models.build("llama"), CudaDevice(), "float32", compile=False)
-    assert len(seen) == len([slabs for slabs in model._horizon.engine.store.units.values() if slabs.weights.numel()])
+    assert len(seen) == len([slab for slab in model._horizon.engine.store.slabs if slab.weights.numel()])
     assert all(seen)
 
 

@@ -46,7 +46,7 @@ def resident_pages(tensor: torch.Tensor) -> int:
 def test_moments_are_allocated(kind: str) -> None:
     model = horizon_lm.stream(tiny_models.build("llama"), device="cpu", precision="bf16")
     optimizer = horizon_lm.AdamW(model, moments=kind)
-    slabs = [each for unit in optimizer._moments.units.values() for each in unit.values() if each.values.numel()]
+    slabs = [each for unit in optimizer._moments.slabs.values() for each in unit.values() if each.values.numel()]
     before = [resident_pages(each.values) for each in slabs]
     optimizer.allocate_moments()
     after = [resident_pages(each.values) for each in slabs]

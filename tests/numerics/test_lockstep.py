@@ -50,7 +50,7 @@ def loads(model: Any) -> dict[str, float]:
     moved, units = model._horizon.engine.device.counters.moved, model._horizon.engine.store.units
     size: dict[str, int] = defaultdict(int)  # with weights that are kept in float32
     for unit, slabs in units.items():
-        size[unit.home] += slabs.weights.nbytes
+        size[unit] = sum(slab.weights.nbytes for slab in slabs.of_weights)
     return {op: count / size[op.split(":")[1]] for op, count in moved.items() if op.startswith("stream_in:block")}
 
 

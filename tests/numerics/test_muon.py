@@ -267,7 +267,7 @@ def test_a_matrix_that_failed_to_return_is_not_applied_later(monkeypatch: pytest
     optimizer = horizon_lm.Muon(model, **HYPER)
     model(**tiny_models.batch()).loss.backward()
     horizon_lm.synchronize(model)
-    last = model._horizon.engine.store.units[block(1)].weights
+    last = model._horizon.engine.store.units[block(1)].plain.weights
     before = last.clone()
     reached, gate, copies = threading.Event(), threading.Event(), list[torch.Tensor]()
     link, issue = device.links[Stream.COPY_OUT], device.issue

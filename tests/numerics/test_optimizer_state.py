@@ -189,8 +189,8 @@ def test_low_halves_are_views() -> None:
     steps(model, optimizer, 1)
     store = model._horizon.engine.store
     for (name, _), entry in zip(model.named_parameters(), optimizer.state_dict()["state"].values(), strict=True):
-        slabs = store.units[store.unit_of[name]]
-        low = slabs.layout.view(slabs.low, name)
+        slab = store.slab_of(name)
+        low = slab.layout.view(slab.low, name)
         assert entry["low_half"].dtype == torch.int16
         assert (entry["low_half"].data_ptr(), entry["low_half"].shape) == (low.data_ptr(), low.shape)
     assert any(entry["low_half"].any() for entry in optimizer.state_dict()["state"].values())

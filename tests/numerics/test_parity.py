@@ -259,7 +259,7 @@ def test_loss_on_a_middle_layer() -> None:
 def test_a_corrupted_slab_changes_logits_and_gradients() -> None:
     reference = build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
-    slab = model._horizon.engine.store.units["block1"].weights
+    slab = model._horizon.engine.store.units["block1"].plain.weights
     slab.view(torch.int32)[100] ^= 1 << 20
     expected, got = plain_step(reference, batch()), streamed_step(model, batch())
     assert not torch.equal(got.logits, expected.logits)

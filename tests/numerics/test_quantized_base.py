@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.units import Unit
 from tests.support.thinned_cases import thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
@@ -390,12 +389,12 @@ def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, p
     itemsize = store.precision.weight_dtype.itemsize
     for u in range(3):
         slabs = store.units[f"block{u}"]
-        num_bytes = slabs.weights.numel() * itemsize + sum(e.num_bytes for e in slabs.packed.entries.values())
-        if (in_float32 := store.units.get(Unit(f"block{u}").float32)) is not None:
-            num_bytes += in_float32.weights.nbytes
+        num_bytes = (
+            slabs.plain.weights.numel() * itemsize + slabs.packed.layout.num_params + slabs.float32.weights.nbytes
+        )
         assert moved[f"stream_in:block{u}"] == num_bytes * 2
         assert not moved.get(f"stream_out:block{u}")
-    packed = sum(entry.num_bytes for slabs in store.units.values() for entry in slabs.packed.entries.values())
+    packed = sum(slabs.packed.layout.num_params for slabs in store.units.values())
     assert packed == sum(each.num_bytes for each in outline.sizes.packed)
 
 

@@ -45,7 +45,7 @@ def test_one_changed_weight_bit_changes_the_key() -> None:
     assert model_key(build()) == before
     assert model_key(build("bf16")) != before
     store = model._horizon.engine.store
-    store.units["block1"].low[3] ^= 1
+    store.units["block1"].plain.low[3] ^= 1
     assert model_key(model) != before
 
 

@@ -83,7 +83,7 @@ def test_bytes_of_a_token() -> None:
     expert = 3 * config.hidden_size * config.moe_intermediate_size * 2
     experts, others = moved(model, Kind.STREAM_EXPERTS), moved(model, Kind.STREAM_IN)
     assert list(experts.values()) == [2 * expert] * config.num_hidden_layers
-    slabs = [model._horizon.engine.store.units[unit].weights.nbytes for unit in ("block0", "block1")]
+    slabs = [model._horizon.engine.store.units[unit].plain.weights.nbytes for unit in ("block0", "block1")]
     assert list(others.values())[:2] == [size - EXPERTS * expert for size in slabs]
 
 

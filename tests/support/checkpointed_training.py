@@ -30,11 +30,11 @@ def digest(model: Any, optimizer: Any) -> Digests:
     """Return hashes of everything in memory that training changes."""
     horizon_lm.synchronize(model)
     store, found = model._horizon.engine.store, {}
-    for unit, slabs in store.units.items():
-        own = optimizer.moments.units[unit].values()
-        for number, slab in enumerate((slabs.weights, slabs.low, *(m.values for m in own), *(m.scales for m in own))):
-            if slab is not None:
-                found[f"{unit} {number}"] = hashlib.sha256(slab.view(torch.uint8).numpy().data).hexdigest()
+    for slab in store.slabs:
+        own = optimizer.moments.slabs[slab].values()
+        for number, each in enumerate((slab.weights, slab.low, *(m.values for m in own), *(m.scales for m in own))):
+            if each is not None:
+                found[f"{slab.name} {number}"] = hashlib.sha256(each.view(torch.uint8).numpy().data).hexdigest()
     for name, buffer in model.named_buffers():
         found[name] = hashlib.sha256(buffer.contiguous().view(torch.uint8).numpy().data).hexdigest()
     scalars = optimizer.scalars()

@@ -67,16 +67,16 @@ class Loads(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         units = self.model._horizon.engine.store.units
-        blocks = sum(slabs.weights.nbytes for unit, slabs in units.items() if unit.startswith("block"))
+        blocks = sum(slabs.plain.weights.nbytes for unit, slabs in units.items() if unit.startswith("block"))
         self.counts.append((self.count() - self.before) / blocks)
 
 
 def masters(model: Any) -> dict[str, torch.Tensor]:
     """Return all bits of the weights."""
     return {name: model.get_parameter(name).float() for name, _ in model.named_parameters()} | {
-        f"low of {unit}": slabs.low.clone()
+        f"low of {unit}": slabs.plain.low.clone()
         for unit, slabs in model._horizon.engine.store.units.items()
-        if slabs.low is not None
+        if slabs.plain.low is not None
     }
 
 

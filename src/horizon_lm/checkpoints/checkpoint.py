@@ -11,7 +11,7 @@ import torch
 
 from horizon_lm.checkpoints.frozen_base import hash_base, require_base, write_adapter_configs
 from horizon_lm.checkpoints.manifest import Manifest, read_json, verify_copies
-from horizon_lm.checkpoints.part_reader import PartReader, unit_of
+from horizon_lm.checkpoints.part_reader import PartReader, slab_of
 from horizon_lm.checkpoints.plain_state import from_plain, to_plain
 from horizon_lm.checkpoints.random_state import random_state, require_random_state, restore_random_state
 from horizon_lm.checkpoints.saving import STATE, CheckpointWriter, RateLimit, Saving, unit_file
@@ -26,7 +26,7 @@ from horizon_lm.run_folders import UNITS
 from horizon_lm.store.buffers import fill_buffer, persistent_buffers, unrounded_buffers
 from horizon_lm.store.checkpoint_writer import main_dtype, write_configs
 from horizon_lm.store.store import Store
-from horizon_lm.units import Unit
+from horizon_lm.store.unit_slabs import Slab
 
 BUFFERS, ARRAYS = "buffers.safetensors", "arrays.safetensors"
 
@@ -226,11 +226,11 @@ def restore(folder: Path, manifest: Manifest, model: Any, optimizer: SlabOptimiz
     return content
 
 
-def _unit_files(engine: Engine, optimizer: SlabOptimizer | None) -> dict[Unit, UnitFile]:
-    """Return the layouts of the units' files. A tied head, which has no slabs of its own, and a frozen base have none."""
+def _unit_files(engine: Engine, optimizer: SlabOptimizer | None) -> dict[Slab, UnitFile]:
+    """Return the layouts of the units' files, one for each slab of weights. A tied head, which has no slabs of its own, and a frozen base have none."""
     moments = optimizer.moments if optimizer is not None else None
     units = [u for u in engine.store.units if engine.slab_unit(u) == u and u not in engine.store.frozen]
-    return {unit: unit_file(engine.store, moments, unit) for unit in units}
+    return {slab: unit_file(slab, moments) for unit in units for slab in engine.store.units[unit].saved}
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -268,8 +268,8 @@ def _require_fit(folder: Path, manifest: Manifest, engine: Engine, optimizer: Sl
     require_base(folder, manifest, store, engine.mesh)
     if optimizer is not None:  # last, because the moments of other parameters than these are not found
         _require_moments(folder, manifest, store, optimizer)
-    saved = {unit_of(name) for name in manifest.files if name.startswith(f"{UNITS}/")}
-    if saved != (expected := set(_unit_files(engine, None))):
+    saved = {slab_of(name) for name in manifest.files if name.startswith(f"{UNITS}/")}
+    if saved != (expected := {slab.name for slab in _unit_files(engine, None)}):
         raise ConfigError(
             f"{folder} has {len(saved)} units, and this model has {len(expected)}; it is of another model"
         )

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from horizon_lm.checkpoints.checkpoint import ARRAYS, BUFFERS, read_state, read_tensors
 from horizon_lm.checkpoints.manifest import Manifest, TensorEntry, read_manifest, verify
 from horizon_lm.checkpoints.new_folder import require_new, write_new_folder
-from horizon_lm.checkpoints.part_reader import unit_of
+from horizon_lm.checkpoints.part_reader import slab_of
 from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.checkpoints.unit_file import LOW
 from horizon_lm.model import hf_config, skeletons
@@ -27,7 +27,7 @@ from horizon_lm.slabs import WHOLE
 from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_writer import save_pretrained
 from horizon_lm.store.precision import join_master
-from horizon_lm.store.unit_slabs import SlabLayout
+from horizon_lm.store.unit_slabs import FLOAT32, SlabLayout, SlotLayout
 from horizon_lm.units import Unit
 
 _OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.yaml", "plan.json")
@@ -37,7 +37,7 @@ class _Unit:
     """The layout of a unit, which is all that exporting asks of `UnitSlabs`."""
 
     def __init__(self, shapes: dict[str, torch.Size]) -> None:
-        self.layout = SlabLayout(shapes)
+        self.layout = SlotLayout(SlabLayout(shapes))
 
 
 class _CheckpointStore:
@@ -50,7 +50,8 @@ class _CheckpointStore:
         for entry in manifest.tensors:
             self._parts.setdefault(entry.tensor, []).append(entry)
             if entry.tensor in manifest.dtypes:  # a weight, and no low half or moment of one
-                shapes.setdefault(Unit(unit_of(entry.file)), {})[entry.tensor] = torch.Size(entry.shape)
+                unit = Unit(slab_of(entry.file).removesuffix(FLOAT32))
+                shapes.setdefault(unit, {})[entry.tensor] = torch.Size(entry.shape)
         self.units = {unit: _Unit(of_unit) for unit, of_unit in shapes.items()}
         self.unit_of = {name: unit for unit, of_unit in shapes.items() for name in of_unit}
         self.source_dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.dtypes.items()}
@@ -60,7 +61,7 @@ class _CheckpointStore:
         self.codecs: Mapping[str, Any] = {}  # a checkpoint has no quantized weights
 
     def shape(self, name: str) -> torch.Size:
-        return self.units[self.unit_of[name]].layout.entries[name].shape
+        return self.units[self.unit_of[name]].layout.entry(name).shape
 
     def weight(self, name: str) -> torch.Tensor:
         return self._read(name)

@@ -1,6 +1,6 @@
 """The frozen base of adapters in a checkpoint: its hashes instead of its weights, and the adapters' configs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from horizon_lm.errors import ConfigError
 from horizon_lm.resources import usable_cores
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import Slab
 from horizon_lm.units import Unit
 
 # By store: the hashes of its base, and the version of its blocks at which they were taken. Only foreign code changes a base.
@@ -23,7 +24,7 @@ _known: "WeakKeyDictionary[Store, tuple[int, Mapping[str, str]]]" = WeakKeyDicti
 
 
 def hash_base(store: Store, mesh: Mesh) -> Mapping[str, str]:
-    """Return the xxh3-128 of the weights of each frozen unit; none if all units are saved.
+    """Return the xxh3-128 of the weights of each slab of frozen units; none if all units are saved.
 
     With several ranks, all of them call this, and the first one reads whole units, one at a time.
     """
@@ -31,7 +32,7 @@ def hash_base(store: Store, mesh: Mesh) -> Mapping[str, str]:
         version, hashes = _known[store]
         if version == store.block_version:
             return hashes
-    units = [unit for unit in store.units if unit in store.frozen and store.units[unit].layout.numel]
+    units = [unit for unit in store.units if unit in store.frozen]
     hashes = _hash_units(store, units) if mesh.size == 1 else _hash_shared_units(store, units, mesh)
     _known[store] = store.block_version, hashes
     return hashes
@@ -39,8 +40,9 @@ def hash_base(store: Store, mesh: Mesh) -> Mapping[str, str]:
 
 def _hash_units(store: Store, units: Sequence[Unit]) -> Mapping[str, str]:
     """Return the hashes of units, all of which are in this process."""
+    slabs = _hashed(store, units)
     with ThreadPoolExecutor(usable_cores()) as threads:
-        return dict(zip(units, threads.map(lambda unit: _hash(store, unit), units), strict=True))
+        return dict(zip((first.name for first, *_ in slabs), threads.map(_hash, slabs), strict=True))
 
 
 def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mapping[str, str]:
@@ -53,18 +55,23 @@ def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mappi
         with borrowing(mesh, store):
             for unit in units:
                 with store.whole(unit):
-                    own[unit] = _hash(store, unit)
+                    own |= {slabs[0].name: _hash(slabs) for slabs in _hashed(store, [unit])}
     of_first: Mapping[str, str] = mesh.exchange("the hashes of the base", own)[0]
     return of_first
 
 
-def _hash(store: Store, unit: Unit) -> str:
-    """Return the hash of the values of a unit: plain weights, then codes and scales."""
-    digest, slabs = xxhash.xxh3_128(), store.units[unit]
-    for name in slabs.plain:  # without the padding between tensors
-        digest.update(as_array(slabs.plain.view(slabs.weights, name).reshape(-1)).data)
-    for name in slabs.packed:
-        digest.update(slabs.packed.bytes_of(name).numpy().data)
+def _hashed(store: Store, units: Iterable[Unit]) -> list[tuple[Slab, ...]]:
+    """Return the slabs of units that are hashed together, without empty ones."""
+    found = [slabs for unit in units for slabs in store.units[unit].hashed]
+    return [slabs for slabs in found if any(slab.layout.numel for slab in slabs)]
+
+
+def _hash(slabs: Sequence[Slab]) -> str:
+    """Return the hash of the values of slabs."""
+    digest = xxhash.xxh3_128()
+    for slab in slabs:
+        for name in slab.layout:  # without the padding between tensors
+            digest.update(as_array(slab.layout.view(slab.weights, name).reshape(-1)).data)
     return digest.hexdigest()
 
 

@@ -12,8 +12,8 @@ from horizon_lm.run_folders import UNITS
 _NAME = re.compile(rf"{UNITS}/(.*?)(?:\.rank\d+)?\.safetensors")
 
 
-def unit_of(file: str) -> str:
-    """Return the unit of a file of a checkpoint."""
+def slab_of(file: str) -> str:
+    """Return the name of the slab that a file of a checkpoint has."""
     match = _NAME.fullmatch(file)
     if match is None:
         raise ConfigError(f"{file} is not the file of a unit; the checkpoint is damaged")

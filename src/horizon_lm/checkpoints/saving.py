@@ -29,17 +29,16 @@ from horizon_lm.optim.moments import Moments, MomentSlabs, scale_name
 from horizon_lm.ranges import length, overlap
 from horizon_lm.run_folders import MANIFEST, UNITS, is_checkpoint
 from horizon_lm.slabs import num_scales
-from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
+from horizon_lm.store.unit_slabs import Slab, SlabLayout
 from horizon_lm.units import Unit
 
 STATE = "training_state.json"
 _POLL_SECONDS = 0.02  # until the other ranks have written their parts
 
 
-def file_name(unit: Unit, rank: int, num_ranks: int) -> str:
-    """Return the path of a unit's file inside a checkpoint: one for each rank that owns a part of the unit."""
-    return f"{UNITS}/{unit}.safetensors" if num_ranks == 1 else f"{UNITS}/{unit}.rank{rank}.safetensors"
+def file_name(slab: str, rank: int, num_ranks: int) -> str:
+    """Return the path inside a checkpoint of the file of a slab, given by its name: one for each rank that owns a part of it."""
+    return f"{UNITS}/{slab}.safetensors" if num_ranks == 1 else f"{UNITS}/{slab}.rank{rank}.safetensors"
 
 
 def _entries_file(rank: int) -> str:
@@ -47,23 +46,22 @@ def _entries_file(rank: int) -> str:
     return f"rank{rank}.json"
 
 
-def unit_file(store: Store, moments: Moments | None, unit: Unit) -> UnitFile:
-    """Return the layout of a unit's file."""
-    slabs = store.units[unit]
+def unit_file(slab: Slab, moments: Moments | None) -> UnitFile:
+    """Return the layout of the file of a slab of weights."""
 
-    def section(suffix: str, slab: torch.Tensor, parts: Mapping[str, Part], own: slice) -> Section:
-        """Return the section of a slab, of which this rank owns a range."""
-        return Section(suffix, slab, parts) if store.shard.is_whole else Section(suffix, slab, _cut(parts, own), own)
+    def section(suffix: str, values: torch.Tensor, parts: Mapping[str, Part], own: slice) -> Section:
+        """Return the section of the slab's values of a kind, of which this rank owns a range."""
+        return Section(suffix, values, parts) if slab.shard.is_whole else Section(suffix, values, _cut(parts, own), own)
 
-    sections = [section(WEIGHT, slabs.weights, _parts(slabs.layout), slabs.own)]
-    if slabs.low is not None:
-        sections.append(section(LOW, slabs.low, _parts(slabs.layout), slabs.own))
+    sections = [section(WEIGHT, slab.weights, _parts(slab.layout), slab.own)]
+    if slab.low is not None:
+        sections.append(section(LOW, slab.low, _parts(slab.layout), slab.own))
     if moments is not None:
-        of_unit = moments.units[unit]
-        sections += [section(f".{name}", each.values, _parts(each.layout), each.own) for name, each in of_unit.items()]
+        own = moments.slabs[slab]
+        sections += [section(f".{name}", each.values, _parts(each.layout), each.own) for name, each in own.items()]
         sections += [
-            section(f".{scale_name(name)}", each.scales, _scale_parts(each, slabs), each.own_scales)
-            for name, each in of_unit.items()
+            section(f".{scale_name(name)}", each.scales, _scale_parts(each, slab), each.own_scales)
+            for name, each in own.items()
         ]
     return UnitFile(sections)
 
@@ -73,10 +71,10 @@ def _parts(layout: SlabLayout) -> dict[str, Part]:
     return {name: Part(entry.offset, tuple(entry.shape)) for name, entry in layout.entries.items()}
 
 
-def _scale_parts(moment: MomentSlabs, slabs: UnitSlabs) -> dict[str, Part]:
+def _scale_parts(moment: MomentSlabs, slab: Slab) -> dict[str, Part]:
     """Return the scales of an 8-bit moment by the names of their tensors."""
     numels = {name: moment.layout.entries[name].numel for name in moment.scale_starts}
-    return {name: Part(moment.scale_starts[name], (num_scales(numel, slabs.row),)) for name, numel in numels.items()}
+    return {name: Part(moment.scale_starts[name], (num_scales(numel, slab.row),)) for name, numel in numels.items()}
 
 
 def _cut(parts: Mapping[str, Part], own: slice) -> dict[str, Part]:
@@ -153,7 +151,7 @@ class CheckpointWriter:
 
     Args:
         folder: the folder to write.
-        files: the layout of each unit's file.
+        files: the layout of each slab's file.
         manifest: the manifest, to which files and tensors are added.
         contents: the contents of the other files, by name.
         published: called when the checkpoint is on disk.
@@ -166,7 +164,7 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: Path,
-        files: Mapping[Unit, UnitFile],
+        files: Mapping[Slab, UnitFile],
         manifest: Manifest,
         contents: Mapping[str, bytes],
         published: Callable[[], None],
@@ -181,7 +179,7 @@ class CheckpointWriter:
         self._files, self._manifest, self._contents, self._published = files, manifest, contents, published
         self._disk, self._rate_limit = disk, rate_limit
         self._entries: dict[str, FileEntry] = {}
-        self._tensors: dict[str, list[TensorEntry]] = {}
+        self._tensors: dict[Slab, list[TensorEntry]] = {}
         self._num_left, self._num_writing = len(files), 0  # files to be written, and threads that write one
         self._changed = threading.Condition()  # held to change either
         self._began = time.perf_counter()
@@ -203,17 +201,17 @@ class CheckpointWriter:
         return self.saving
 
     def moves(self) -> dict[Unit, list[Move]]:
-        """Return the moves that write each unit's file and, with it, that of its weights in float32."""
+        """Return the moves that write the files of each unit."""
         moves: dict[Unit, list[Move]] = {}
-        for unit, file in self._files.items():
-            moves.setdefault(unit.home, []).append(_Write(self._write(unit, file), self._writing))
+        for slab, file in self._files.items():
+            moves.setdefault(slab.unit, []).append(_Write(self._write(slab, file), self._writing))
         return moves
 
     def write_units(self) -> None:
         """Write all units' files now, while nothing changes them."""
         with ThreadPoolExecutor(DISK_THREADS) as threads:
-            for unit, file in self._files.items():
-                threads.submit(deque, self._write(unit, file), 0)  # runs the iterator to its end
+            for slab, file in self._files.items():
+                threads.submit(deque, self._write(slab, file), 0)  # runs the iterator to its end
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Run a call that issues the moves or waits for them. Its error, such as that of an update before them, ends the checkpoint."""
@@ -247,11 +245,11 @@ class CheckpointWriter:
                 self._num_writing -= 1
                 self._changed.notify_all()
 
-    def _write(self, unit: Unit, file: UnitFile) -> Iterator[None]:
-        """Write a unit's file, a chunk at a time. An error is kept: it must not reach the update that waits for this."""
+    def _write(self, slab: Slab, file: UnitFile) -> Iterator[None]:
+        """Write a slab's file, a chunk at a time. An error is kept: it must not reach the update that waits for this."""
         try:
             if self.saving.error is None:
-                yield from self._write_file(unit, file)
+                yield from self._write_file(slab, file)
         except Exception as error:
             self.abandon(error)
         with self._changed:
@@ -260,11 +258,11 @@ class CheckpointWriter:
         if is_last:
             self._finish()
 
-    def _write_file(self, unit: Unit, file: UnitFile) -> Iterator[None]:
-        """Write and hash a unit's file, chunk by chunk, and add its entries for the manifest; stop once the checkpoint has
+    def _write_file(self, slab: Slab, file: UnitFile) -> Iterator[None]:
+        """Write and hash a slab's file, chunk by chunk, and add its entries for the manifest; stop once the checkpoint has
         failed. Yield after each chunk, because a simulated device does other work in between (`_Write`).
         """
-        name, digest = file_name(unit, self._rank, self._num_ranks), xxhash.xxh3_128()
+        name, digest = file_name(slab.name, self._rank, self._num_ranks), xxhash.xxh3_128()
         with self._disk.create(self._part / name, direct=True) as output:
             for chunk in file.chunks():
                 if self.saving.error is not None:
@@ -274,7 +272,7 @@ class CheckpointWriter:
                 digest.update(chunk)
                 yield
         self._entries[name] = FileEntry(file.num_bytes, digest.hexdigest())
-        self._tensors[unit] = list(_tensor_entries(name, file))
+        self._tensors[slab] = list(_tensor_entries(name, file))
 
     def _finish(self) -> None:
         """Publish the checkpoint, or remove it if anything has failed. Either ends it."""
@@ -293,7 +291,7 @@ class CheckpointWriter:
 
     def _hand_over(self) -> None:
         """Write the entries of this rank's files for the first rank, which adds them to the manifest."""
-        tensors = [asdict(entry) for unit in self._files for entry in self._tensors[unit]]
+        tensors = [asdict(entry) for slab in self._files for entry in self._tensors[slab]]
         files = {name: asdict(entry) for name, entry in self._entries.items()}
         content = json.dumps({"files": files, "tensors": tensors})
         write_file(self._disk, self._part / _entries_file(self._rank), content.encode())
@@ -309,7 +307,7 @@ class CheckpointWriter:
             name = path.relative_to(part).as_posix()
             if name not in self._entries:
                 self._entries[name] = FileEntry(path.stat().st_size, hash_file(path))
-        tensors = [entry for unit in self._files for entry in self._tensors[unit]] + others
+        tensors = [entry for slab in self._files for entry in self._tensors[slab]] + others
         manifest = replace(self._manifest, files=self._entries, tensors=tensors)
         with disk.create(part / MANIFEST) as output:
             output.write(manifest.to_json())

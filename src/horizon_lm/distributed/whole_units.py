@@ -24,9 +24,9 @@ def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
     def fill(unit: Unit) -> None:
         """Receive the ranges of a unit that the other ranks own into its slabs."""
         mesh.broadcast_text(unit)
-        for slab, cuts in store.units[unit].slabs():
+        for tensor, cuts in _cut_tensors(store, unit):
             for rank in range(1, store.shard.count):
-                part = slab[cuts[rank] : cuts[rank + 1]]
+                part = tensor[cuts[rank] : cuts[rank + 1]]
                 if part.numel():
                     mesh.transfer(part, rank, 0)
 
@@ -53,8 +53,8 @@ def lend(mesh: Mesh, store: Store) -> None:
         unit = Unit(text)
         if mesh.rank >= store.shard.count:  # of another copy of the model
             continue
-        for slab, cuts in store.units[unit].slabs():
-            part = slab[store.shard.own(cuts)]
+        for tensor, cuts in _cut_tensors(store, unit):
+            part = tensor[store.shard.own(cuts)]
             if part.numel():
                 mesh.transfer(part, mesh.rank, 0)
     error = mesh.broadcast_text("")
@@ -62,13 +62,20 @@ def lend(mesh: Mesh, store: Store) -> None:
         raise StreamingError(f"rank 0 has failed ({error})")
 
 
+def _cut_tensors(store: Store, unit: Unit) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """Yield the values of a unit, low halves and codes among them, each with the places at which the ranks cut it."""
+    for slab in store.units[unit].all:
+        for tensor in slab.tensors():
+            yield tensor, slab.cuts
+
+
 @contextmanager
 def sharing(mesh: Mesh, store: Store, unit: Unit) -> Iterator[None]:
     """Context manager of all ranks: let each read a whole unit, which takes its memory on each of them meanwhile."""
     mesh.exchange(f"the reading of {unit}", None)
-    for slab, cuts in store.units[unit].slabs():
+    for tensor, cuts in _cut_tensors(store, unit):
         for rank in range(store.shard.count):
-            part = slab[cuts[rank] : cuts[rank + 1]].view(torch.uint8)
+            part = tensor[cuts[rank] : cuts[rank + 1]].view(torch.uint8)
             if part.numel():
                 mesh.broadcast(part, rank)
     try:

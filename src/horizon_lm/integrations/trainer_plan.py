@@ -109,8 +109,8 @@ class TrainerPlan:
     def _loaded_bytes(self, rows: int | None) -> int:
         """Return the bytes that a pass loads at most for one token of each of these rows; None for so many that all experts are used."""
         engine = engine_of(self._model)
-        slabs = engine.store.units.values()
-        loaded = sum(each.weights[each.own].nbytes + each.packed.data[each.packed.own].nbytes for each in slabs)
+        slabs = [slab for unit in engine.store.units.values() for slab in unit.all]
+        loaded = sum(slab.weights[slab.own].nbytes for slab in slabs)
         if rows is None or engine.mesh.size > 1:  # several ranks load all experts
             return loaded
         for index in engine.routed.for_tokens(rows):
@@ -131,8 +131,8 @@ class TrainerPlan:
         """Return this machine without the memory of the model that is already loaded, which the plan counts itself."""
         machine, store = this_machine(self._run), engine_of(self._model).store
         # Low halves that a base had before its adapters were added are the only part of the model that the plan does not count.
-        frozen = [store.units[unit] for unit in store.frozen]
-        uncounted = sum(slabs.low[slabs.own].nbytes for slabs in frozen if slabs.low is not None)
+        frozen = [store.units[unit].plain for unit in store.frozen]
+        uncounted = sum(slab.low[slab.own].nbytes for slab in frozen if slab.low is not None)
         loaded = sum(store.num_bytes.values()) - uncounted
         return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from horizon_lm.codecs.base import Codec
-from horizon_lm.codecs.slab import PackedSlab
-from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes, PackedSizes
+from horizon_lm.constants import PACKED_ALIGNMENT
+from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes, PackedSizes, float32_of
+from horizon_lm.slabs import padded
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
@@ -185,7 +186,7 @@ class ModelParts:
         held = {unit: () if unit == HEAD and self.tied else refs for unit, refs in self.units.items()}
         units = {unit: numbers(refs, in_float32=False) for unit, refs in held.items()}
         if self.in_float32:
-            units |= {unit.float32: numbers(refs, in_float32=True) for unit, refs in held.items()}
+            units |= {float32_of(unit): numbers(refs, in_float32=True) for unit, refs in held.items()}
         vocabulary, hidden = self.units[EMBED][0].param.shape
         return ModelSizes(
             units, self.num_blocks, vocabulary, hidden, self.tied,
@@ -207,7 +208,7 @@ class ModelParts:
         found = []
         for u in range(self.num_blocks):
             shapes = {ref.name: ref.param.shape for ref in self.units[block(u)] if ref.name in self.codecs}
-            slab = PackedSlab(shapes, self.codecs)
-            num_bytes = sum(entry.num_bytes for entry in slab.entries.values())
-            found.append(PackedSizes([shape.numel() for shape in shapes.values()], num_bytes, slab.num_bytes))
+            packed = [self.codecs[name].num_bytes(shape) for name, shape in shapes.items()]
+            slab_bytes = sum(padded(each, PACKED_ALIGNMENT) for each in packed)
+            found.append(PackedSizes([shape.numel() for shape in shapes.values()], sum(packed), slab_bytes))
         return found

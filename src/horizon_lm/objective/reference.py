@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -21,7 +21,7 @@ from horizon_lm.objective.base import evaluation_mode, without_adapters
 from horizon_lm.objective.dpo import answer_logprobs
 from horizon_lm.resources import usable_cores
 from horizon_lm.store.arena import as_array
-from horizon_lm.store.unit_slabs import UnitSlabs
+from horizon_lm.store.unit_slabs import Slab
 
 _MAGIC = b"HLMPAIR1"
 _RECORD = np.dtype([("pair", "<f4", 2), ("checksum", "<u8")])
@@ -195,9 +195,10 @@ def model_key(model: Any, with_adapters: bool = False) -> str:
         for each in model.peft_config.values():  # plain data, and sets
             computation.append(json.dumps(each.to_dict(), sort_keys=True, default=sorted))
         left_out = frozenset()
-    digest, units = hashlib.sha256(repr(computation).encode()), engine.store.units
+    digest = hashlib.sha256(repr(computation).encode())
+    hashed = [slabs for unit in engine.store.units.values() for slabs in unit.hashed]
     with ThreadPoolExecutor(usable_cores()) as threads:
-        for each in threads.map(lambda unit: _digest(unit, units[unit], left_out), units):
+        for each in threads.map(lambda slabs: _digest(slabs, left_out), hashed):
             digest.update(each)
     if not engine.access.has_parts:
         return digest.hexdigest()
@@ -205,15 +206,13 @@ def model_key(model: Any, with_adapters: bool = False) -> str:
     return hashlib.sha256("".join(everyone).encode()).hexdigest()
 
 
-def _digest(name: str, slabs: UnitSlabs, left_out: frozenset[str]) -> bytes:
-    """Return a hash of the names and own weights of a unit, without the alignment gaps between the weights."""
-    digest = hashlib.sha256(name.encode())
-    for slab in [slabs.weights] if slabs.low is None else [slabs.weights, slabs.low]:
-        for tensor in slabs.plain:
-            if tensor not in left_out:
-                digest.update(tensor.encode())
-                digest.update(as_array(slab[slabs.plain.part_of(tensor, slabs.own)]))
-    for tensor in slabs.packed:
-        digest.update(tensor.encode())
-        digest.update(as_array(slabs.packed.bytes_of(tensor)[slabs.packed.own_part(tensor)]))
+def _digest(slabs: Sequence[Slab], left_out: frozenset[str]) -> bytes:
+    """Return a hash of the names and own weights of slabs, without the alignment gaps between the weights."""
+    digest = hashlib.sha256(slabs[0].name.encode())
+    for slab in slabs:
+        for values in slab.tensors():
+            for name in slab.layout:
+                if name not in left_out:
+                    digest.update(name.encode())
+                    digest.update(as_array(values[slab.layout.part_of(name, slab.own)]))
     return digest.digest()

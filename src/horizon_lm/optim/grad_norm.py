@@ -9,7 +9,7 @@ from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, war
 from horizon_lm.kernels.gradients import squared_norm_kernel
 from horizon_lm.quantities import counted
 from horizon_lm.store.arena import as_array
-from horizon_lm.store.unit_slabs import UnitSlabs
+from horizon_lm.store.unit_slabs import Slab
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 REMEDY = "Lower the learning rate, or look at the rows of this step."
@@ -24,23 +24,23 @@ def sum_squares(engine: Machinery, present: Mapping[Unit, Iterable[str]]) -> dic
         engine: the model's engine.
         present: the parameters with a gradient, by unit.
     """
-    units = engine.store.units
-    squared_norms = {unit: 0.0 for unit in units if not unit.is_float32}
-    for unit, slabs in units.items():
-        names = present[unit]
-        landed = engine.grads.squared_norms.of(unit) if names else None
-        if landed is not None:
-            squared_norms[unit.home] += landed
-        elif names and slabs.grads.numel():
-            squared_norms[unit.home] += _squared_norm(slabs, names)
+    squared_norms = dict.fromkeys(engine.store.units, 0.0)
+    for unit, slabs in engine.store.units.items():
+        for slab in slabs.of_weights:
+            names = [name for name in present[unit] if name in slab.layout]
+            landed = engine.grads.squared_norms.of(slab) if names else None
+            if landed is not None:
+                squared_norms[unit] += landed
+            elif names and slab.grads.numel():
+                squared_norms[unit] += _squared_norm(slab, names)
     sums = engine.mesh.sums("the norm of the gradients", list(squared_norms.values()))
     return dict(zip(squared_norms, sums, strict=True))
 
 
-def _squared_norm(slabs: UnitSlabs, names: Iterable[str]) -> float:
-    """Return the sum of squares of what this rank owns of some gradients of a unit in host memory."""
-    kernel = squared_norm_kernel(dtype_name(slabs.grads))
-    return sum(kernel(as_array(slabs.grads[slabs.grad_layout.part_of(name, slabs.own_grads)])) for name in names)
+def _squared_norm(slab: Slab, names: Iterable[str]) -> float:
+    """Return the sum of squares of what this rank owns of some gradients of a slab in host memory."""
+    kernel = squared_norm_kernel(dtype_name(slab.grads))
+    return sum(kernel(as_array(slab.grads[slab.grad_layout.part_of(name, slab.own_grads)])) for name in names)
 
 
 def clip_factor(grad_norm: float, max_grad_norm: float | None) -> float:

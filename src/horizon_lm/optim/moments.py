@@ -1,4 +1,4 @@
-"""An optimizer's moments in host memory, in fp32 or fewer bits, and the slabs of a unit as passed to the kernels."""
+"""An optimizer's moments in host memory, in fp32 or fewer bits, and the slabs as passed to the kernels."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -13,15 +13,14 @@ from horizon_lm.kernels.updates import Rule
 from horizon_lm.slabs import num_scales, scale_at, used_bytes
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
-from horizon_lm.units import Unit
+from horizon_lm.store.unit_slabs import Slab, SlabLayout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
 class MomentSlabs:
-    """One moment of a unit: of all trained parameters, or of those whose rule has it.
+    """One moment of a slab of weights: of all trained parameters, or of those whose rule has it.
 
     Attributes:
         layout: where each parameter's values lie.
@@ -56,7 +55,7 @@ class Moments:
         rules: the rule of each trained parameter, which names its moments.
 
     Attributes:
-        units: the moments of each unit by name, in the same order for all units.
+        slabs: the moments by name, in the same order for all slabs of weights.
     """
 
     def __init__(self, store: Store, kind: str, rules: Mapping[str, Rule]) -> None:
@@ -64,46 +63,44 @@ class Moments:
             raise ConfigError(f"moments is {kind!r}; choose one of {', '.join(_DTYPES)}")
         self.kind = kind
         moments_of = {
-            name: [moment.name for moment in rules[name].moments]
-            for slabs in store.units.values()
-            for name in slabs.grad_layout
+            name: [moment.name for moment in rules[name].moments] for slab in store.slabs for name in slab.grad_layout
         }
         self._moments = tuple(dict.fromkeys(moment for moments in moments_of.values() for moment in moments))
-        self.units: dict[Unit, dict[str, MomentSlabs]] = {unit: {} for unit in store.units}
+        self.slabs: dict[Slab, dict[str, MomentSlabs]] = {slab: {} for slab in store.slabs}
         for moment in self._moments:
             self._allocate(store, moment, {name for name, moments in moments_of.items() if moment in moments})
-        store.num_bytes["moments"] = sum(each.num_bytes for slabs in self.units.values() for each in slabs.values())
+        store.num_bytes["moments"] = sum(each.num_bytes for moments in self.slabs.values() for each in moments.values())
 
     def _allocate(self, store: Store, moment: str, parameters: Set[str]) -> None:
         """Allocate one moment of these parameters: an arena of values, and one of scales."""
         dtype = _DTYPES[self.kind]
-        layouts = {unit: slabs.grad_layout.restrict(parameters) for unit, slabs in store.units.items()}
-        placed = {unit: self._place_scales(layout, store.units[unit]) for unit, layout in layouts.items()}
+        layouts = {slab: slab.grad_layout.restrict(parameters) for slab in store.slabs}
+        placed = {slab: self._place_scales(layout, slab) for slab, layout in layouts.items()}
         arena = store.new_arena([layout.numel for layout in layouts.values()], dtype)
         scale_arena = store.new_arena([count for _, count in placed.values()], torch.float32)
-        for unit, layout in layouts.items():
-            slabs, (scale_starts, count) = store.units[unit], placed[unit]
-            own, own_scales = slabs.own_range(layout), slice(0, 0)
+        for slab, layout in layouts.items():
+            scale_starts, count = placed[slab]
+            own, own_scales = slab.own_range(layout), slice(0, 0)
             if scale_starts:
-                first, last = (scale_at(layout.numels, at, slabs.row) for at in (own.start, own.stop))
+                first, last = (scale_at(layout.numels, at, slab.row) for at in (own.start, own.stop))
                 own_scales = slice(first, last)
             values = arena.take(layout.numel, dtype, own)
             scales = scale_arena.take(count, torch.float32, own_scales)
-            self.units[unit][moment] = MomentSlabs(layout, own, values, scale_starts, own_scales, scales)
+            self.slabs[slab][moment] = MomentSlabs(layout, own, values, scale_starts, own_scales, scales)
 
-    def _place_scales(self, layout: SlabLayout, slabs: UnitSlabs) -> tuple[dict[str, int], int]:
+    def _place_scales(self, layout: SlabLayout, slab: Slab) -> tuple[dict[str, int], int]:
         """Return the index of each parameter's first scale, and the number of scales; none unless moments have 8 bits."""
         starts: dict[str, int] = {}
         count = 0
         if self.kind == "8bit":
             for name, entry in layout.entries.items():
                 starts[name] = count
-                count += num_scales(entry.numel, slabs.row)
+                count += num_scales(entry.numel, slab.row)
         return starts, count
 
     def allocate_pages(self) -> None:
         """Write the zeros with which moments begin, so that the system allocates all pages now."""
-        for moments in self.units.values():
+        for moments in self.slabs.values():
             for each in moments.values():
                 each.values[each.own].zero_()
                 each.scales[each.own_scales].zero_()
@@ -113,14 +110,14 @@ class Moments:
         """The names of the moments, and of their scales, in a saved state."""
         return (*self._moments, *map(scale_name, self._moments)) if self.kind == "8bit" else self._moments
 
-    def state(self, unit: Unit, slabs: UnitSlabs, name: str) -> dict[str, torch.Tensor]:
+    def state(self, slab: Slab, name: str) -> dict[str, torch.Tensor]:
         """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
-        own = {moment: each for moment, each in self.units[unit].items() if name in each.layout}
+        own = {moment: each for moment, each in self.slabs[slab].items() if name in each.layout}
         views = {moment: each.layout.view(each.values, name) for moment, each in own.items()}
         if self.kind == "8bit":
             for moment, each in own.items():
                 start = each.scale_starts[name]
-                stop = start + num_scales(each.layout.entries[name].numel, slabs.row)
+                stop = start + num_scales(each.layout.entries[name].numel, slab.row)
                 views[scale_name(moment)] = each.scales[start:stop]
         return views
 
@@ -132,7 +129,7 @@ def scale_name(moment: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MomentArrays:
-    """One moment of a unit as numpy arrays; see `MomentSlabs`."""
+    """One moment of a slab of weights as numpy arrays; see `MomentSlabs`."""
 
     layout: SlabLayout
     values: Any
@@ -146,13 +143,13 @@ class MomentArrays:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitArrays:
-    """The slabs of a unit as numpy arrays, except for gradients, whose memory may differ from update to update.
+class SlabArrays:
+    """A slab of weights as numpy arrays, except for gradients, whose memory may differ from update to update.
 
     Attributes:
         layout, grad_layout: where weights and gradients lie.
         own, own_grads: the ranges of weights and gradients that this rank owns, and updates.
-        weights, low: the slabs of the weights; ``low`` is empty if the format has none.
+        weights, low: the values; ``low`` is empty if the format has none.
         weight_format, moment_kind, grad_format: the names of the formats, which select the kernel.
         moments: the moments by name.
     """
@@ -169,20 +166,20 @@ class UnitArrays:
     moments: Mapping[str, MomentArrays]
 
     @classmethod
-    def of(cls, store: Store, unit: Unit, moments: Moments) -> "UnitArrays":
-        """Return the arrays of a unit."""
-        slabs, precision = store.units[unit], store.precision_of(unit)
+    def of(cls, slab: Slab, moments: Moments) -> "SlabArrays":
+        """Return the arrays of a slab."""
+        assert slab.precision is not None
         return cls(
-            layout=slabs.layout,
-            grad_layout=slabs.grad_layout,
-            own=slabs.own,
-            own_grads=slabs.own_grads,
-            weights=as_array(slabs.weights),
-            low=np.empty(0, np.int16) if slabs.low is None else as_array(slabs.low),
-            weight_format=precision.name,
+            layout=slab.layout,
+            grad_layout=slab.grad_layout,
+            own=slab.own,
+            own_grads=slab.own_grads,
+            weights=as_array(slab.weights),
+            low=np.empty(0, np.int16) if slab.low is None else as_array(slab.low),
+            weight_format=slab.precision.name,
             moment_kind=moments.kind,
-            grad_format=dtype_name(torch.empty(0, dtype=precision.grad_dtype)),
-            moments={name: MomentArrays.of(each) for name, each in moments.units[unit].items()},
+            grad_format=dtype_name(slab.grads),
+            moments={name: MomentArrays.of(each) for name, each in moments.slabs[slab].items()},
         )
 
     @property
@@ -190,7 +187,7 @@ class UnitArrays:
         """True if one kernel call may span several parameters. 8-bit blocks start at the beginning of each."""
         return self.moment_kind != "8bit"
 
-    def of_grads(self, grads: Any) -> "UnitArrays":
+    def of_grads(self, grads: Any) -> "SlabArrays":
         """Return arrays with which an update leaves its result in the slab of the gradients, in place of the weights."""
         return replace(
             self,

@@ -23,6 +23,7 @@ from horizon_lm.optim.unit_updates import UnitUpdates
 from horizon_lm.optim.update_tasks import StepUpdate, TableRows
 from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import Slab
 from horizon_lm.units import Unit
 
 
@@ -80,7 +81,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._rejected: str | None = None  # why the next step is rejected whatever its gradients are
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
         self._current: StepUpdate | None = None  # the step that backward passes are applying
-        rules = {name: self.rule_of(name) for slabs in self._store.units.values() for name in slabs.grad_layout}
+        rules = {name: self.rule_of(name) for slab in self._store.slabs for name in slab.grad_layout}
         self._moments = Moments(self._store, moments, rules)
         self._updates = UnitUpdates(self._engine, self._moments, rules, update_in_backward)
         self._has_states = True
@@ -273,10 +274,10 @@ class SlabOptimizer(torch.optim.Optimizer):
         """True from the begin of a backward pass with updates until `step`."""
         return self._current is not None
 
-    def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        """Return the update of these parameters of a unit, whose gradients will be in ``grads``."""
+    def moves(self, slab: Slab, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
+        """Return the update of these parameters of a slab, whose gradients will be in ``grads``."""
         assert self._current is not None
-        return self._updates.of_unit(self._current, unit, names, grads)
+        return self._updates.of_slab(self._current, slab, names, grads)
 
     def table(self, grads: TableGrads) -> TableRows | None:
         """Return the update of the embedding with these gradients, or None if it is not trained."""
@@ -306,12 +307,11 @@ class SlabOptimizer(torch.optim.Optimizer):
         """Create the states of trainable parameters, as views of the moments."""
         for param in params:
             name = self._names[id(param)]
-            unit = self._store.unit_of[name]
-            slabs = self._store.units[unit]
-            if name in slabs.grad_layout:
-                self.state[param] = {"step": torch.tensor(0.0), **self._moments.state(unit, slabs, name)}
-                if slabs.low is not None:
-                    self.state[param][LOW_HALF] = slabs.layout.view(slabs.low, name)
+            slab = self._store.slab_of(name)
+            if name in slab.grad_layout:
+                self.state[param] = {"step": torch.tensor(0.0), **self._moments.state(slab, name)}
+                if slab.low is not None:
+                    self.state[param][LOW_HALF] = slab.layout.view(slab.low, name)
                 self._steps[param] = 0
 
     @property

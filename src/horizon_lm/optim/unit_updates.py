@@ -12,7 +12,7 @@ from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.update_pass import DevicePart, UpdatePass
 from horizon_lm.kernels.gradients import compile_landing
 from horizon_lm.kernels.updates import Rule
-from horizon_lm.optim.moments import Moments, UnitArrays
+from horizon_lm.optim.moments import Moments, SlabArrays
 from horizon_lm.optim.update_tasks import (
     StepUpdate,
     TableRows,
@@ -24,6 +24,7 @@ from horizon_lm.optim.update_tasks import (
 )
 from horizon_lm.schedule import build
 from horizon_lm.store.arena import as_array
+from horizon_lm.store.unit_slabs import Slab
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
@@ -37,12 +38,12 @@ class UnitUpdates:
         in_backward: units are updated before all gradients of a step are known to be finite.
 
     Attributes:
-        arrays: the slabs of each unit.
+        arrays: the arrays of each slab of weights.
     """
 
     def __init__(self, engine: Machinery, moments: Moments, rules: Mapping[str, Rule], in_backward: bool) -> None:
         self._engine, self._store, self._rules, self._in_backward = engine, engine.store, rules, in_backward
-        self.arrays = {unit: UnitArrays.of(self._store, unit, moments) for unit in self._store.units}
+        self.arrays = {slab: SlabArrays.of(slab, moments) for slab in self._store.slabs}
 
     def compile(self, settings: Mapping[str, Any]) -> None:
         """Compile the kernels, so that the first step takes no longer than later steps.
@@ -51,8 +52,8 @@ class UnitUpdates:
             settings: settings of a parameter group.
         """
         compiled = set()
-        for unit, arrays in self.arrays.items():
-            is_table = unit == EMBED
+        for slab, arrays in self.arrays.items():
+            is_table = slab.row is not None
             for rule in {self._rules[name] for name in arrays.grad_layout}:
                 variant = (arrays.modes(rule), is_table)
                 if variant in compiled:
@@ -72,57 +73,62 @@ class UnitUpdates:
         """
         blocks = [block(u) for u in range(self._engine.parts.num_blocks)]
         order = [OUTER, *blocks, *([] if self._engine.parts.tied else [HEAD])]
-        parts = {unit: self._store.parts_of(unit) for unit in order}  # with the unit's weights in float32
-        spans = {part: self._spans(step, part, present[part]) for unit in order for part in parts[unit]}
-        moves = {
-            unit: chained([self._pieces(self.arrays[part], part, last_parts(spans[part])) for part in parts[unit]])
+        spans = {
+            unit: {slab: self._spans(step, slab, present[unit]) for slab in self._store.units[unit].saved}
             for unit in order
         }
-        on_device = {part: self._on_device(part, first) for part in spans if (first := first_parts(spans[part]))}
+        moves = {
+            unit: chained([self._pieces(self.arrays[slab], slab, last_parts(found)) for slab, found in of_unit.items()])
+            for unit, of_unit in spans.items()
+        }
+        on_device = {
+            unit: self._on_device(slab, first)
+            for unit, of_unit in spans.items()
+            for slab, found in of_unit.items()
+            if (first := first_parts(found))
+        }
         table = None
         if present[EMBED]:
             table = self.of_table(step, TableGrads(self._store.grad(*self._store.units[EMBED].layout), None))
         updated = [unit for unit, pieces in moves.items() if pieces or unit in on_device]
         return UpdatePass(build.update(self._engine.layout, updated, on_device), moves, table, on_device)
 
-    def of_unit(self, step: StepUpdate, unit: Unit, names: Iterable[str], grads: torch.Tensor) -> Sequence[Move]:
-        """Return the update of these parameters of a unit, whose gradients will be in ``grads``."""
-        return self._pieces(self.arrays[unit], unit, self._spans(step, unit, names), grads)
+    def of_slab(self, step: StepUpdate, slab: Slab, names: Iterable[str], grads: torch.Tensor) -> Sequence[Move]:
+        """Return the update of these parameters of a slab, whose gradients will be in ``grads``."""
+        return self._pieces(self.arrays[slab], slab, self._spans(step, slab, names), grads)
 
     def of_table(self, step: StepUpdate, grads: TableGrads) -> TableRows | None:
         """Return the update of the embedding, or None if it is not trained."""
-        spans = self._spans(step, EMBED, self._store.units[EMBED].layout)
+        slab = self._store.units[EMBED].plain
+        spans = self._spans(step, slab, slab.layout)
         if not spans:
             return None
         record = self._engine.updates.partial_update.record
-        return TableRows(self.arrays[EMBED], grads, spans[0], record, self._guard(EMBED))
+        return TableRows(self.arrays[slab], grads, spans[0], record, self._guard(slab))
 
-    def _spans(self, step: StepUpdate, unit: Unit, names: Iterable[str]) -> list[UpdateSpan]:
-        """Return the spans of a unit's slab in which these parameters are updated alike."""
-        params = {name: self._engine.refs[name].param for name in names}
-        return step.spans(unit, self.arrays[unit], params, self._rules)
+    def _spans(self, step: StepUpdate, slab: Slab, names: Iterable[str]) -> list[UpdateSpan]:
+        """Return the spans of a slab in which those of these parameters that it has are updated alike."""
+        params = {name: self._engine.refs[name].param for name in names if name in slab.layout}
+        return step.spans(slab.name, self.arrays[slab], params, self._rules)
 
-    def _on_device(self, unit: Unit, spans: Sequence[UpdateSpan]) -> DevicePart:
-        """Return the part of a unit's update on the device, which begins with these spans (`first_parts`) on the host."""
+    def _on_device(self, slab: Slab, spans: Sequence[UpdateSpan]) -> DevicePart:
+        """Return the part of a slab's update on the device, which begins with these spans (`first_parts`) on the host."""
         rule = spans[0].rule
         assert rule.on_device is not None
-        arrays = self.arrays[unit].of_grads(as_array(self._store.units[unit].grads))
-        moves = self._pieces(arrays, unit, spans)
+        moves = self._pieces(self.arrays[slab].of_grads(as_array(slab.grads)), slab, spans)
         return DevicePart(moves, [name for span in spans for name in span.names], rule.on_device.compute)
 
     def _pieces(
-        self, arrays: UnitArrays, unit: Unit, spans: Sequence[UpdateSpan], grads: torch.Tensor | None = None
+        self, arrays: SlabArrays, slab: Slab, spans: Sequence[UpdateSpan], grads: torch.Tensor | None = None
     ) -> Sequence[Move]:
-        """Return the update of some spans of a unit. ``grads`` is this rank's part of a gradient slab; None for that of the unit."""
-        if grads is None:
-            slabs = self._store.units[unit]
-            grads = slabs.grads[slabs.own_grads]
+        """Return the update of some spans of a slab. ``grads`` is this rank's part of its gradients; None for those in the store."""
+        values = slab.grads[slab.own_grads] if grads is None else grads
         record = self._engine.updates.partial_update.record
-        return span_pieces(arrays, spans, as_array(grads), record, self._guard(unit))
+        return span_pieces(arrays, spans, as_array(values), record, self._guard(slab))
 
-    def _guard(self, unit: Unit) -> Callable[[], bool]:
-        """Return a function that says whether a unit's gradient is finite. It is called when the update runs, after the landing."""
+    def _guard(self, slab: Slab) -> Callable[[], bool]:
+        """Return a function that says whether a slab's gradient is finite. It is called when the update runs, after the landing."""
         if not self._in_backward:  # `step` has checked all gradients
             return lambda: True
         squared_norms = self._engine.grads.squared_norms
-        return lambda: math.isfinite(squared_norms.of(unit) or 0.0)
+        return lambda: math.isfinite(squared_norms.of(slab) or 0.0)

@@ -17,11 +17,10 @@ from horizon_lm.constants import MOMENT_BLOCK as BLOCK
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.kernels.updates import Rule, Scalars, rows_kernel, update_kernel
-from horizon_lm.optim.moments import MomentArrays, UnitArrays
+from horizon_lm.optim.moments import MomentArrays, SlabArrays
 from horizon_lm.ranges import length, overlap
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.unit_slabs import SlabLayout
-from horizon_lm.units import Unit
 
 # Elements of a piece of a small span, a multiple of the 8-bit block size: half a millisecond of work.
 _PIECE_ELEMENTS = 1 << 19
@@ -82,9 +81,9 @@ class StepUpdate:
         self.stepped: list[torch.nn.Parameter] = []
 
     def spans(
-        self, unit: Unit, arrays: UnitArrays, params: Mapping[str, torch.nn.Parameter], rules: Mapping[str, Rule]
+        self, slab: str, arrays: SlabArrays, params: Mapping[str, torch.nn.Parameter], rules: Mapping[str, Rule]
     ) -> list[UpdateSpan]:
-        """Group parameters of a unit into spans, leaving out parameters that the optimizer does not train.
+        """Group parameters of a slab, given by its name, into spans, leaving out parameters that the optimizer does not train.
 
         The others are added to `stepped`.
         """
@@ -102,16 +101,16 @@ class StepUpdate:
                 names, _, _ = spans[-1]
                 names.append(name)
             else:
-                key = noise_key(self._seed, self._step, unit)
+                key = noise_key(self._seed, self._step, slab)
                 spans.append(([name], rule, step_scalars(rule, settings, step, self._clip, key)))
             last = order[name], rule, settings, step
             self.stepped.append(param)
         return [UpdateSpan(*span) for span in spans]
 
 
-def noise_key(seed: int, step: int, unit: Unit) -> int:
-    """Return a key that differs by step and unit. The noise of an element depends on the key and on its position in the slab."""
-    return zlib.crc32(f"{seed}/{step}/{unit}".encode())
+def noise_key(seed: int, step: int, slab: str) -> int:
+    """Return a key that differs by step and slab. The noise of an element depends on the key and on its position in the slab."""
+    return zlib.crc32(f"{seed}/{step}/{slab}".encode())
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,14 +121,14 @@ def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any], is_table: bool) -> None:
+def compile_kernels(arrays: SlabArrays, rule: Rule, settings: Mapping[str, Any], is_table: bool) -> None:
     """Compile the kernels of a rule by calling them with no elements, so that the first step takes no longer than later steps."""
     shape = {} if rule.on_device is None else {"shape": (1, 1)}
     scalars = step_scalars(rule, _copied(settings) | shape, step=1, clip=1.0, key=0)
     no_rows = np.empty(0, np.int64)
     values = as_array(torch.empty(0, dtype=getattr(torch, arrays.grad_format)))
 
-    def compile_rule(arrays: UnitArrays, rule: Rule) -> None:
+    def compile_rule(arrays: SlabArrays, rule: Rule) -> None:
         moments = arrays.moments_of(rule)
         slabs = [arrays.weights, arrays.low, values, *(m.values for m in moments), *(m.scales for m in moments)]
         slabs = [each[:0] for each in slabs]
@@ -147,7 +146,7 @@ def compile_kernels(arrays: UnitArrays, rule: Rule, settings: Mapping[str, Any],
 def first_parts(spans: Iterable[UpdateSpan]) -> list[UpdateSpan]:
     """Return the spans of which a part is computed on the device, with scalars by which the result replaces the gradient.
 
-    The gradient is there in place of the weight (`UnitArrays.of_grads`), and a decay to 0 removes it.
+    The gradient is there in place of the weight (`SlabArrays.of_grads`), and a decay to 0 removes it.
     """
 
     def without_weight(scalars: Scalars) -> Scalars:
@@ -229,8 +228,8 @@ def piece_elements(numel: int) -> int:
     return _PIECE_ELEMENTS * max(1, min(_MAX_FACTOR, numel // (_ENOUGH_PIECES * _PIECE_ELEMENTS)))
 
 
-def span_pieces(arrays: UnitArrays, spans: Sequence[UpdateSpan], values: Any, record: Record, guard: Guard) -> Pieces:
-    """Return the update of some spans of a unit, with this rank's part of its gradient slab as an array.
+def span_pieces(arrays: SlabArrays, spans: Sequence[UpdateSpan], values: Any, record: Record, guard: Guard) -> Pieces:
+    """Return the update of some spans of a slab, with this rank's part of its gradients as an array.
 
     The padding between parameters is also updated: zeros stay zeros.
     """
@@ -249,16 +248,16 @@ def span_pieces(arrays: UnitArrays, spans: Sequence[UpdateSpan], values: Any, re
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A span and its slabs.
+    """A span and its slab.
 
     Attributes:
-        arrays, span: the slabs of its unit, and the span.
+        arrays, span: its slab, and the span.
         before: elements of the span that other ranks own before the part of this rank.
         numel: elements of the part that this rank owns.
         kernel, moments: those of the rule of the span.
     """
 
-    arrays: UnitArrays
+    arrays: SlabArrays
     span: UpdateSpan
     before: int
     numel: int
@@ -266,7 +265,7 @@ class _Placed:
     moments: Sequence[MomentArrays]
 
     @classmethod
-    def of(cls, arrays: UnitArrays, span: UpdateSpan) -> "_Placed":
+    def of(cls, arrays: SlabArrays, span: UpdateSpan) -> "_Placed":
         """Find the part of a span that this rank owns."""
         first, last = (arrays.layout.entries[span.names[i]] for i in (0, -1))
         own = overlap(slice(first.offset, last.offset + last.numel), arrays.own)
@@ -304,7 +303,7 @@ class _Placed:
 class TableRows:
     """The update of the embedding (V, H) in one step, by row; see `engine.host.updates.TableUpdate`."""
 
-    def __init__(self, arrays: UnitArrays, grads: TableGrads, span: UpdateSpan, record: Record, guard: Guard) -> None:
+    def __init__(self, arrays: SlabArrays, grads: TableGrads, span: UpdateSpan, record: Record, guard: Guard) -> None:
         (place,) = arrays.layout.entries.values()
         self._arrays, self._scalars, self._record, self._guard = arrays, span.scalars, record, guard
         self._num_rows, self._width = place.shape

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 
 from horizon_lm.constants import PACKED_ALIGNMENT
-from horizon_lm.planning.model_sizes import ModelSizes
+from horizon_lm.planning.model_sizes import ModelSizes, home_of, is_float32
 from horizon_lm.planning.planned_optimizer import MOMENT_BYTES
 from horizon_lm.planning.step import Step, StepSettings
 from horizon_lm.quantities import page_aligned
@@ -32,7 +32,7 @@ def host_bytes(step: Step) -> Mapping[str, int]:
         "weights": _used_bytes(own, lambda unit: WEIGHT_BYTES[_precision(unit, settings)]),
         "packed_weights": used_bytes(packed, 1),
         "low_halves": _used_bytes(with_low_halves, lambda unit: _LOW_HALF_BYTES[_precision(unit, settings)]),
-        "grads": _used_bytes(grads, lambda unit: 4 if unit.is_float32 else settings.grad_bytes),
+        "grads": _used_bytes(grads, lambda unit: 4 if is_float32(unit) else settings.grad_bytes),
         "moments": _moments(step, cuts),
         "landing": _landing_slot_bytes(step, ranges) if settings.update_in_backward else 0,
         "boundaries": step.waiting * step.boundary,
@@ -86,7 +86,7 @@ def largest_file_bytes(step: Step) -> int:
 
 
 def _precision(unit: Unit, settings: StepSettings) -> str:
-    return "float32" if unit.is_float32 else settings.precision
+    return "float32" if is_float32(unit) else settings.precision
 
 
 def _units_with_masters(step: Step) -> Collection[Unit]:
@@ -95,7 +95,7 @@ def _units_with_masters(step: Step) -> Collection[Unit]:
     if not step.outline.base_is_frozen:
         return trained.units
     # The weights of a unit in float32 are saved with its others, if any of both are trained.
-    return [unit for unit in trained.units if any(trained.tensors_of(unit.home))]
+    return [unit for unit in trained.units if any(trained.tensors_of(home_of(unit)))]
 
 
 def _moments(step: Step, cuts: Mapping[Unit, UnitCuts]) -> int:
@@ -136,7 +136,7 @@ def _landing_slot_bytes(step: Step, ranges: Mapping[Unit, slice]) -> int:
     if trained.units[EMBED] and not trained.tied:
         # A table has a slot for the rows that are read, and a row of zeros for all others.
         elements += (step.table_rows + 1) * trained.hidden
-    in_float32 = {unit.home: numel for unit, numel in lengths.items() if unit.is_float32}
+    in_float32 = {home_of(unit): numel for unit, numel in lengths.items() if is_float32(unit)}
     float32_elements = _slot_elements(in_float32, trained) if in_float32 else 0  # all units have such slabs, or none
     return elements * step.settings.grad_bytes + float32_elements * 4
 

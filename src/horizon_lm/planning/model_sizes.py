@@ -25,6 +25,22 @@ class PackedSizes:
 
 
 _NOT_PACKED = PackedSizes((), 0, 0)
+_FLOAT32 = ".float32"
+
+
+def float32_of(unit: Unit) -> Unit:
+    """Return the name of the slab of a unit's weights that are kept in float32."""
+    return Unit(unit + _FLOAT32)
+
+
+def is_float32(slab: Unit) -> bool:
+    """Return whether a slab is of weights that are kept in float32."""
+    return slab.endswith(_FLOAT32)
+
+
+def home_of(slab: Unit) -> Unit:
+    """Return the unit to which a slab belongs."""
+    return Unit(slab.removesuffix(_FLOAT32))
 
 
 MatrixShape = tuple[int, int, int]  # number, rows and columns of equal matrices
@@ -36,7 +52,7 @@ class ModelSizes:
 
     Attributes:
         units: elements of each tensor, for each unit that has slabs of its own: table, blocks, head, outer and idle parameters, and
-            for each of them the weights that are kept in float32 whatever the precision (`Unit.float32`), if the model has any. A unit
+            for each of them the weights that are kept in float32 whatever the precision (`float32_of`), if the model has any. A unit
             without tensors has none, as the head if it is tied to the table.
         num_blocks: number of decoder blocks.
         vocabulary, hidden: rows and columns of the embedding table, V and H.
@@ -64,11 +80,11 @@ class ModelSizes:
     def tensors_of(self, unit: Unit) -> list[int]:
         """Return the tensors by which a unit computes: also those in float32, and for a tied head the table."""
         holder = EMBED if unit == HEAD and self.tied else unit
-        return [*self.units[holder], *self.units.get(holder.float32, ())]
+        return [*self.units[holder], *self.units.get(float32_of(holder), ())]
 
     def in_float32(self) -> "ModelSizes | None":
         """Return the sizes of the weights that are kept in float32 alone, under the names of their units; None if there are none."""
-        units = {unit.home: tensors for unit, tensors in self.units.items() if unit.is_float32}
+        units = {home_of(unit): tensors for unit, tensors in self.units.items() if is_float32(unit)}
         return replace(self, units=units, packed=(), matrices=(), experts=()) if units else None
 
     @property

@@ -9,7 +9,7 @@ from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.planning.host_memory import SAVED_BYTES, WEIGHT_BYTES
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.matrices import orthogonalizing_work
-from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes
+from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes, float32_of
 from horizon_lm.planning.outline import Work
 from horizon_lm.planning.planned_optimizer import ADAMW, MOMENT_BYTES
 from horizon_lm.planning.request import Request
@@ -28,7 +28,7 @@ _OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE, *_OF_MATRICES)
 
 def _in_float32(unit: Unit, sizes: ModelSizes) -> int:
     """Return the elements of a unit that are kept in float32; a tile has none."""
-    return sum(sizes.units.get(unit.float32, ()))
+    return sum(sizes.units.get(float32_of(unit), ()))
 
 
 class _Quantized(NamedTuple):

@@ -6,9 +6,10 @@ is written from its slab directly to the file.
 """
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,6 @@ from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_reader import DTYPE_NAMES, DTYPES
 from horizon_lm.store.store import Store
 from horizon_lm.store.weight_files import Header
-from horizon_lm.units import Unit
 
 
 class Tensors(Protocol):
@@ -144,15 +144,12 @@ class _Exporter:
             )
         self._buffers = unrounded_buffers(parts, store)
         self._overflows = False  # of float16, by a weight that was written
-        slabs_of: dict[Unit, list[Unit]] = {}  # by the unit to which they belong
-        for slabs in store.units:
-            slabs_of.setdefault(slabs.home, []).append(slabs)
-        # The slabs and the names of the tensors of each unit. The buffers are the last unit, which has no slabs.
-        self._slabs = [*slabs_of.values(), []]
-        self._units = [[name for each in slabs for name in store.units[each].layout] for slabs in slabs_of.values()]
+        # The units that are streamed, and the names of the tensors of each. The buffers are the last unit, which is none of them.
+        self._streamed = list(store.units)
+        self._units = [list(slabs.layout) for slabs in store.units.values()]
         self._units.append(list(self._buffers))
         self.main_dtype = dtype or main_dtype(store)
-        self.num_params = sum(each.layout.num_params for each in store.units.values())
+        self.num_params = sum(math.prod(store.shape(name)) for name in store.unit_of)
 
     def plan(self) -> list[dict[str, torch.Tensor]]:
         """Return meta tensors for each unit, with the shapes and dtypes of the tensors that `unit` returns."""
@@ -160,9 +157,7 @@ class _Exporter:
 
     def unit(self, index: int) -> dict[str, torch.Tensor]:
         """Return a unit's tensors in the form in which the checkpoint stores them."""
-        with ExitStack() as whole:
-            for slabs in self._slabs[index]:
-                whole.enter_context(self._store.whole(slabs))
+        with self._store.whole(self._streamed[index]) if index < len(self._streamed) else nullcontext():
             tensors = as_stored(self._model, {name: self._value(name) for name in self._units[index]})
             if self._store.shard.is_whole:
                 return tensors

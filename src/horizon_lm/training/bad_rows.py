@@ -134,8 +134,8 @@ def _gradient_is_finite(model: Any, objective: Objective, batch: Batch) -> bool:
     engine = engine_of(model)
     objective(model, batch).value.backward()
     engine.access.wait_for_grads()
-    # None: a unit without a gradient.
-    squared_norms = (engine.grads.squared_norms.of(unit) for unit in engine.store.units)
+    # None: a slab without a gradient.
+    squared_norms = map(engine.grads.squared_norms.of, engine.store.slabs)
     return all(norm is None or math.isfinite(norm) for norm in squared_norms)
 
 

@@ -144,7 +144,7 @@ def _plain_parameters(layer: nn.Module, engine: Engine) -> Iterator[None]:
         param = module._parameters[attribute]
         assert param is not None
         # With low halves, the parameter is a rounded view; PEFT merges the fp32 master, as in a plain model of float32.
-        value = param.detach() if store.units[store.unit_of[name]].low is None else store.master(name)
+        value = param.detach() if store.slab_of(name).low is None else store.master(name)
         plain[name] = nn.Parameter(value.clone(), param.requires_grad)
     # A comparison, not a flag: PEFT writes .data or replaces it, which leaves no version counter to look at.
     before = {name: param.detach().clone() for name, param in plain.items()}

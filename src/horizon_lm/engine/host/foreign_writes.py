@@ -40,7 +40,7 @@ class ForeignWrites:
             return
         # Outer parameters and resident blocks are streamed in again, and graphs of the old values are rejected.
         self._store.weights_changed()
-        masters = [name for name in written if self._store.units[self._store.unit_of[name]].low is not None]
+        masters = [name for name in written if self._store.slab_of(name).low is not None]
         if masters and not with_low_halves:
             for name in masters:
                 self._store.reset_low(name)

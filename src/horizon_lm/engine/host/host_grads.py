@@ -6,7 +6,7 @@ norm, so that clipping does not read all gradients again.
 Shapes: R distinct rows of the embedding, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,35 +19,36 @@ from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.ranges import length
 from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import Slab, Slot, UnitSlabs
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
 class SquaredNorms:
-    """The sum of squares of each unit's gradient slab as stored; unknown if other code may have written to the slab."""
+    """The sum of squares of the gradients of each slab as stored; unknown if other code may have written to them."""
 
     def __init__(self) -> None:
-        self._sums: dict[Unit, list[SquaredNorm]] = {}
+        self._sums: dict[Slab, list[SquaredNorm]] = {}
 
-    def begin(self, unit: Unit) -> None:
-        """Begin the sum of a unit anew: it is the sum of all values that are reported from now on."""
-        self._sums[unit] = []
+    def begin(self, slab: Slab) -> None:
+        """Begin the sum of a slab anew: it is the sum of all values that are reported from now on."""
+        self._sums[slab] = []
 
-    def reporter_of(self, unit: Unit) -> Callable[[SquaredNorm], None]:
-        """Return a function that adds the sum of squares of a landing to that of its unit."""
-        sums = self._sums.get(unit)
+    def reporter_of(self, slab: Slab) -> Callable[[SquaredNorm], None]:
+        """Return a function that adds the sum of squares of a landing to that of its slab."""
+        sums = self._sums.get(slab)
         return (lambda value: None) if sums is None else sums.append  # a change of an unknown sum is useless
 
-    def forget(self, unit: Unit) -> None:
-        """Forget the sum of a unit whose slab other code may change from now on."""
-        self._sums.pop(unit, None)
+    def forget(self, slab: Slab) -> None:
+        """Forget the sum of a slab whose gradients other code may change from now on."""
+        self._sums.pop(slab, None)
 
     def clear(self) -> None:
         """Forget all sums."""
         self._sums.clear()
 
-    def of(self, unit: Unit) -> float | None:
-        """Return the sum of squares of a unit, or None if it is unknown. All landings must be finished."""
-        sums = self._sums.get(unit)
+    def of(self, slab: Slab) -> float | None:
+        """Return the sum of squares of a slab, or None if it is unknown. All landings must be finished."""
+        sums = self._sums.get(slab)
         # Read only now: a value may be a tensor that the device was still computing, for which `float` waits. Added as
         # doubles, so that the order of pieces does not show in the clip factor.
         return None if sums is None else float(sum(float(value) for value in sums))
@@ -64,33 +65,22 @@ class LandingSlots:
     def __init__(self, store: Store, device: Device, parts: ModelParts) -> None:
         self._store, self._device, self._tied = store, device, parts.tied
         self._dtype = store.precision.grad_dtype
-        self._units = self._new_slots(parts, in_float32=False)
-        self._in_float32 = self._new_slots(parts, in_float32=True)
-        (table,) = store.units[EMBED].layout.entries.values()
+        blocks = [store.units[block(u)] for u in range(parts.num_blocks)]
+        # For each storage: two for blocks, and one for each other unit.
+        self._slots = {block(number): self._new_slot(blocks) for number in range(2)}
+        for unit in (OUTER,) if parts.tied else (HEAD, OUTER):
+            self._slots[unit] = self._new_slot([store.units[unit]] if unit in store.units else [])
+        (table,) = store.units[EMBED].plain.layout.entries.values()
         self._width = table.shape[1]
         self._rows = self._allocate(0, self._dtype)
         self._landed_rows: torch.Tensor | None = None  # (R,)
 
-    def _length(self, unit: Unit) -> int:
-        """Return the number of elements that this rank owns of the gradients of slabs; 0 for slabs that the model lacks."""
-        if unit not in self._store.units:
-            return 0
-        return length(self._store.units[unit].own_grads)
-
-    def _new_slots(self, parts: ModelParts, in_float32: bool) -> dict[Unit, torch.Tensor]:
-        """Return the slots for gradients of the weights that are kept in float32, or of all others: two for blocks, and one for
-        each other unit.
-        """
-
-        def slabs(unit: Unit) -> Unit:
-            return unit.float32 if in_float32 else unit
-
-        dtype = self._store.precision_of(slabs(OUTER)).grad_dtype  # that of all units
-        blocks = max(self._length(slabs(block(u))) for u in range(parts.num_blocks))
-        slots = {block(number): self._allocate(blocks, dtype) for number in range(2)}
-        for unit in (OUTER,) if parts.tied else (HEAD, OUTER):
-            slots[unit] = self._allocate(self._length(slabs(unit)), dtype)
-        return slots
+    def _new_slot(self, units: Sequence[UnitSlabs]) -> list[torch.Tensor]:
+        """Return a slot for the gradients of any of these units: a buffer for each storage."""
+        of_storage = zip(*(slabs.of_weights for slabs in units), strict=True)
+        return [
+            self._allocate(max(length(slab.own_grads) for slab in slabs), slabs[0].grads.dtype) for slabs in of_storage
+        ]
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new slot, and add its bytes to those of the store."""
@@ -102,15 +92,15 @@ class LandingSlots:
         """Return whether a unit keeps its gradient slab in the store nevertheless."""
         return self._tied and unit == EMBED
 
-    def slot_of(self, unit: Unit) -> torch.Tensor:
-        """Return the slot of slabs other than the embedding's, with the length of the part of their gradients that this
+    def slot_of(self, unit: Unit) -> list[torch.Tensor]:
+        """Return the slot of a unit other than the embedding: for each storage, a buffer with the length of the gradients that this
         rank owns.
         """
         # Blocks by parity, as in the schedule (`build._landing_buffer`), whose waits keep a landing from an update that
         # still reads the slot.
-        slots = self._in_float32 if unit.is_float32 else self._units
-        place = block(unit.block_index % 2) if unit.is_block else unit.home
-        return slots[place][: self._length(unit)]
+        buffers = self._slots[block(unit.block_index % 2) if unit.is_block else unit]
+        slabs = self._store.units[unit].of_weights
+        return [buffer[: length(slab.own_grads)] for buffer, slab in zip(buffers, slabs, strict=True)]
 
     def slot_of_rows(self, rows: torch.Tensor, room: int) -> torch.Tensor:
         """Return the slot (R, H) for the row gradients of an untied embedding. No update may still be reading it.
@@ -155,7 +145,7 @@ class HostGrads:
     is still landing: the next landing comes after it in the same stream.
 
     Attributes:
-        squared_norms: sums of squares of the landed gradients, by unit.
+        squared_norms: sums of squares of the landed gradients, by slab.
         slots: the buffers for gradients that are not kept; None if all are kept.
         invalid: a fault left some gradients incomplete, so no step may use any of them.
     """
@@ -179,7 +169,7 @@ class HostGrads:
         """
         self._store.allocate_grads(trainable, set(units))
         # Only the own range: the rest of a slab has addresses, but no memory.
-        self._device.register_host([slabs.grads[slabs.own_grads] for slabs in self._store.units.values()])
+        self._device.register_host([slab.grads[slab.own_grads] for slab in self._store.slabs])
 
     def is_empty(self, name: str) -> bool:
         """Return whether a parameter has no gradient, so that the next landing overwrites its memory.
@@ -196,13 +186,15 @@ class HostGrads:
         return grad is None
 
     def begin_landings(self, unit: Unit) -> None:
-        """Begin the sum of squares of a unit, before its first landing in a backward pass, in which all of its parts land."""
+        """Begin the sums of squares of a unit, before its first landing in a backward pass, in which all of its parts land."""
         # Only a tied head lands the whole table by `moves`, after which any row may be nonzero; rows of tokens land by `LandRows`.
         if unit == EMBED:
             self._table_rows = None
-        self.squared_norms.begin(unit)
+        for slab in self._store.units[unit].of_weights:
+            if slab.grad_layout.numel:
+                self.squared_norms.begin(slab)
 
-    def moves(self, unit: Unit, source: torch.Tensor, part: SlabPart) -> list[Move]:
+    def moves(self, unit: Unit, source: Slot, part: SlabPart) -> list[Move]:
         """Return the moves that land gradients of a unit, whose landings have begun (`begin_landings`).
 
         All of the source lands, also the zeros of parameters that got no gradient (`GradSlot.zero_the_rest`); only `publish` is
@@ -213,21 +205,20 @@ class HostGrads:
             source: the gradients on the device, in the layout of the part.
             part: the part of the unit's slabs.
         """
-        report = self.squared_norms.reporter_of(unit)
-        slabs, slots = part.slabs, self.slots
-        if slots is not None and not slots.keeps_slab(unit):
-            target, first = slots.slot_of(unit), slabs.own_grads.start
-            spans = part.grad_spans(
-                dict.fromkeys(part.grad_layout, False)
-            )  # a slot has one landing, so nothing is added
+        if self.slots is not None and not self.slots.keeps_slab(unit):
+            targets = self.slots.slot_of(unit)  # a slot has one landing, so nothing is added
+            adds = dict.fromkeys(part.grad_layout, False)
         else:
-            target, first = slabs.grads, 0
-            # Usually all gradients of a unit are empty, or none are: then the slab is landed as a whole.
-            spans = part.grad_spans({name: not self.is_empty(name) for name in part.grad_layout})
-        return [
-            Land(target[span.start - first :][: span.numel], source[span.in_slot], report, add=add)
-            for add, span in spans
-        ]
+            targets = [slab.grads[slab.own_grads] for slab in part.slabs.of_weights]
+            # Usually all gradients of a unit are empty, or none are: then a slab is landed as a whole.
+            adds = {name: not self.is_empty(name) for name in part.grad_layout}
+        moves: list[Move] = []
+        for number, slab in enumerate(part.slabs.of_weights):
+            report, first = self.squared_norms.reporter_of(slab), slab.own_grads.start
+            for add, span in part.grad_spans(number, adds):
+                target = targets[number][span.start - first :][: span.numel]
+                moves.append(Land(target, source[number][span.in_slot], report, add=add))
+        return moves
 
     def rows_to_clear(self, rows: torch.Tensor, is_empty: bool) -> torch.Tensor | slice | None:
         """Return the rows of the embedding's gradient to zero before the next landing; None if that is added to the gradient.
@@ -251,7 +242,8 @@ class HostGrads:
 
     def hand_out(self, unit: Unit) -> None:
         """Record that other code may read and write a unit's gradients from now on."""
-        self.squared_norms.forget(unit)
+        for slab in self._store.units[unit].of_weights:
+            self.squared_norms.forget(slab)
         if unit == EMBED:
             # For good: code that has got the tensor once may write to any row of it later.
             self._table_is_exclusive, self._table_rows = False, None

@@ -1,7 +1,7 @@
-"""Slabs that have a slot on the device: all tensors of a unit's slab, or some of them, or the same rows of them.
+"""Tensors of a unit that have a slot on the device: all of them, or some, or the same rows of some.
 
-They lie in the slot in the order of the slab. So what a rank owns of the slab is a range of the slot, too: of whole slabs an equal
-one, so that one collective gathers them, and of some of the tensors any, which may be empty.
+They lie in the buffers of the slot in the order of the slabs. So what a rank owns of a slab is a range of a buffer, too: of a
+whole slab an equal one, so that one collective gathers it, and of some of the tensors any, which may be empty.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +12,11 @@ from itertools import groupby
 import torch
 
 from horizon_lm.codecs.rows import Rows
-from horizon_lm.codecs.slab import PackedSlab, aligned
+from horizon_lm.constants import PACKED_ALIGNMENT
 from horizon_lm.device.transfers import Copy, Decode, DecodeThere, Move
 from horizon_lm.ranges import Span, cut_slot, joined, length
-from horizon_lm.slabs import slab_elements
-from horizon_lm.store.unit_slabs import SlabLayout, UnitSlabs
+from horizon_lm.slabs import padded
+from horizon_lm.store.unit_slabs import SlabLayout, Slot, SlotLayout, UnitSlabs
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SlabPart:
         slabs: the slabs of the unit.
         names: full names of the tensors; None for all.
         rows: the rows of each of them; None for all.
-        in_place: the tensors have no slot of their own, but lie in that of the whole slabs.
+        in_place: the tensors have no slot of their own, but lie in that of the whole unit.
     """
 
     slabs: UnitSlabs
@@ -36,166 +36,184 @@ class SlabPart:
     in_place: bool = False
 
     @cached_property
-    def layout(self) -> SlabLayout:
+    def layout(self) -> SlotLayout:
         """The layout of the slot of the weights."""
         return self._layout_of(self.slabs.layout)
 
     @property
-    def grad_layout(self) -> SlabLayout:
+    def grad_layout(self) -> SlotLayout:
         """The layout of the slot of the gradients."""
         return self._layout_of(self.slabs.grad_layout)
 
     @property
-    def slot_numel(self) -> int:
-        """The elements of the slot of the weights."""
-        return self.slabs.slot_numel if self.names is None else self.layout.numel
+    def slot_numels(self) -> list[int]:
+        """The elements of each buffer of the slot of the weights."""
+        whole = self.slabs.slot_numels
+        own = [layout.numel for layout in self.layout.buffers]
+        return [whole[number] if self._is_whole(number) else own[number] for number in range(len(own))]
 
-    def _layout_of(self, whole: SlabLayout) -> SlabLayout:
-        """Return the layout of the slot for this part of slabs with a layout."""
-        if self.names is None or self.in_place:
-            return whole
-        shapes = {name: entry.shape for name, entry in whole.entries.items() if name in self.names}
-        if self.rows is None:
-            return SlabLayout(shapes)
-        return SlabLayout({name: torch.Size((length(self.rows), *shape[1:])) for name, shape in shapes.items()})
-
-    @cached_property
-    def cuts(self) -> list[int]:
-        """Cuts of the slot of the weights, without what is quantized: the element at which each rank's range begins, and that
-        at which the last one ends.
-        """
-        if self.names is None:
-            return self.slabs.slot_cuts
-        return cut_slot(self.slabs.cuts, [span for _, span in self._places(self.slabs.plain, self.layout)])
-
-    @property
-    def grad_cuts(self) -> list[int]:
-        """Cuts of the slot of the gradients, as `cuts` has those of the weights."""
-        if self.names is None:
-            return self.slabs.grad_cuts
-        places = self._places(self.slabs.grad_layout, self.grad_layout)
-        return cut_slot(self.slabs.grad_cuts, [span for _, span in places])
-
-    @cached_property
-    def packed(self) -> PackedSlab:
-        """The layout of the slot of codes and scales."""
-        if self.names is None:
-            return self.slabs.packed
-        codecs = {name: entry.codec for name, entry in self.slabs.packed.entries.items() if name in self.layout}
-        return PackedSlab({name: self.layout.entries[name].shape for name in codecs}, codecs)
-
-    @cached_property
-    def packed_cuts(self) -> list[int]:
-        """Cuts of the slot of codes and scales, in bytes. One rank needs no such slot: it decodes them from host memory."""
-        if self.names is None or self.slabs.shard.is_whole:
-            return self.slabs.packed.slot_cuts
-        *cuts, _ = cut_slot(self.slabs.packed.cuts, list(self._packed_places()))
-        return [*cuts, self.packed.num_bytes]  # the last range includes the padding at the end
-
-    def moves(
-        self, slot: torch.Tensor, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None = None
-    ) -> list[Move]:
-        """Return the moves that stream the part into its slot, from host memory that is not divided between ranks.
-
-        Args:
-            slot: the slot, which begins with the part.
-            dtypes: the dtype that the values of each quantized tensor are rounded to.
-            some: the rows to stream, counted from the first in the slab, if the part has rows; None for all.
-        """
-        return [*self.copies(slot, some), *self._decoding(slot, dtypes, some)]
-
-    def copies(self, slot: torch.Tensor, some: Sequence[slice] | None = None) -> list[Move]:
-        """Return the copies of this rank's range of what is not quantized. The arguments are those of `moves`."""
-        own = self._own if some is None else self._own_spans(some)
-        return [copy(slot[span.in_slot], self.slabs.weights[span.in_slab]) for span in own]
-
-    @cached_property
-    def _own(self) -> list[Span]:
-        """The places of this rank's range of all that is not quantized. They are kept, because a dense block moves twice a step."""
-        return self._own_spans(None)
-
-    def _own_spans(self, some: Sequence[slice] | None) -> list[Span]:
-        """Return the places of this rank's range of what is not quantized; ``some`` is as in `moves`."""
-        spans = joined(span for _, span in self._places(self.slabs.plain, self.layout, some))
-        own = [span.within(self.slabs.own) for span in spans]
-        return [span for span in own if span.numel]
-
-    def _decoding(
-        self, slot: torch.Tensor, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None
-    ) -> Iterator[Move]:
-        """Yield the moves that decode quantized tensors into the slot. The arguments are those of `moves`."""
-        for name, dtype in dtypes.items():
-            if self._has(name):
-                yield from self._decode(slot, name, dtype, some)
+    def _is_whole(self, number: int) -> bool:
+        """Return whether the part has all tensors of a buffer, as they lie in the slot of the whole unit."""
+        return self.names is None or (self.rows is None and self.names >= set(self.slabs.layout.buffers[number]))
 
     def _has(self, name: str) -> bool:
         """Return whether a tensor of the slabs is in the part."""
         return self.names is None or name in self.names
 
-    def copies_of_codes(self, slot: torch.Tensor) -> list[Move]:
-        """Return the copies of this rank's range of codes and scales into their slot."""
-        packed = self.slabs.packed
-        own = [span.within(packed.own) for span in self._packed_places()]
-        return [copy(slot[span.in_slot], packed.data[span.in_slab]) for span in own if span.numel]
+    def _layout_of(self, whole: SlotLayout) -> SlotLayout:
+        """Return the layout of the slot for this part of slabs with a layout."""
+        if self.names is None or self.in_place:
+            return whole
+        return SlotLayout(*map(self._restricted, whole.buffers))
 
-    def decoding_there(
-        self, slot: torch.Tensor, packed_slot: torch.Tensor, dtypes: Mapping[str, torch.dtype]
-    ) -> list[Move]:
-        """Return the moves that decode quantized tensors from their slot, in which all ranks have gathered them.
+    def _restricted(self, whole: SlabLayout) -> SlabLayout:
+        """Return the layout of this part of the tensors in a buffer."""
+        assert self.names is not None
+        kept = whole.restrict(self.names)
+        if self.rows is None:
+            return kept
+        return SlabLayout({name: (length(self.rows), *each.shape[1:]) for name, each in kept.entries.items()})
+
+    @cached_property
+    def cuts(self) -> list[list[int]]:
+        """Cuts of each buffer of the slot, without what is quantized: the element at which each rank's range begins, and that at
+        which the last one ends.
+        """
+        found = []
+        for number, slab in enumerate(self.slabs.of_weights):
+            places = [span for _, span in self._places(slab.layout, self.layout.buffers[number])]
+            found.append(slab.slot_cuts if self._is_whole(number) else cut_slot(slab.cuts, places))
+        return found
+
+    @property
+    def grad_cuts(self) -> list[list[int]]:
+        """Cuts of each buffer of the slot of the gradients, as `cuts` has those of the weights."""
+        found = []
+        for number, slab in enumerate(self.slabs.of_weights):
+            places = [span for _, span in self._places(slab.grad_layout, self.grad_layout.buffers[number])]
+            found.append(slab.grad_cuts if self._is_whole(number) else cut_slot(slab.grad_cuts, places))
+        return found
+
+    @cached_property
+    def packed(self) -> SlabLayout:
+        """The layout of the buffer of codes and scales, in bytes."""
+        if self.names is None:
+            return self.slabs.packed.layout
+        codecs = {name: codec for name, codec in self.slabs.codecs.items() if name in self.names}
+        shapes = {name: (codec.num_bytes(self.layout.entry(name).shape),) for name, codec in codecs.items()}
+        return SlabLayout(shapes, PACKED_ALIGNMENT)
+
+    @cached_property
+    def packed_cuts(self) -> list[int]:
+        """Cuts of the buffer of codes and scales, in bytes. One rank needs no such buffer: it decodes them from host memory."""
+        slab = self.slabs.packed
+        if self.names is None or slab.shard.is_whole:
+            return slab.slot_cuts
+        *cuts, _ = cut_slot(slab.cuts, list(self._packed_places()))
+        return [*cuts, self.packed.numel]  # the last range includes the padding at the end
+
+    def moves(self, slot: Slot, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None = None) -> list[Move]:
+        """Return the moves that stream the part into its slot, from host memory that is not divided between ranks.
+
+        Args:
+            slot: the slot.
+            dtypes: the dtype that the values of each quantized tensor are rounded to.
+            some: the rows to stream, counted from the first in the slab, if the part has rows; None for all.
+        """
+        return [*self.copies(slot, some), *self._decoding(slot, dtypes, some)]
+
+    def copies(self, slot: Slot, some: Sequence[slice] | None = None) -> list[Move]:
+        """Return the copies of this rank's range of what is not quantized. The arguments are those of `moves`."""
+        own = self._own if some is None else self._own_spans(some)
+        return [
+            _copy(slot[number][span.in_slot], slab.weights[span.in_slab])
+            for number, slab in enumerate(self.slabs.of_weights)
+            for span in own[number]
+        ]
+
+    @cached_property
+    def _own(self) -> list[list[Span]]:
+        """The places of this rank's range of all that is not quantized, in each buffer. They are kept, because a dense block moves
+        twice a step.
+        """
+        return self._own_spans(None)
+
+    def _own_spans(self, some: Sequence[slice] | None) -> list[list[Span]]:
+        """Return the places of this rank's range of what is not quantized, in each buffer; ``some`` is as in `moves`."""
+        return [
+            _within(slab.own, self._places(slab.layout, layout, some))
+            for slab, layout in zip(self.slabs.of_weights, self.layout.buffers, strict=True)
+        ]
+
+    def _decoding(self, slot: Slot, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None) -> Iterator[Move]:
+        """Yield the moves that decode quantized tensors into the slot. The arguments are those of `moves`."""
+        for name, dtype in dtypes.items():
+            if self._has(name):
+                yield from self._decode(slot, name, dtype, some)
+
+    def copies_of_codes(self, buffer: torch.Tensor) -> list[Move]:
+        """Return the copies of this rank's range of codes and scales into their buffer."""
+        slab = self.slabs.packed
+        own = [span.within(slab.own) for span in self._packed_places()]
+        return [_copy(buffer[span.in_slot], slab.weights[span.in_slab]) for span in own if span.numel]
+
+    def decoding_there(self, slot: Slot, packed: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> list[Move]:
+        """Return the moves that decode quantized tensors from their buffer, in which all ranks have gathered them.
 
         Args:
             slot, dtypes: as in `moves`.
-            packed_slot: the slot of codes and scales.
+            packed: the buffer of codes and scales.
         """
         return [
             DecodeThere(
-                self.layout.view(slot, name), self.packed.bytes_of(name, packed_slot), entry.codec, dtypes[name]
+                self.layout.view(slot, name), self.packed.view(packed, name), self.slabs.codecs[name], dtypes[name]
             )
-            for name, entry in self.packed.entries.items()
+            for name in self.packed
         ]
 
     def _packed_places(self) -> Iterator[Span]:
         """Yield the places of codes and scales, in bytes: for each tensor, or if the part has rows, for each component of it."""
         if self.names is None:
-            yield Span(0, 0, self.packed.num_bytes)
+            yield Span(0, 0, self.packed.numel)
             return
         for name, entry in self.packed.entries.items():
-            whole = self.slabs.packed.entries[name]
+            whole, codec = self.slabs.packed.layout.entries[name], self.slabs.codecs[name]
             if self.rows is None:
-                yield Span(whole.start, entry.start, aligned(entry.num_bytes))
+                yield Span(whole.offset, entry.offset, padded(entry.numel, PACKED_ALIGNMENT))
                 continue
-            starts, places = whole.codec.starts(whole.shape), entry.codec.starts(entry.shape)  # in slab and slot
-            for component, each in entry.codec.components(entry.shape).items():
-                first_row = self.rows.start * (each.num_bytes // entry.shape[0])
-                start, place = whole.start + starts[component] + first_row, entry.start + places[component]
+            shape = self.layout.entry(name).shape
+            starts, places = codec.starts(self.slabs.layout.entry(name).shape), codec.starts(shape)
+            for component, each in codec.components(shape).items():
+                first_row = self.rows.start * (each.num_bytes // shape[0])
+                start, place = whole.offset + starts[component] + first_row, entry.offset + places[component]
                 yield Span(start, place, each.num_bytes)
 
-    def _decode(
-        self, slot: torch.Tensor, name: str, dtype: torch.dtype, some: Sequence[slice] | None
-    ) -> Iterator[Move]:
+    def _decode(self, slot: Slot, name: str, dtype: torch.dtype, some: Sequence[slice] | None) -> Iterator[Move]:
         """Yield the moves that decode a tensor, or some rows of it, into the slot; ``slot`` and ``some`` are as in `moves`."""
-        entry, view = self.slabs.packed.entries[name], self.layout.view(slot, name)
+        slab, codec, view = self.slabs.packed, self.slabs.codecs[name], self.layout.view(slot, name)
+        codes = slab.layout.view(slab.weights, name)
         if self.rows is None:  # the part has whole tensors, of which no rows are chosen
-            yield Decode(view, self.slabs.packed.bytes_of(name), entry.codec, dtype)
+            yield Decode(view, codes, codec, dtype)
             return
+        num_rows = self.slabs.layout.entry(name).shape[0]
         for rows in [self.rows] if some is None else some:
             target = view[rows.start - self.rows.start : rows.stop - self.rows.start]
-            codec = Rows(entry.codec, entry.shape[0], rows.start)
-            yield Decode(target, self.slabs.packed.bytes_of(name), codec, dtype)
+            yield Decode(target, codes, Rows(codec, num_rows, rows.start), dtype)
 
-    def grad_spans(self, adds: Mapping[str, bool]) -> list[tuple[bool, Span]]:
-        """Return the places of this rank's range of the gradients, neighbours joined that are landed alike.
+    def grad_spans(self, number: int, adds: Mapping[str, bool]) -> list[tuple[bool, Span]]:
+        """Return the places of this rank's range of the gradients in a buffer, neighbours joined that are landed alike.
 
         Args:
+            number: the buffer.
             adds: by full name, whether the landing is added to the gradient in the slab.
         """
-        places = self._places(self.slabs.grad_layout, self.grad_layout)
-        found = [
-            (add, span.within(self.slabs.own_grads))
+        slab = self.slabs.of_weights[number]
+        places = self._places(slab.grad_layout, self.grad_layout.buffers[number])
+        return [
+            (add, span)
             for add, group in groupby(places, key=lambda place: adds[place[0]])
-            for span in joined(span for _, span in group)
+            for span in _within(slab.own_grads, group)
         ]
-        return [(add, span) for add, span in found if span.numel]
 
     def _places(
         self, whole: SlabLayout, part: SlabLayout, some: Sequence[slice] | None = None
@@ -204,7 +222,7 @@ class SlabPart:
 
         Args:
             whole: the layout of the slab.
-            part: the layout of the slot.
+            part: the layout of the buffer.
             some: as in `moves`.
         """
         for name, entry in part.entries.items():
@@ -212,7 +230,7 @@ class SlabPart:
                 continue
             start = whole.entries[name].offset
             if self.rows is None:
-                yield name, Span(start, entry.offset, slab_elements([entry.numel]))
+                yield name, Span(start, entry.offset, padded(entry.numel))
                 continue
             width = entry.strides[0]
             for rows in [self.rows] if some is None else some:
@@ -220,6 +238,12 @@ class SlabPart:
                 yield name, Span(start + rows.start * width, place, length(rows) * width)
 
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> Copy:
-    """Return the copy of a part of a slab of weights, 1-D, to the device."""
+def _within(own: slice, places: Iterator[tuple[str, Span]]) -> list[Span]:
+    """Return the places that lie in a rank's range of a slab, neighbours joined."""
+    spans = (span.within(own) for span in joined(span for _, span in places))
+    return [span for span in spans if span.numel]
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Copy:
+    """Return the copy of a part of a slab of weights or codes, 1-D, to the device."""
     return Copy(target, source, source.nbytes)

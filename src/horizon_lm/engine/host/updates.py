@@ -10,7 +10,8 @@ from horizon_lm.device.base import Device, Task
 from horizon_lm.device.transfers import Move
 from horizon_lm.errors import PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind, Op, Stream
-from horizon_lm.units import EMBED, Unit
+from horizon_lm.store.unit_slabs import Slab
+from horizon_lm.units import EMBED
 
 
 class TableUpdate(Protocol):
@@ -44,8 +45,8 @@ class UnitOptimizer(Protocol):
         """True while gradients of an unfinished step have been applied, or are about to be applied."""
         ...
 
-    def moves(self, unit: Unit, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
-        """Return the update of these parameters of some slabs. Their gradients, of the part that this rank owns, will be
+    def moves(self, slab: Slab, names: list[str], grads: torch.Tensor) -> Sequence[Move]:
+        """Return the update of these parameters of a slab. Their gradients, of the part that this rank owns, will be
         in ``grads``.
         """
         ...

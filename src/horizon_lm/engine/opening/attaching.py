@@ -73,8 +73,7 @@ def _streamed_class(cls: Any) -> Any:
 
 def _copied_slabs(store: Store) -> list[torch.Tensor]:
     """Return the host memory of a store that is copied to the device: this rank's ranges of weights and codes."""
-    units = store.units.values()
-    return [slab for each in units for slab in (each.weights[each.own], each.packed.data[each.packed.own])]
+    return [slab.weights[slab.own] for unit in store.units.values() for slab in unit.all]
 
 
 def attach(arguments: StreamArguments, examined: Examined, store: Store, before: Engine | None = None) -> Any:

@@ -142,8 +142,9 @@ def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[
     frozen = set(parts.frozen_base())
     if precision.low_half:
         # A base without low halves does not get them back, and adapters that are not trained now keep theirs.
-        frozen |= {unit for unit, slabs in old.units.items() if slabs.low is None and slabs.layout.numel} - {OUTER}
-        if old.units[OUTER].low is not None:
+        without = (unit for unit, slabs in old.units.items() if slabs.plain.low is None)
+        frozen |= {unit for unit in without if old.units[unit].layout.buffers[0].numel} - {OUTER}
+        if old.units[OUTER].plain.low is not None:
             frozen.discard(OUTER)
     store = old.extended(parts.shapes(), old_names, precision, frozen)
     parts.codecs = store.codecs
@@ -157,7 +158,7 @@ def _drop_empty_low_halves(store: Store, mesh: Mesh) -> None:
     """Free the low halves of a base that is frozen now, if all their bits are zero, as they are for bf16 checkpoints. All ranks call
     this.
     """
-    slabs = [store.units[unit] for unit in store.frozen]
+    slabs = [store.units[unit].plain for unit in store.frozen]
     found = [(each, each.low) for each in slabs if each.low is not None]
     has_bits = any(bool(low[each.own].any()) for each, low in found)
     # Each rank has a part of them, and all drop theirs, or none.

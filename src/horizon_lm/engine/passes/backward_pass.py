@@ -80,11 +80,11 @@ class BackwardPass:
 
     def _update_moves(self, optimizer: UnitOptimizer, unit: Unit, names: list[str]) -> Sequence[Move]:
         """Return the update of these parameters of a unit, whose gradients land in slots."""
-        slots, unit_of = self._engine.grads.slots, self._engine.store.unit_of
+        slots, slabs = self._engine.grads.slots, self._engine.store.units[unit].saved
         assert slots is not None
         moves = [
-            optimizer.moves(part, [name for name in names if unit_of[name] == part], slots.slot_of(part))
-            for part in self._engine.store.parts_of(unit)
+            optimizer.moves(slab, [name for name in names if name in slab.layout], grads)
+            for slab, grads in zip(slabs, slots.slot_of(unit), strict=False)
         ]
         return chained(moves)
 

@@ -4,41 +4,56 @@ Two slots of the largest block are enough for a model of any depth: while a bloc
 are copied into the other (double buffering).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from horizon_lm.device.base import Device
-from horizon_lm.engine.passes.expert_tiles import ExpertTiles
+from horizon_lm.engine.passes.expert_tiles import ExpertTiles, largest
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.planning.outline import Linear
 from horizon_lm.planning.residency import Residency
 from horizon_lm.store.store import Store
+from horizon_lm.store.unit_slabs import Slot
 from horizon_lm.streaming_options import StreamingOptions, chosen
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
+Sizes = Sequence[tuple[int, torch.dtype]]
+
 
 class Slots:
-    """A few equal buffers, allocated together on first use."""
+    """A few equal slots, allocated together on first use. Each has a buffer for each dtype that it has elements of.
 
-    def __init__(self, device: Device, kind: str, count: int, numel: int, dtype: torch.dtype) -> None:
-        self._device, self._kind, self._count, self._numel, self._dtype = device, kind, count, numel, dtype
-        self._buffers: list[torch.Tensor] = []
+    Args:
+        device: the device.
+        kind: the name by which the memory is counted.
+        count: number of slots.
+        sizes: function that returns the number of elements and the dtype of each buffer of a slot.
+    """
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Return a buffer. The first use allocates all of them."""
-        if not self._buffers:
-            self._buffers = [
-                self._device.allocate(self._numel, self._dtype, self._kind) for _ in range(self._count)
-            ]  # fmt: skip
-        return self._buffers[index]
+    def __init__(self, device: Device, kind: str, count: int, sizes: Callable[[], Sizes]) -> None:
+        self._device, self._kind, self._count, self._sizes = device, kind, count, sizes
+        self._slots: list[Slot] = []
+
+    def __getitem__(self, index: int) -> Slot:
+        """Return the buffers of a slot. The first use allocates all slots."""
+        if not self._slots:
+            self._slots = [[self._allocate(*size) for size in self._sizes()] for _ in range(self._count)]
+        return self._slots[index]
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new buffer."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device=self._device.torch_device)
+        return self._device.allocate(numel, dtype, self._kind)
 
     def release(self) -> None:
-        """Free the buffers; the next use allocates them again."""
-        for buffer in self._buffers:
+        """Free the slots; the next use allocates them again."""
+        for buffer in (buffer for slot in self._slots for buffer in slot if buffer.numel()):
             self._device.free(buffer, self._kind)
-        self._buffers = []
+        self._slots = []
 
 
 class GrowingBuffers:
@@ -70,8 +85,8 @@ class GrowingBuffers:
                 self.release()
             previous = self._numel if dtype == self._dtype else 0
             self._numel, self._dtype = max(numel, room, previous), dtype
-            self._slots = Slots(self._device, self._kind, self._count, self._numel, dtype)
-        return self._slots[index][:numel]
+            self._slots = Slots(self._device, self._kind, self._count, partial(list, [(self._numel, dtype)]))
+        return self._slots[index][0][:numel]
 
     def release(self) -> None:
         """Free the buffers."""
@@ -113,159 +128,136 @@ CHANGEABLE = (
 """The options that a streamed model may be given anew. Host memory, blocks, their tiles and the head are opened with the others."""
 
 
-class UnitBuffers:
-    """The buffers for the weights and gradients of blocks, head and outer parameters, all of one storage mode.
-
-    Args:
-        device: the device.
-        blocks, head, outer: elements of the slots of each block, of the head and of the outer parameters.
-        dtype: dtype of the weights.
-        grad_dtype, head_grad_dtype: dtypes of the gradients of blocks and outer parameters, and of the head.
-        accumulates: as in `DeviceBuffers`.
-
-    Attributes:
-        weight_slots: two slots of the size of the largest block, which blocks use alternately.
-        resident_weights: one buffer for each resident block.
-        grad_slots: slots from which the gradients of blocks are landed; two, or one with an accumulator.
-        accumulator: the sum of a block's gradients over micro-batches.
-    """
-
-    def __init__(
-        self, device: Device, blocks: Sequence[int], head: int, outer: int, dtype: torch.dtype, grad_dtype: torch.dtype,
-        head_grad_dtype: torch.dtype, accumulates: bool,
-    ) -> None:  # fmt: skip
-        largest, self._accumulates = max(blocks), accumulates
-        self._device, self._blocks, self._dtype = device, blocks, dtype
-        self.weight_slots = Slots(device, "weight_slots", 2, largest, dtype)
-        self.resident_weights: dict[int, Slots] = {}
-        # Summing in the accumulator overlaps with copying the last block's gradients from the only slot.
-        self.grad_slots = Slots(device, "grad_slots", 1 if accumulates else 2, largest, grad_dtype)
-        self.accumulator = Slots(device, "grad_accumulator", 1, largest, torch.float32)
-        self._head_weights = Slots(device, "head_weights", 1, head, dtype)
-        self._head_grads = Slots(device, "head_grads", 1, head, head_grad_dtype)
-        self._outer_weights = Slots(device, "outer_weights", 1, outer, dtype)
-        self._outer_grads = Slots(device, "outer_grads", 1, outer, grad_dtype)
-
-    def release(self) -> None:
-        """Free all buffers. Nothing may be using them."""
-        for each in (
-            self.weight_slots, *self.resident_weights.values(), self.grad_slots, self.accumulator, self._head_weights,
-            self._head_grads, self._outer_weights, self._outer_grads,
-        ):  # fmt: skip
-            each.release()
-
-    def set_resident(self, blocks: Iterable[int]) -> None:
-        """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
-        for slots in (*self.resident_weights.values(), self.weight_slots):
-            slots.release()
-        self.resident_weights = {
-            index: Slots(self._device, "resident_weights", 1, self._blocks[index], self._dtype) for index in blocks
-        }
-
-    def weights_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer that a unit's weights are streamed into."""
-        if unit == HEAD:
-            return self._head_weights[0]
-        if unit == OUTER:
-            return self._outer_weights[0]
-        # The buffers that the schedule names (`build.Layout.weights`), whose waits protect them.
-        index = unit.block_index
-        return self.resident_weights[index][0] if index in self.resident_weights else self.weight_slots[index % 2]
-
-    def grads_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer from which a unit's gradients are landed, after those of several ranks are summed in it."""
-        if unit == HEAD:
-            return self._head_grads[0]
-        if unit == OUTER:
-            return self._outer_grads[0]
-        return self.grad_slots[0 if self._accumulates else unit.block_index % 2]
-
-
 class DeviceBuffers:
     """All buffers of the engine on the device.
 
     Attributes:
-        packed_slots: two slots in which several ranks gather the codes and scales of a quantized block.
-        tile_packed_slots: two slots in which they gather those of a tile.
-        gathers_packed: these slots are used, because there are several ranks and quantized weights.
+        gathers_packed: there are several ranks and quantized weights, so that ranks gather codes and scales in buffers of their own.
         accumulates: gradients are summed in float32 in the accumulator, then rounded into a slot. A store with float32
-            gradients needs no accumulator: they are summed in the slot. Those of weights in float32 go the same way as the
-            others of their block.
+            gradients needs no accumulator: they are summed in the slot.
+        resident_weights: one slot for each resident block.
         table_rows, table_row_grads: rows of the embedding (R, H) for the tokens of a batch, and their gradients.
-        tile_slots, tile_grad_slots: two slots for tiles of experts, and for their gradients.
         ring: two buffers that boundaries pass through on their way to host memory and back.
     """
 
     def __init__(
         self, parts: ModelParts, store: Store, device: Device, options: EngineOptions, tiles: ExpertTiles
     ) -> None:
-        dtype, grad_dtype = options.compute_dtype, store.precision.grad_dtype
+        self._device, self._tiles = device, tiles
+        grad_dtype = store.precision.grad_dtype
         self.accumulates, grad_bytes = store.shard.grad_slots(options.in_micro_batches, grad_dtype.itemsize)
         grad_dtype = torch.float32 if grad_bytes == torch.float32.itemsize else grad_dtype
-        # The head's gradients are float32 if they are summed over chunks.
-        head_grad_dtype = torch.float32 if options.chunked_head else dtype
-        blocks = [block(u) for u in range(parts.num_blocks)]
-        head = EMBED if parts.tied else HEAD
+        blocks, tied_head = [block(u) for u in range(parts.num_blocks)], EMBED if parts.tied else HEAD
+        dtype = options.compute_dtype
+        grads, self._sizes = partial(_sizes_of_grads, tiles), partial(_sizes_of_weights, tiles, dtype=dtype)
 
-        slot = tiles.slot_numel
-        self._units = UnitBuffers(
-            device, [slot(unit) for unit in blocks], slot(head), slot(OUTER),
-            dtype=dtype, grad_dtype=grad_dtype, head_grad_dtype=head_grad_dtype, accumulates=self.accumulates,
-        )  # fmt: skip
-        self._in_float32 = UnitBuffers(
-            device, [slot(unit.float32) for unit in blocks], slot(head.float32), slot(OUTER.float32),
-            dtype=torch.float32, grad_dtype=torch.float32, head_grad_dtype=torch.float32, accumulates=self.accumulates,
-        )  # fmt: skip
+        # Two slots of the size of the largest block, which blocks use alternately.
+        self._num_blocks = parts.num_blocks
+        self._weights = self._streamed_weights(())
+        self.resident_weights: dict[int, Slots] = {}
+        # Slots from which the gradients of blocks are landed. Summing in the accumulator overlaps with copying the last block's
+        # gradients from the only slot.
+        self._grads = Slots(device, "grad_slots", 1 if self.accumulates else 2, partial(grads, blocks, grad_dtype))
+        self._accumulator = Slots(device, "grad_accumulator", 1, partial(grads, blocks, torch.float32))
+        self._weights_of_unit = {
+            HEAD: Slots(device, "head_weights", 1, partial(self._sizes, [tied_head])),
+            OUTER: Slots(device, "outer_weights", 1, partial(self._sizes, [OUTER])),
+        }
+        self._grads_of_unit = {
+            # They are summed over chunks.
+            HEAD: Slots(
+                device, "head_grads", 1, partial(grads, [tied_head], torch.float32 if options.chunked_head else dtype)
+            ),
+            OUTER: Slots(device, "outer_grads", 1, partial(grads, [OUTER], grad_dtype)),
+        }
         # Gradients of a tile are summed over micro-batches in its slot, and rounded there.
         tile_dtype = torch.float32 if self.accumulates else grad_dtype
-        self._tiles = tiles
-        self.tile_slots = Slots(device, "tile_slots", 2, tiles.largest, dtype)
-        self.tile_grad_slots = Slots(device, "tile_grad_slots", 2, tiles.largest, tile_dtype)
+        self._tile_weights = Slots(device, "tile_slots", 2, partial(self._sizes, tiles.units))
+        self._tile_grads = Slots(device, "tile_grad_slots", 2, partial(grads, tiles.units, tile_dtype))
         packed, tile_packed = tiles.packed_bytes(blocks), tiles.packed_bytes(tiles.units)
         self.gathers_packed = packed + tile_packed > 0
-        self.packed_slots = Slots(device, "packed_slots", 2, packed, torch.uint8)
-        self.tile_packed_slots = Slots(device, "tile_packed_slots", 2, tile_packed, torch.uint8)
+        self._packed = Slots(device, "packed_slots", 2, partial(list, [(packed, torch.uint8)]))
+        self._tile_packed = Slots(device, "tile_packed_slots", 2, partial(list, [(tile_packed, torch.uint8)]))
         self.table_rows = GrowingBuffers(device, "table_rows")
         self.table_row_grads = GrowingBuffers(device, "table_row_grads")
         self.ring = GrowingBuffers(device, "boundary_ring", count=2)
 
-    def _of(self, unit: Unit) -> UnitBuffers:
-        return self._in_float32 if unit.is_float32 else self._units
-
     def release(self) -> None:
         """Free all buffers. Nothing may be using them."""
-        for each in (
-            self._units, self._in_float32, self.tile_slots, self.tile_grad_slots, self.packed_slots,
-            self.tile_packed_slots, self.table_rows, self.table_row_grads, self.ring,
-        ):  # fmt: skip
+        slots: list[Slots | GrowingBuffers] = [
+            self._weights, *self.resident_weights.values(), self._grads, self._accumulator,
+            *self._weights_of_unit.values(), *self._grads_of_unit.values(), self._tile_weights, self._tile_grads,
+            self._packed, self._tile_packed, self.table_rows, self.table_row_grads, self.ring,
+        ]  # fmt: skip
+        for each in slots:
             each.release()
-
-    def weights_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer that the weights of these slabs, or of a tile, are streamed into."""
-        if unit.is_tile:
-            return self.tile_slots[self._tiles.slots.slot(unit)]
-        return self._of(unit).weights_of(unit.home)
-
-    def packed_of(self, unit: Unit) -> torch.Tensor:
-        """Return the slot in which the codes and scales of a block or tile are gathered."""
-        if unit.is_tile:
-            return self.tile_packed_slots[self._tiles.slots.slot(unit)]
-        return self.packed_slots[unit.block_index % 2]
 
     def set_resident(self, blocks: Iterable[int]) -> None:
         """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
-        resident = list(blocks)
-        self._units.set_resident(resident)
-        self._in_float32.set_resident(resident)
+        for slots in (*self.resident_weights.values(), self._weights):
+            slots.release()
+        resident = [block(index) for index in blocks]
+        self._weights = self._streamed_weights(resident)
+        self.resident_weights = {
+            unit.block_index: Slots(self._device, "resident_weights", 1, partial(self._sizes, [unit]))
+            for unit in resident
+        }
         # A later pass allocates it again, unless all boundaries stay on the device now.
         self.ring.release()
 
-    def grads_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer from which the gradients of these slabs, or of a tile, are landed (`UnitBuffers.grads_of`)."""
-        if unit.is_tile:
-            return self.tile_grad_slots[self._tiles.slots.slot(unit)]
-        return self._of(unit).grads_of(unit.home)
+    def _streamed_weights(self, resident: Collection[Unit]) -> Slots:
+        """Return the two slots that all blocks but the resident ones take turns in."""
+        blocks = [block(u) for u in range(self._num_blocks)]
+        sizes = partial(_sizes_of_streamed, self._sizes, blocks, [unit for unit in blocks if unit not in resident])
+        return Slots(self._device, "weight_slots", 2, sizes)
 
-    def sums_of(self, unit: Unit) -> torch.Tensor:
-        """Return the buffer in which a block's gradients are summed over micro-batches: the accumulator, or that of `grads_of`."""
-        return self._of(unit).accumulator[0] if self.accumulates else self.grads_of(unit)
+    def weights_of(self, unit: Unit) -> Slot:
+        """Return the slot that the weights of a unit, or of a tile, are streamed into."""
+        # The buffers that the schedule names (`build.Layout.weights`), whose waits protect them.
+        if unit.is_tile:
+            return self._tile_weights[self._tiles.slots.slot(unit)]
+        if unit in self._weights_of_unit:
+            return self._weights_of_unit[unit][0]
+        index = unit.block_index
+        return self.resident_weights[index][0] if index in self.resident_weights else self._weights[index % 2]
+
+    def packed_of(self, unit: Unit) -> torch.Tensor:
+        """Return the buffer in which the codes and scales of a block or tile are gathered."""
+        if unit.is_tile:
+            return self._tile_packed[self._tiles.slots.slot(unit)][0]
+        return self._packed[unit.block_index % 2][0]
+
+    def grads_of(self, unit: Unit) -> Slot:
+        """Return the slot from which the gradients of a unit, or of a tile, are landed, after those of several ranks are summed in it."""
+        if unit.is_tile:
+            return self._tile_grads[self._tiles.slots.slot(unit)]
+        if unit in self._grads_of_unit:
+            return self._grads_of_unit[unit][0]
+        return self._grads[0 if self.accumulates else unit.block_index % 2]
+
+    def sums_of(self, unit: Unit) -> Slot:
+        """Return the slot in which a block's gradients are summed over micro-batches: the accumulator, or that of `grads_of`."""
+        return self._accumulator[0] if self.accumulates else self.grads_of(unit)
+
+
+# Functions, not methods: slots that refer to the object that has them keep it until the garbage collector runs.
+
+
+def _sizes_of_weights(tiles: ExpertTiles, units: Iterable[Unit], dtype: torch.dtype) -> Sizes:
+    """Return the sizes of the buffers of a slot for the weights of any of these units. The first has this dtype, the other float32."""
+    return list(zip(largest(map(tiles.slot_numels, units)), (dtype, torch.float32), strict=True))
+
+
+def _sizes_of_grads(tiles: ExpertTiles, units: Collection[Unit], dtype: torch.dtype) -> Sizes:
+    """Return the sizes of the buffers of a slot for the gradients of any of these units: as of their weights, but none for a storage
+    without trained tensors.
+    """
+    trained = largest(map(tiles.grad_numels, units))
+    sizes = _sizes_of_weights(tiles, units, dtype)
+    return [(numel if of_grads else 0, dtype) for (numel, dtype), of_grads in zip(sizes, trained, strict=True)]
+
+
+def _sizes_of_streamed(weights: Callable[[list[Unit]], Sizes], blocks: list[Unit], streamed: list[Unit]) -> Sizes:
+    """Return the sizes of the buffers of a slot that fits any block, but none of a storage that no streamed block has."""
+    pairs = zip(weights(blocks), weights(streamed), strict=True)
+    return [(numel if of_streamed else 0, dtype) for (numel, dtype), (of_streamed, _) in pairs]

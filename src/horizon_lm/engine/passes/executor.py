@@ -245,12 +245,12 @@ class Engine(Machinery):
         self.retired = True
         self.memory.release()
         self.boundaries.close()
-        # The new store has taken over the slabs of units that have the same parameters as before: all but the outer parameters,
+        # The new store has taken over the slabs that have the same parameters as before: all but those of the outer parameters,
         # so all codes. Gradients are allocated anew, and low halves are not page-locked.
-        taken_over = {slabs.weights.data_ptr() for slabs in store.units.values()}
-        for slabs in self.store.units.values():
+        taken_over = {slab.weights.data_ptr() for slab in store.slabs}
+        for slab in self.store.slabs:
             # The own ranges, as they were registered: on most ranks they begin in the middle of a slab.
-            self.device.free_host(slabs.grads[slabs.own_grads])
-            if slabs.weights.data_ptr() not in taken_over:
-                self.device.free_host(slabs.weights[slabs.own])
+            self.device.free_host(slab.grads[slab.own_grads])
+            if slab.weights.data_ptr() not in taken_over:
+                self.device.free_host(slab.weights[slab.own])
         self.device.trim()

@@ -4,7 +4,7 @@ In host memory nothing is cut: weights, gradients and moments of a block lie in 
 depend on the size of a tile.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
@@ -64,22 +64,28 @@ class ExpertTiles:
         return [unit for unit in self.parts if unit.is_tile]
 
     @cached_property
-    def largest(self) -> int:
-        """The elements of the largest tile; 0 without tiles."""
-        return max((self.parts[unit].layout.numel for unit in self.units), default=0)
+    def largest(self) -> list[int]:
+        """The elements of each buffer of a slot for the largest tile; 0 without tiles."""
+        return largest(self.parts[unit].slot_numels for unit in self.units)
 
     def packed_bytes(self, units: Iterable[Unit]) -> int:
         """Return the bytes of a slot in which several ranks gather codes and scales of any of these units; 0 for one rank."""
         return max((self.parts[unit].packed_cuts[-1] for unit in units), default=0)
 
-    def slot_numel(self, unit: Unit) -> int:
-        """Return the elements of the slot of a unit's weights; 0 for slabs that the model lacks."""
-        return self.parts[unit].slot_numel if unit in self.parts else 0
+    def slot_numels(self, unit: Unit) -> list[int]:
+        """Return the elements of each buffer of the slot of a unit's weights; 0 for units without slabs."""
+        return self.parts[unit].slot_numels if unit in self.parts else [0, 0]
+
+    def grad_numels(self, unit: Unit) -> list[int]:
+        """Return the elements of a unit's gradients in each buffer of their slot; 0 for units without slabs."""
+        if unit not in self.parts:
+            return [0, 0]
+        return [layout.numel for layout in self.parts[unit].grad_layout.buffers]
 
     def decoded(self, unit: Unit) -> dict[str, torch.dtype]:
         """Return the dtype that each quantized tensor of a unit is decoded to, by full name."""
         part = self.parts[unit]
-        return {name: self._store.decoded_dtype(name) for name in part.layout if name in part.slabs.packed}
+        return {name: self._store.decoded_dtype(name) for name in part.layout if name in part.slabs.codecs}
 
     def lands_first(self, unit: Unit) -> bool:
         """Return whether no gradients of the same slabs are landed before a unit's in a backward pass, which visits the last tile of a
@@ -87,7 +93,16 @@ class ExpertTiles:
         """
         if unit.is_tile:
             return unit.tile_number == self.counts[unit.block_index] - 1
-        is_core = unit.is_block and not unit.is_float32 and unit.block_index in self.experts
-        if is_core:  # the first, if the tiles are not trained and so land nothing
+        if (
+            unit.is_block and unit.block_index in self.experts
+        ):  # a core: the first, if the tiles are not trained and so land nothing
             return self.parts[tile(unit.block_index, 0)].grad_layout.numel == 0
         return True
+
+
+def largest(sizes: Iterable[Sequence[int]]) -> list[int]:
+    """Return the elements of each buffer of a slot that is large enough for each of these, which may be none."""
+    found = [0, 0]
+    for each in sizes:
+        found = [max(pair) for pair in zip(found, each, strict=True)]
+    return found

@@ -72,26 +72,15 @@ class Machinery:
         """Return the slabs that hold a unit, or the part of them that belongs to a tile, or to a block without its tiles."""
         return self.tiles.parts[self.slab_unit(unit)]
 
-    def parts_of(self, unit: Unit) -> list[Unit]:
-        """Return the slabs that are moved with a unit; a tile is a part of one, and is moved alone."""
-        return [unit] if unit.is_tile else self.store.parts_of(unit)
-
     def weights_on_device(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return views of a unit's weights in the buffers that they are streamed into, by full name."""
-        found = {}
-        for part in self.parts_of(unit):
-            layout, buffer = self.part_of(part).layout, self.memory.weights_of(part)
-            found.update({name: layout.view(buffer, name) for name in layout})
-        return found
+        layout, slot = self.part_of(unit).layout, self.memory.weights_of(unit)
+        return {name: layout.view(slot, name) for name in layout}
 
     def poison_weights(self, unit: Unit) -> None:
         """Let a late read of a unit's weights yield NaN on a simulated device."""
-        for part in self.parts_of(unit):
-            self.device.poison(self.memory.weights_of(part))
-
-    def trained_parts(self, unit: Unit) -> list[Unit]:
-        """Return the slabs of a unit that have gradients."""
-        return [part for part in self.parts_of(unit) if self.part_of(part).grad_layout.numel]
+        for buffer in self.memory.weights_of(unit):
+            self.device.poison(buffer)
 
     def name_of(self, param: nn.Parameter) -> str | None:
         """Return the full name of a parameter; None for one that is not the model's."""
@@ -102,14 +91,8 @@ class Machinery:
         # Asked in every pass for every parameter: through the class, each would be a call in Python.
         with torch._C.DisableTorchFunctionSubclass():
             return {
-                unit: [
-                    name
-                    for part in self.store.parts_of(unit)
-                    for name in self.store.units[part].layout
-                    if self.refs[name].param.requires_grad
-                ]
-                for unit in self.store.units
-                if not unit.is_float32
+                unit: [name for name in slabs.layout if self.refs[name].param.requires_grad]
+                for unit, slabs in self.store.units.items()
             }
 
     @property

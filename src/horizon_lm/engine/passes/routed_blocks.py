@@ -45,22 +45,17 @@ class RoutedBlocks:
 
     def num_bytes(self, unit: Unit) -> int:
         """Return the bytes of the weights of a block's experts in host memory."""
-        found = 0
-        for slabs in (self._store.units[part] for part in self._store.parts_of(unit)):
-            for name in self._names(unit) & frozenset(slabs.layout):
-                packed = name in slabs.packed
-                found += (slabs.packed.bytes_of(name) if packed else slabs.plain.view(slabs.weights, name)).nbytes
-        return found
+        slabs, names = self._store.units[unit], self._names(unit)
+        return sum(
+            slab.layout.view(slab.weights, name).nbytes for slab in slabs.all for name in slab.layout if name in names
+        )
 
     def expert_moves(self, unit: Unit, memory: DeviceBuffers, chosen: Iterable[int]) -> list[Move]:
         """Return the moves that stream some experts of a block, given their indices in ascending order."""
-        all_rows, some = slice(0, self.experts[unit.block_index].count), runs(chosen)
-        found: list[Move] = []
-        for each in self._store.parts_of(unit):
-            part = SlabPart(self._store.units[each], self._names(unit), all_rows, in_place=True)
-            dtypes = {name: self._store.decoded_dtype(name) for name in part.slabs.packed}
-            found += part.moves(memory.weights_of(each), dtypes, some)
-        return found
+        all_rows, slabs = slice(0, self.experts[unit.block_index].count), self._store.units[unit]
+        part = SlabPart(slabs, self._names(unit), all_rows, in_place=True)
+        dtypes = {name: self._store.decoded_dtype(name) for name in slabs.codecs}
+        return part.moves(memory.weights_of(unit), dtypes, runs(chosen))
 
     def _names(self, unit: Unit) -> frozenset[str]:
         """Return the full names of the weights of a block's experts."""

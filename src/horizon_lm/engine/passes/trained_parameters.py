@@ -22,7 +22,7 @@ def allocate_grads(engine: Machinery) -> None:
         kept = () if engine.updates.optimizer_in_backward is not None else store.units
         engine.grads.allocate(trainable, [*kept, *([EMBED] if engine.parts.tied else [])])
     # Slots, slabs and moments share one layout of gradients, which cannot grow between two steps.
-    late = [name for name in trainable if name not in store.units[store.unit_of[name]].grad_layout]
+    late = [name for name in trainable if name not in store.slab_of(name).grad_layout]
     if late:
         raise StreamingError(
             f"{late[0]} was frozen when training began, so no memory was allocated for its gradient; set requires_grad "

@@ -15,11 +15,10 @@ import torch
 
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
-from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.schedule.ops import Kind, Op
-from horizon_lm.units import EMBED, Unit
+from horizon_lm.units import EMBED
 
 
 class UnitMoves:
@@ -45,40 +44,32 @@ class UnitMoves:
         return find(self, op)
 
     def _stream_in(self, op: Op) -> list[Move] | None:
-        """Return the moves that stream a unit into its slots, without the experts if the block is routed."""
+        """Return the moves that stream a unit into its slot, without the experts if the block is routed: copies, and the decoding
+        of what is quantized. Low halves of fp32 masters stay on the host.
+        """
         is_routed = (op.unit.is_block or op.unit.is_tile) and op.unit.block_index in self._routed
         if is_routed and op.unit.is_tile:  # bound when it is known which experts its tokens are routed to
             return None
-        engine = self._engine
-        part_of = engine.part_of
+        engine, part = self._engine, self._engine.part_of(op.unit)
         if is_routed and op.unit.block_index not in engine.tiles.experts:
-            part_of = engine.routed.without_experts
-        return [move for unit in engine.parts_of(op.unit) for move in self._stream_in_part(unit, part_of(unit))]
-
-    def _stream_in_part(self, unit: Unit, part: SlabPart) -> list[Move]:
-        """Return the moves that stream a part of slabs into their slot: copies, and the decoding of what is quantized. Low halves of
-        fp32 masters stay on the host.
-
-        Each of several ranks copies its own ranges, also of codes and scales, which are decoded once they are gathered.
-        """
-        slot, memory = self._engine.memory.weights_of(unit), self._engine.memory
-        if part.packed_cuts[-1]:  # several ranks, and quantized weights
-            return [*part.copies(slot), *part.copies_of_codes(memory.packed_of(unit))]
-        return part.moves(slot, self._engine.tiles.decoded(unit))
+            part = engine.routed.without_experts(op.unit)
+        slot = engine.memory.weights_of(op.unit)
+        # Each of several ranks copies its own ranges, also of codes and scales, which are decoded once they are gathered.
+        if part.packed_cuts[-1]:
+            return [*part.copies(slot), *part.copies_of_codes(engine.memory.packed_of(op.unit))]
+        return part.moves(slot, engine.tiles.decoded(op.unit))
 
     def _gather(self, op: Op) -> list[Move]:
-        """Return the moves that gather a unit in its slots."""
-        return [move for part in self._engine.parts_of(op.unit) for move in self._gather_part(part)]
-
-    def _gather_part(self, unit: Unit) -> list[Move]:
-        """Return the moves that gather slabs in a slot, and decode there what is quantized."""
-        engine, part = self._engine, self._engine.part_of(unit)
-        slot, group = engine.memory.weights_of(unit), engine.mesh.gather
-        moves: list[Move] = [Gather(group, slot[: part.cuts[-1]], part.cuts)] if part.cuts[-1] else []
+        """Return the moves that gather a unit in its slot, and decode there what is quantized."""
+        engine, part = self._engine, self._engine.part_of(op.unit)
+        slot, group = engine.memory.weights_of(op.unit), engine.mesh.gather
+        moves: list[Move] = [
+            Gather(group, buffer[: cuts[-1]], cuts) for buffer, cuts in zip(slot, part.cuts, strict=True) if cuts[-1]
+        ]
         if not part.packed_cuts[-1]:
             return moves
-        packed = engine.memory.packed_of(unit)[: part.packed_cuts[-1]]
-        decoding = part.decoding_there(slot, packed, engine.tiles.decoded(unit))
+        packed = engine.memory.packed_of(op.unit)[: part.packed_cuts[-1]]
+        decoding = part.decoding_there(slot, packed, engine.tiles.decoded(op.unit))
         return [*moves, Gather(group, packed, part.packed_cuts), *decoding]
 
     def _fetch(self, op: Op) -> list[Move]:
@@ -92,23 +83,17 @@ class UnitMoves:
     def _reduce(self, op: Op) -> list[Move]:
         """Return the moves that sum a unit's gradients over the ranks."""
         engine = self._engine
-        reduce = engine.mesh.reduce
-        return [
-            Reduce(reduce, engine.memory.grads_of(unit), engine.part_of(unit).grad_cuts)
-            for unit in engine.trained_parts(op.unit)
-        ]
+        pairs = zip(engine.memory.grads_of(op.unit), engine.part_of(op.unit).grad_cuts, strict=True)
+        return [Reduce(engine.mesh.reduce, buffer, cuts) for buffer, cuts in pairs if cuts[-1]]
 
     def _stream_out(self, op: Op) -> list[Move]:
-        """Return the landing of a unit's gradients in host memory, and begin the sum of their squares unless a part of the unit lands
-        earlier in this pass.
+        """Return the landing of a unit's gradients in host memory, and begin the sums of their squares unless a part of the unit
+        lands earlier in this pass.
         """
-        engine, moves = self._engine, list[Move]()
-        for unit in engine.trained_parts(op.unit):
-            owner = engine.slab_unit(unit.owner)
-            if engine.tiles.lands_first(unit):
-                engine.grads.begin_landings(owner)
-            moves += engine.grads.moves(owner, engine.memory.grads_of(unit), engine.part_of(unit))
-        return moves
+        engine, owner = self._engine, self._engine.slab_unit(op.unit.owner)
+        if engine.tiles.lands_first(op.unit):
+            engine.grads.begin_landings(owner)
+        return engine.grads.moves(owner, engine.memory.grads_of(op.unit), engine.part_of(op.unit))
 
     def _update(self, op: Op) -> Sequence[Move] | None:
         """Return what is left of the embedding's update, in a forward pass. In a backward pass, the update of a unit is bound

@@ -69,10 +69,11 @@ class UpdateMoves:
             return self._update.moves[op.unit]
         if op.kind == Kind.ADVANCE:
             return self._update.on_device[op.unit].moves
-        slabs, slot = self._engine.slabs(op.unit), self._engine.memory.grads_of(op.unit)
+        # Weights that are kept in float32 are no matrices.
+        slab, buffer = self._engine.slabs(op.unit).plain, self._engine.memory.grads_of(op.unit)[0]
         if op.kind == Kind.GATHER_MATRICES:
-            return [Gather(self._engine.mesh.gather, slot[: slabs.grad_cuts[-1]], slabs.grad_cuts)]
-        here, there = slabs.grads[slabs.own_grads], slot[slabs.own_grads]
+            return [Gather(self._engine.mesh.gather, buffer[: slab.grad_cuts[-1]], slab.grad_cuts)]
+        here, there = slab.grads[slab.own_grads], buffer[slab.own_grads]
         num_bytes = here.numel() * here.element_size()
         returns = op.kind == Kind.RETURN_MATRICES
         return [Copy(here, there, num_bytes) if returns else Copy(there, here, num_bytes)]
@@ -85,6 +86,6 @@ def compute_on_device(engine: Machinery, update: UpdatePass) -> None:
         if op.kind == Kind.ORTHOGONALIZE:
             part, layout = update.on_device[op.unit], engine.slabs(op.unit).grad_layout
             slot = engine.memory.grads_of(op.unit)
-            with engine.cursor.compute(op.kind, op.unit), torch.autocast(slot.device.type, enabled=False):
+            with engine.cursor.compute(op.kind, op.unit), torch.autocast(slot[0].device.type, enabled=False):
                 for name in part.names:
                     part.compute(layout.view(slot, name))

@@ -164,8 +164,8 @@ class BlockAutograd(UnitNode):
         # A computation of its own, so that only this rounding, and not the backward pass before it, waits until the
         # gradients of the block before have left the single slot.
         with engine.cursor.compute(Kind.STAGE, unit):
-            for part in engine.trained_parts(unit):
-                engine.memory.grads_of(part).copy_(engine.memory.sums_of(part))
+            for rounded, sums in zip(engine.memory.grads_of(unit), engine.memory.sums_of(unit), strict=True):
+                rounded.copy_(sums)
             engine.backward.note_written(unit, names)
 
     def _differentiate_experts(
@@ -229,10 +229,7 @@ class BlockAutograd(UnitNode):
 
     def _in_order(self, names: Set[str]) -> list[str]:
         """Return the names of parameters in the order in which they lie in the block's slabs."""
-        store = self.engine.store
-        return [
-            name for part in store.parts_of(block(self.index)) for name in store.units[part].layout if name in names
-        ]
+        return [name for name in self.engine.slabs(block(self.index)).layout if name in names]
 
     def _require_same_attributes(self) -> None:
         """Raise StreamingError if attributes of the block's modules differ from those in the forward pass."""

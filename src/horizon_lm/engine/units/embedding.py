@@ -178,8 +178,8 @@ class StreamedEmbedding:
 
     def _table(self) -> torch.Tensor:
         """Return the table (V, H) in host memory."""
-        slabs = self.engine.store.units[self._unit]
-        return slabs.layout.view(slabs.weights, self._name)
+        slab = self.engine.store.slab_of(self._name)
+        return slab.layout.view(slab.weights, self._name)
 
     def _own_part(self, rows: torch.Tensor) -> slice:
         """Return the place of the rows that this rank owns among sorted rows (R,)."""
@@ -188,7 +188,7 @@ class StreamedEmbedding:
 
     def _cuts(self, rows: torch.Tensor) -> list[int]:
         """Return the places at which sorted rows (R,) are cut between the ranks."""
-        return self.engine.store.units[EMBED].row_cuts(rows)
+        return self.engine.store.units[EMBED].plain.row_cuts(rows)
 
     def _is_trained(self) -> bool:
         """Return whether the running pass trains this table: of several, only that in the slab of EMBED can be trained."""
@@ -205,16 +205,17 @@ class StreamedEmbedding:
             room: rows for which a new buffer has room.
         """
         engine, norms = self.engine, self.engine.grads.squared_norms
+        slab = engine.store.slab_of(self._name)
         if engine.grads.slots is not None and not engine.grads.slots.keeps_slab(EMBED):
-            norms.begin(EMBED)
+            norms.begin(slab)
             engine.updates.finish()  # the last update of the table reads the slot that is written now
             slot = engine.grads.slots.slot_of_rows(rows, room)
-            return Land(slot.view(-1), outgoing.view(-1), norms.reporter_of(EMBED), add=False)
+            return Land(slot.view(-1), outgoing.view(-1), norms.reporter_of(slab), add=False)
         # The gradient of a tied head lands in the same slab earlier in this pass; not yet published, it counts as empty.
         is_empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
         if is_empty:
-            norms.begin(EMBED)
-        clear, report = engine.grads.rows_to_clear(rows, is_empty), norms.reporter_of(EMBED)
+            norms.begin(slab)
+        clear, report = engine.grads.rows_to_clear(rows, is_empty), norms.reporter_of(slab)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not is_empty, report=report)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.errors import StreamingError
-from horizon_lm.store.unit_slabs import SlabLayout
-from horizon_lm.units import OUTER, Unit, block
+from horizon_lm.store.unit_slabs import Slot, SlotLayout
+from horizon_lm.units import OUTER, block
 
 
 class GradSink:
@@ -22,18 +22,13 @@ class GradSink:
         self._engine, self._index = engine, index
         self._trained = set(engine.trained_names(block(index)))
         self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained_names(OUTER))
-        self._slots = {  # by slab: that of the block, and that of its weights in float32, if it has any
-            part: GradSlot(
-                engine.part_of(part).grad_layout, self._trained & engine.store.units[part].layout.entries.keys()
-            )
-            for part in engine.store.parts_of(block(index))
-        }
+        self._slot = GradSlot(engine.part_of(block(index)).grad_layout, self._trained)
         self._adapter_slot = GradSlot(engine.store.units[OUTER].grad_layout, self._adapters)
         self._prefix = f"{engine.parts.block_prefix}.{index}."
 
     def leaves(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return fresh leaves over a block's weights on the device, by their names inside the block."""
-        return fresh_leaves(views, [*self._slots.values(), self._adapter_slot], self._prefix)
+        return fresh_leaves(views, [self._slot, self._adapter_slot], self._prefix)
 
     def traps(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return leaves like `leaves`, for a graph that must not be differentiated: a gradient that reaches one is an
@@ -47,28 +42,24 @@ class GradSink:
     def open(self) -> None:
         """Take the buffers that gradients are written to. The computation of the block's backward pass must have begun."""
         memory = self._engine.memory
-        for part in self._landed():
-            buffer = memory.sums_of(part)
-            self._engine.device.poison(buffer)  # every element must be written
-            self._slots[part].buffer = buffer
+        if self._trained:
+            self._slot.buffers = memory.sums_of(block(self._index))
+            for buffer in self._slot.buffers:
+                self._engine.device.poison(buffer)  # every element must be written
         if self._adapters:
             # One buffer for the adapters of all blocks: they are outer parameters, landed once, at the end of the
             # pass.
-            self._adapter_slot.buffer = memory.grads_of(OUTER)
+            self._adapter_slot.buffers = memory.grads_of(OUTER)
 
     def close(self) -> list[str]:
         """Zero what no gradient was written to (unused parameters, padding). Return the names of the parameters that have one.
 
         Adapters are not among them: their names go to the running backward pass, which lands them with the outer parameters.
         """
-        for part in self._landed():
-            self._slots[part].zero_the_rest()
+        if self._trained:
+            self._slot.zero_the_rest()
         self._engine.backward.adapters.update(self._adapter_slot.written)
-        return [name for slot in self._slots.values() for name in slot.names_written()]
-
-    def _landed(self) -> list[Unit]:
-        """Return the slabs of the block whose gradients are landed: none if nothing in it is trained."""
-        return self._engine.trained_parts(block(self._index)) if self._trained else []
+        return self._slot.names_written()
 
 
 @contextmanager
@@ -129,21 +120,21 @@ class GradSlot:
         layout: the layout of the slot.
         trained: full names of the parameters.
         written: those that have received a gradient.
-        buffer: the slot, once the computation has begun.
+        buffers: the slot, once the computation has begun.
 
     The hooks refer to this object instead of the sink. A kept graph refers to its leaves, and the leaves to their
     hooks: a reference from here to the engine would close a cycle, and the engine would never be freed.
     """
 
-    buffer: torch.Tensor
+    buffers: Slot
 
-    def __init__(self, layout: SlabLayout, trained: Set[str]) -> None:
+    def __init__(self, layout: SlotLayout, trained: Set[str]) -> None:
         self.layout, self.trained = layout, trained
         self.written: set[str] = set()
 
     def view(self, name: str) -> torch.Tensor:
         """Return the place of a parameter's gradient in the slot."""
-        return self.layout.view(self.buffer, name)
+        return self.layout.view(self.buffers, name)
 
     def hook(self, name: str) -> Callable[[torch.Tensor], None]:
         """Return the hook for a parameter's leaf."""
@@ -168,7 +159,7 @@ class GradSlot:
         for name in self.layout:
             if name not in self.written:
                 self.view(name).zero_()
-        for gap in self.layout.gaps(self.buffer):
+        for gap in self.layout.gaps(self.buffers):
             gap.zero_()
 
     def names_written(self) -> list[str]:
@@ -191,7 +182,7 @@ class PartialSlot(GradSlot):
     """
 
     def __init__(
-        self, layout: SlabLayout, trained: Set[str], part: Callable[[str, torch.Tensor], torch.Tensor]
+        self, layout: SlotLayout, trained: Set[str], part: Callable[[str, torch.Tensor], torch.Tensor]
     ) -> None:
         super().__init__(layout, trained)
         self._part = part

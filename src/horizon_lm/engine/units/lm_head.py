@@ -33,7 +33,7 @@ class LmHead:
             name: [(module, attribute) for module, attribute in ref.places if id(module) in modules]
             for name, ref in engine.refs.items()
         }
-        streamed = [name for part in engine.store.parts_of(HEAD) for name in engine.slabs(part).layout]
+        streamed = list(engine.slabs(HEAD).layout)
         self._streamed_places = {name: places[name] for name in streamed if places[name]}
         # A head with a tied weight uses the embedding's slab; its bias is then an outer parameter, already on the
         # device.
@@ -54,36 +54,32 @@ class LmHead:
         places = {name: found[0] for name, found in self.outer_places.items()}
         return {name: module._parameters[attribute] for name, (module, attribute) in places.items()}  # type: ignore[misc]
 
-    def grad_slots(self) -> list[GradSlot]:
-        """Return the slots of the gradients of the trained weights."""
+    def grad_slot(self) -> GradSlot | None:
+        """Return the slot of the gradients of the trained weights; None if there are none."""
         engine = self.engine
         trained = self._streamed_places.keys() & set(engine.trained_names(HEAD))
         if not trained:
-            return []
-        slots = []
-        for part in engine.trained_parts(HEAD):
-            layout = engine.slabs(part).grad_layout
-            slot = GradSlot(layout, trained & layout.entries.keys())
-            slot.buffer = engine.memory.grads_of(part)
-            slots.append(slot)
-        return slots
+            return None
+        slot = GradSlot(engine.part_of(HEAD).grad_layout, trained)
+        slot.buffers = engine.memory.grads_of(HEAD)
+        return slot
 
     def grads(self) -> dict[str, torch.Tensor]:
         """Return views of the gradient buffers for the trained weights, by full name."""
-        return {name: slot.view(name) for slot in self.grad_slots() for name in slot.layout if name in slot.trained}
+        slot = self.grad_slot()
+        return {} if slot is None else {name: slot.view(name) for name in slot.layout if name in slot.trained}
 
     def note_written(self, written: Set[str] | None = None) -> None:
-        """Record that the head's gradients are in their buffer, and zero the rest of the buffer.
+        """Record that the head's gradients are in their slot, and zero the rest of the slot.
 
         Args:
             written: full names of the weights that received a gradient; None for all trained weights.
         """
-        slots = self.grad_slots()
-        for slot in slots:
+        slot = self.grad_slot()
+        if slot is not None:
             slot.written |= slot.trained if written is None else slot.trained & written
             slot.zero_the_rest()
-        if slots:
-            self.engine.backward.note_written(HEAD, [name for slot in slots for name in slot.names_written()])
+            self.engine.backward.note_written(HEAD, slot.names_written())
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
@@ -158,19 +154,19 @@ class _Projection(UnitNode):
         super().__init__(head.engine, forward_state)
         self.head, self._outer = head, outer
         self.graph: tuple[list[torch.Tensor], list[torch.Tensor]]  # leaves over the inputs, and the logits
-        self._slots = head.grad_slots()
+        self._slot = head.grad_slot()
 
     def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Return the logits of each batch and keep their graph. The inputs are the outer parameters of the head's modules, then the
         hidden states (B, T, H) of each batch.
         """
         head, engine = self.head, self.engine
-        pack, unpack = _without_weights([engine.memory.weights_of(part) for part in engine.store.parts_of(HEAD)])
+        pack, unpack = _without_weights(engine.memory.weights_of(HEAD))
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
             # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
             leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs_grad, strict=True)]
             outer = dict(zip(self._outer, leaves[: len(self._outer)], strict=True))
-            weights = fresh_leaves(head.weights(), self._slots)
+            weights = fresh_leaves(head.weights(), [] if self._slot is None else [self._slot])
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 logits = [head.run(weights | outer, hidden) for hidden in leaves[len(outer) :]]
             self.graph = (leaves, logits)
@@ -184,8 +180,8 @@ class _Projection(UnitNode):
         head, engine = self.head, self.engine
         # A loss that the caller keeps holds this node. Its graph and logits (B, T, V) are dropped here, as autograd drops what it
         # has saved.
-        (leaves, logits), slots = self.graph, self._slots
-        del self.graph, self._slots
+        (leaves, logits), slot = self.graph, self._slot
+        del self.graph, self._slot
         with engine.cursor.compute(Kind.BACKWARD, HEAD):
             with torch.enable_grad():
                 for each, grad in zip(logits, grads, strict=True):  # summed in this order
@@ -194,5 +190,5 @@ class _Projection(UnitNode):
             engine.poison_weights(HEAD)
             # A batch whose loss does not depend on its logits leaves weights without a gradient, as in plain
             # autograd.
-            head.note_written({name for slot in slots for name in slot.written})
+            head.note_written(set() if slot is None else slot.written)
         return [leaf.grad for leaf in leaves]

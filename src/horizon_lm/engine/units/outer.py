@@ -22,9 +22,8 @@ class OuterParameters:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         parts = engine.parts
-        layouts = [engine.store.units[part].layout for part in engine.store.parts_of(OUTER)]
         # Without adapters, which blocks bind.
-        self._names = [name for layout in layouts for name in layout if name not in parts.adapter_names]
+        self._names = [name for name in engine.slabs(OUTER).layout if name not in parts.adapter_names]
         self._move_buffers()
 
     def _move_buffers(self) -> None:
@@ -94,15 +93,12 @@ class _OuterNode(UnitNode):
         """
         engine, (_, *of_parameters) = self.engine, grads
         found = {name: grad for name, grad in zip(self._names, of_parameters, strict=True) if grad is not None}
-        ready: list[str] = []
         with engine.cursor.compute(Kind.BACKWARD, OUTER):
-            for part in engine.trained_parts(OUTER):
-                slot = GradSlot(engine.store.units[part].grad_layout, found.keys())
-                slot.buffer = engine.memory.grads_of(part)
-                for name in found.keys() & slot.layout.entries.keys():
-                    slot.view(name).copy_(found[name])
-                slot.written |= found.keys() | engine.backward.adapters
-                slot.zero_the_rest()
-                ready += slot.names_written()
-            engine.backward.note_written(OUTER, ready)
+            slot = GradSlot(engine.part_of(OUTER).grad_layout, found.keys())
+            slot.buffers = engine.memory.grads_of(OUTER)
+            for name, grad in found.items():
+                slot.view(name).copy_(grad)
+            slot.written |= found.keys() | engine.backward.adapters
+            slot.zero_the_rest()
+            engine.backward.note_written(OUTER, slot.names_written())
         return [None] * len(self._names)

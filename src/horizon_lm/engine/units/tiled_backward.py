@@ -118,8 +118,9 @@ class TiledBackward:
         slot = GradSlot(engine.part_of(unit).grad_layout, set(engine.trained_names(block(self._index))))
         is_trained = bool(slot.trained) and slot.layout.numel > 0
         if is_trained:
-            slot.buffer = engine.memory.grads_of(unit)
-            engine.device.poison(slot.buffer)  # every element must be written
+            slot.buffers = engine.memory.grads_of(unit)
+            for buffer in slot.buffers:
+                engine.device.poison(buffer)  # every element must be written
         adapters = self._adapter_slot(unit)
         leaves = fresh_leaves(self._experts.weights(unit), [slot, adapters])
         experts = engine.tiles.experts_of(unit)
@@ -145,9 +146,9 @@ class TiledBackward:
         engine = self._engine
         trained = set(self._experts.adapters) & set(engine.trained_names(OUTER))
         part = partial(self._experts.part_of_adapter, unit)
-        slot = PartialSlot(engine.store.units[OUTER].grad_layout, trained, part=part)
+        slot = PartialSlot(engine.part_of(OUTER).grad_layout, trained, part=part)
         if trained:  # otherwise nothing is written
-            slot.buffer = engine.memory.grads_of(OUTER)
+            slot.buffers = engine.memory.grads_of(OUTER)
         return slot
 
     def take_graph(self) -> Graph | None:
