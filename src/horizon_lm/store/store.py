@@ -160,8 +160,8 @@ class Store:
                     f"{unit}: the base of a model with adapters was frozen when it was streamed, and has no fp32 master; "
                     "unfreeze its weights before stream(), or stream with precision='bf16'"
                 )
-        for slab in self.slabs:
-            slab.lay_out_grads(trainable)
+        for slabs in self.units.values():
+            slabs.lay_out_grads(trainable)
         kept = [slabs.of_weights for unit, slabs in self.units.items() if unit in units]
         for of_storage in zip(*kept, strict=True):
             dtype = of_storage[0].grads.dtype

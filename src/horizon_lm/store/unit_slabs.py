@@ -1,4 +1,4 @@
-"""Where the tensors of a unit lie: in slabs of host memory, one for each storage, and in a slot on the device.
+"""Lay out the tensors of a unit in slabs of host memory, one for each storage, and in a slot on the device.
 
 A unit has up to three slabs: of tensors in the precision of the run, of those that are kept in float32 whatever the
 precision, and of the codes and scales of quantized ones. A slot has a buffer for each dtype of computation. Quantized
@@ -135,6 +135,9 @@ class SlotLayout:
             yield from layout.gaps(buffer)
 
 
+_NO_MEMORY = Arena(0)
+
+
 class Slab:
     """The tensors of a unit that have one storage, in host memory: weights, or codes; low halves; gradients.
 
@@ -170,11 +173,11 @@ class Slab:
         chunk = 0 if precision is None and shard.is_whole else shard.chunk(numel, granule)
         self.slot_cuts = [chunk * rank for rank in range(shard.count + 1)]
         # No memory yet: `Store` sets these, or `take_over`. Each slab begins at byte ``start`` of its arena.
-        self.arena = self.low_arena = Arena(0)
+        self.arena = self.low_arena = _NO_MEMORY
         self.start = self.low_start = 0
         self.weights = torch.empty(0, dtype=self.dtype)
         self.low: torch.Tensor | None = None
-        self.lay_out_grads(())  # until it is known which tensors are trained
+        self.lay_out_grads(())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,7 +245,7 @@ class UnitSlabs:
         plain: the tensors in the precision of the run.
         float32: those that are kept in float32.
         packed: the codes and scales of quantized ones, of which ``codecs`` has the codecs.
-        layout: the layout of a slot on the device.
+        layout, grad_layout: the layouts of a slot of weights on the device, and of one of gradients.
     """
 
     def __init__(
@@ -268,6 +271,7 @@ class UnitSlabs:
         self.float32 = Slab(unit, FLOAT32, SlabLayout(kept), shard, precision=PRECISIONS["float32"])
         self.packed = Slab(unit, PACKED, SlabLayout(num_bytes, PACKED_ALIGNMENT), shard)
         self.layout = SlotLayout(SlabLayout(plain | quantized), self.float32.layout)
+        self.lay_out_grads(())  # until it is known which tensors are trained
 
     @property
     def of_weights(self) -> tuple[Slab, Slab]:
@@ -293,20 +297,18 @@ class UnitSlabs:
         """All slabs. Each may be empty."""
         return self.plain, self.float32, self.packed
 
-    def slab_of(self, name: str) -> Slab:
-        """Return the slab that has a tensor."""
-        return next(slab for slab in self.all if name in slab.layout)
-
     @property
     def slot_numels(self) -> list[int]:
         """The elements of each buffer of a slot on the device."""
         pairs = zip(self.layout.buffers, self.of_weights, strict=True)
         return [max(layout.numel, slab.slot_cuts[-1]) for layout, slab in pairs]
 
-    @property
-    def grad_layout(self) -> SlotLayout:
-        """The layout of a slot of gradients."""
-        return SlotLayout(*(slab.grad_layout for slab in self.of_weights))
+    def lay_out_grads(self, names: Iterable[str]) -> None:
+        """Lay out the gradients of these tensors, which are trained, and a slot of gradients."""
+        names = set(names)
+        for slab in self.of_weights:
+            slab.lay_out_grads(names)
+        self.grad_layout = SlotLayout(*(slab.grad_layout for slab in self.of_weights))
 
     def forget_others(self) -> None:
         """Give back the memory of the ranges of other ranks, which were read."""

@@ -5,7 +5,6 @@ depend on the size of a tile.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import torch
 
@@ -63,11 +62,6 @@ class ExpertTiles:
         """All tiles."""
         return [unit for unit in self.parts if unit.is_tile]
 
-    @cached_property
-    def largest(self) -> list[int]:
-        """The elements of each buffer of a slot for the largest tile; 0 without tiles."""
-        return largest(self.parts[unit].slot_numels for unit in self.units)
-
     def packed_bytes(self, units: Iterable[Unit]) -> int:
         """Return the bytes of a slot in which several ranks gather codes and scales of any of these units; 0 for one rank."""
         return max((self.parts[unit].packed_cuts[-1] for unit in units), default=0)
@@ -93,9 +87,8 @@ class ExpertTiles:
         """
         if unit.is_tile:
             return unit.tile_number == self.counts[unit.block_index] - 1
-        if (
-            unit.is_block and unit.block_index in self.experts
-        ):  # a core: the first, if the tiles are not trained and so land nothing
+        if unit.is_block and unit.block_index in self.experts:
+            # A core lands first if the tiles are not trained, and so land nothing.
             return self.parts[tile(unit.block_index, 0)].grad_layout.numel == 0
         return True
 
