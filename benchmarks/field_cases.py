@@ -57,8 +57,8 @@ class Case:
     def flops_per_token(self) -> float:
         """The operations per token by their formula. On GH200 their paper adds attention with all scores."""
         outline = self.outline
-        attention = 12 * outline.num_blocks * outline.sizes.hidden * self.length if self.machine == "GH200" else 0
-        return 6 * outline.sizes.num_parameters + attention
+        attention = 12 * outline.num_blocks * outline.layout.hidden * self.length if self.machine == "GH200" else 0
+        return 6 * outline.layout.num_parameters + attention
 
     def tflops(self, tokens: int, seconds: float) -> float:
         return self.flops_per_token * tokens / seconds / 1e12
@@ -125,7 +125,7 @@ def theirs(case: Case, packing: float | None = None, **changes: object) -> Simul
 
 def split_memory(case: Case) -> Case:
     """Return a case on one superchip of four: 120 GB of its own memory, the rest at 100 GB/s through their links."""
-    share = min(1.0, 120e9 / (12 * case.outline.sizes.num_parameters))
+    share = min(1.0, 120e9 / (12 * case.outline.layout.num_parameters))
     rate = 1 / (share / GH200.host_rate + (1 - share) / 100e9)
     link_in, link_out = min(rate, GH200.link_in), min(rate, GH200.link_out)
     return replace(case, hardware=replace(GH200, host_bandwidth={"72": rate}, link_in=link_in, link_out=link_out))

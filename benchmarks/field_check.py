@@ -117,7 +117,7 @@ def depths() -> list[tuple[Simulated, Simulated, Ours]]:
 def depth_table(found: list[tuple[Simulated, Simulated, Ours]]) -> list[str]:
     rows = []
     for their, split, our in found:
-        case, num_parameters = their.case, their.case.outline.sizes.num_parameters
+        case, num_parameters = their.case, their.case.outline.layout.num_parameters
         rows.append([
             f"{case.layers}", f"{num_parameters / 1e9:.1f}", f"{12 * num_parameters / 1e9:.0f}", f"{case.rows}",
             f"{case.published}", f"{their.tflops:.1f}", bold_if_off(their.ratio), f"{split.ratio:.2f}",
@@ -131,7 +131,7 @@ def depth_table(found: list[tuple[Simulated, Simulated, Ours]]) -> list[str]:
     fitting = [each for each in found if each[0].case is not last]
     sentences = text.depth_sentences(
         spread(their.ratio for their, _, _ in fitting), spread(split.ratio for _, split, _ in fitting),
-        f"{last.layers}", f"{12 * last.outline.sizes.num_parameters / 1e9:.0f}",
+        f"{last.layers}", f"{12 * last.outline.layout.num_parameters / 1e9:.0f}",
     )  # fmt: skip
     return [*table(header, rows), *text.wrapped(sentences)]
 

@@ -147,14 +147,14 @@ class FieldStep:
         """Return the operations of products and attention in a step, with the head's in the backward."""
         rows, work = (
             self.settings.rows,
-            Work(products=6.0 * backwards * sum(self.outline.sizes.tensors_of(HEAD)) * self.tokens),
+            Work(products=6.0 * backwards * self.outline.layout.numel(HEAD) * self.tokens),
         )
         for kind in self.outline.kinds:
             work += (kind.forward.at(rows) * forwards + kind.backward.at(rows) * backwards) * len(kind.indices)
         return work.products + work.attention
 
     def passes(self) -> list[Schedule]:
-        return [field_pass(self.outline.num_blocks, self.outline.trained.tied, self.settings)]
+        return [field_pass(self.outline.num_blocks, self.outline.layout.tied, self.settings)]
 
     def cost(self, hardware: Hardware, packing: float | None = None) -> Cost:
         """Return costs for `schedule.simulate`: ours, except for operations that only they have.
@@ -163,9 +163,9 @@ class FieldStep:
             packing: bytes per second of one thread that packs; None if all cores pack.
         """
         ours = StepCost(Step(self.outline, StepSettings(self.settings.rows, precision="bf16", head="whole")), hardware)
-        sizes = self.outline.sizes
-        units = [EMBED, *map(block, range(sizes.num_blocks)), HEAD]
-        num_parameters = {ALL: sizes.num_parameters} | {unit: sum(sizes.tensors_of(unit)) for unit in units}
+        layout = self.outline.layout
+        units = [EMBED, *layout.blocks, HEAD]
+        num_parameters = {ALL: layout.num_parameters} | {unit: layout.numel(unit) for unit in units}
         copied = COPIED if packing is None else BYTES * hardware.host_rate / packing
 
         def cost(op: Op) -> float:
@@ -184,14 +184,13 @@ class FieldStep:
 
     def device_bytes(self) -> int:
         """Estimate their peak on the device: at the loss, which keeps all logits for one backward, or in a block's backward."""
-        sizes, settings = self.outline.sizes, self.settings
-        checkpoint = self.tokens * sizes.hidden * BYTES
-        on_device = BYTES * sum(
-            map(sum, (sizes.units[EMBED], sizes.units[HEAD], sizes.tensors_of(HEAD)))
-        )  # with the head's gradient
-        on_device += 6 * BYTES * max(map(sum, sizes.blocks))  # two each: flat buffers, templates, gradients
+        layout, settings = self.outline.layout, self.settings
+        checkpoint = self.tokens * layout.hidden * BYTES
+        ends = layout.numel(EMBED) + (0 if layout.tied else layout.numel(HEAD))
+        on_device = BYTES * (ends + layout.numel(HEAD))  # with the head's gradient
+        on_device += 6 * BYTES * max(map(layout.numel, layout.blocks))  # two each: flat buffers, templates, gradients
         kept = checkpoint * (ceil(self.outline.num_blocks / settings.interval) + 1)
-        loss = BYTES * self.tokens * sizes.vocabulary + _CHECKPOINTS_AT_LOSS * checkpoint
+        loss = BYTES * self.tokens * layout.vocabulary + _CHECKPOINTS_AT_LOSS * checkpoint
         blocks = checkpoint * (settings.interval + 1) + max(
             kind.footprint.at(settings.rows).peak for kind in self.outline.kinds
         )

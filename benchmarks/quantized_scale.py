@@ -88,7 +88,7 @@ def plan(config: Any, quantization: dict[str, Any], rows: int, length: int, opti
     step = choose(outline, request, Machine("here", True, None)).step
     return Planned(
         dict(host_bytes(step)), dict(device_use(step).buffers),
-        outline.sizes.num_parameters,
+        outline.layout.num_parameters,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def byte_lines(case: Case) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for mode in MODES:
         plan = plan_of(case, mode, case.tokens[0], priced=False)
-        per_parameter = plan.host.bytes / plan.step.outline.sizes.num_parameters
+        per_parameter = plan.host.bytes / plan.step.outline.layout.num_parameters
         yield (
             f"| {mode} | {per_parameter:.2f} | {format_bytes(plan.host.bytes)} "
             f"| {verdict(plan.host, case.host_memory is not None)} | {format_bytes(plan.device.bytes)} | {verdict(plan.device)} |"
@@ -143,8 +143,8 @@ def case_lines(case: Case) -> Iterator[str]:
     changes = ", ".join(f"{name} {value}" for name, value in case.changes.items())
     yield f"\n## {case.title}\n"
     yield (
-        f"{outline.sizes.num_parameters / 1e9:,.0f} billion parameters, {outline.active / 1e9:,.0f} of them active per token; "
-        f"{outline.num_blocks} blocks, the largest with {format_bytes(2 * max(map(sum, outline.sizes.blocks)))} of weights. "
+        f"{outline.layout.num_parameters / 1e9:,.0f} billion parameters, {outline.active / 1e9:,.0f} of them active per token; "
+        f"{outline.num_blocks} blocks, the largest with {format_bytes(2 * max(map(outline.layout.numel, outline.layout.blocks)))} of weights. "
         f"`{case.profile}` with {memory}." + (f" Hypothetical: {case.model} with {changes}." if changes else "")
     )
     yield f"\nBytes, for steps of {case.tokens[0] // K}k tokens:\n"

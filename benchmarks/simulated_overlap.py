@@ -80,7 +80,7 @@ def step_lines(machine: str, mode: str) -> list[str]:
 def check_line(machine: str, mode: str) -> str:
     """Return a line that compares formulas with the simulation."""
     (step, time), hardware = simulated(machine, mode, TOKENS[-1]), find_profile(machine)
-    arithmetic = update_bytes(step.settings, hardware) * step.outline.sizes.num_parameters / hardware.host_rate
+    arithmetic = update_bytes(step.settings, hardware) * step.outline.layout.num_parameters / hardware.host_rate
     return (
         f"| {hardware.name} | {mode} | {arithmetic:.4f} | {updates_alone(machine, mode):.4f} "
         f"| {time.hidden_from_tokens['update'] / 1024:.1f}k | {first_hidden(machine, mode) / 1024:.1f}k |"
@@ -99,7 +99,7 @@ def machine_line(machine: str) -> str:
 
 def introduction() -> list[str]:
     step, _ = simulated(MACHINES[0], next(iter(MODES)), TOKENS[0])
-    parameters, moved = step.outline.sizes.num_parameters, update_bytes(step.settings, find_profile(MACHINES[0]))
+    parameters, moved = step.outline.layout.num_parameters, update_bytes(step.settings, find_profile(MACHINES[0]))
     return [
         "# Simulated, not measured: the time that the host optimizer adds to a step",
         "",

@@ -13,6 +13,7 @@ from pathlib import Path
 from horizon_lm.cli.largest_models import MODES
 from horizon_lm.config import plan_config
 from horizon_lm.config.load import parse_overrides
+from horizon_lm.layout.ranks import Shard
 from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.catalog import find_profile
@@ -24,7 +25,6 @@ from horizon_lm.preflight.this_machine import other_machine
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.schedule.simulate import step_seconds, without
-from horizon_lm.slabs import Shard
 
 LENGTH = 4096
 K = 1024

@@ -76,18 +76,10 @@ def cost_in_tiles(step: Step, cost: Cost) -> Cost:
 
     def price(op: Op) -> float:
         cut = op.unit.is_tile or op.unit.is_block
-        experts = step.tiled_experts(op.unit.block_index) if cut else None
-        if op.kind not in UPDATES or experts is None:
+        if op.kind not in UPDATES or not (cut and step.tiled.is_cut(op.unit.block_index)):
             return cost(op)
-        tensors = step.outline.trained.tensors_of(op.unit.owner)
-        size = step.settings.expert_tile
-        assert size is not None
-        moved = (
-            experts.share(size, op.unit.tile_number) * sum(experts.of(tensors))
-            if op.unit.is_tile
-            else sum(experts.others(tensors))
-        )
-        return cost(replace(op, unit=op.unit.owner)) * moved / sum(tensors)
+        moved = step.tiled.part(op.unit).grad_layout.num_params
+        return cost(replace(op, unit=op.unit.owner)) * moved / step.outline.layout.trained_numel(op.unit.owner)
 
     return price
 

@@ -147,8 +147,8 @@ def show_buffers(config: RunConfig) -> None:
         "[bold]limit, enforced in all parts[/bold]", f"[bold]{format_bytes(config.device_memory or 0)}[/bold]"
     )
     console.print(table)
-    sizes = plan.step.outline.sizes
-    head, num_params = sum(sizes.tensors_of(HEAD)), sizes.num_parameters
+    layout = plan.step.outline.layout
+    head, num_params = layout.numel(HEAD), layout.num_parameters
     console.print(
         f"Most of it is the head, the largest unit with {head / 1e6:.1f}M of {num_params / 1e6:.0f}M parameters. "
         f"Plain training keeps {format_bytes(16 * num_params)} on the device: float32 weights, gradients and two moments of "

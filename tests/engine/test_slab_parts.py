@@ -1,5 +1,6 @@
 """Ranks fill the slot of a part of a slab: each its own range of the slot, with what it owns of the slab."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +11,9 @@ from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.engine.host.slab_parts import SlabPart
-from horizon_lm.slabs import Shard
+from horizon_lm.layout.ranks import Shard
 from horizon_lm.store.precision import PRECISIONS
-from horizon_lm.store.unit_slabs import UnitSlabs
+from horizon_lm.store.unit_slabs import Slab, UnitSlabs
 from horizon_lm.units import block
 
 EXPERTS = 7
@@ -41,7 +42,9 @@ def parts(which: str, count: int, quantized: bool) -> list[SlabPart]:
     made = []
     for index in range(count):
         shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
-        slabs = UnitSlabs(block(0), shapes, PRECISIONS["float32"], codecs, IN_FLOAT32, Shard(index, count))
+        slabs = UnitSlabs(
+            partial(Slab, PRECISIONS["float32"]), block(0), shapes, codecs, IN_FLOAT32, Shard(index, count)
+        )
         slabs.packed.weights = torch.arange(slabs.packed.layout.numel).remainder(251).to(torch.uint8)
         slabs.lay_out_grads(name for name in SHAPES if name not in codecs and name != "gate")
         for slab in slabs.of_weights:

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from horizon_lm.model.known_models import KnownModel, find_known, full_name, known_config, known_models
+from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.skeletons import build_skeleton
 from horizon_lm.model.units import find_parts
-from horizon_lm.planning.model_sizes import home_of
 
 FILES = sorted((resources.files("horizon_lm.model") / "published").iterdir(), key=lambda file: file.name)
 
@@ -41,16 +41,11 @@ def unit_sizes(model: Any) -> dict[str, int]:
 def test_published_parameters_and_units_match_transformers(model: KnownModel) -> None:
     expected = unit_sizes(build(dict(model.config)))
     assert sum(expected.values()) == model.parameters
-    sizes = find_parts(build_skeleton(known_config(model))).sizes()
-    found: Counter[str] = Counter()
-    for (
-        unit,
-        tensors,
-    ) in sizes.units.items():  # transformers keeps some weights of a block in float32, which are a part of it
-        found[home_of(unit)] += sum(tensors)
+    layout = model_layout(find_parts(build_skeleton(known_config(model))))
+    found = Counter({unit: slabs.layout.num_params for unit, slabs in layout.units.items()})
     assert +found == expected
-    assert sizes.num_parameters == model.parameters
-    assert (sizes.vocabulary, sizes.tied) == (model.config["vocab_size"], "head" not in expected)
+    assert layout.num_parameters == model.parameters
+    assert (layout.vocabulary, layout.tied) == (model.config["vocab_size"], "head" not in expected)
 
 
 @pytest.mark.parametrize(

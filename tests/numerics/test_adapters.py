@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, StreamingError
+from horizon_lm.layout.slabs import padded
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
-from horizon_lm.slabs import slab_elements
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.adapted_models import KINDS, MIXTURES, adapted
@@ -155,9 +155,9 @@ def test_host_bytes_of_a_frozen_base() -> None:
     optimizer = horizon_lm.AdamW(model, lr=1e-3)
     model(**tiny_models.batch()).loss.backward()
     optimizer.step()
-    trained = slab_elements([param.numel() for param in model.parameters() if param.requires_grad])
+    trained = sum(padded(param.numel()) for param in model.parameters() if param.requires_grad)
     kinds = horizon_lm.stats(model)["host_bytes_by_kind"]
-    total = slab_elements([param.numel() for param in model.parameters()])
+    total = sum(padded(param.numel()) for param in model.parameters())
     page = 4096 * 8
     assert kinds["weights"] == pytest.approx(2 * total, abs=page)
     assert kinds["low_halves"] == pytest.approx(2 * trained, abs=page)

@@ -208,8 +208,8 @@ def test_adversarial_order_changes_no_result(name: str, precision: str, seed: in
 def test_slabs_that_are_not_moved_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with float32_llama():
         expected = train("cpu", num_steps=1)
-        own_spans = SlabPart._own_spans
-        monkeypatch.setattr(SlabPart, "_own_spans", lambda part, some: [own_spans(part, some)[0], []])
+        own_rows = SlabPart.own_rows
+        monkeypatch.setattr(SlabPart, "own_rows", lambda part, some: [own_rows(part, some)[0], []])
         assert not same(train(SimulatedDevice(0), expected, num_steps=1), expected)
 
 

@@ -207,7 +207,7 @@ def test_host_bytes_are_planned(folders: Any, family: str, tile: int | None) -> 
     assert {name: num for name, num in horizon_lm.stats(inside)["host_bytes_by_kind"].items() if num} == planned
     packed = sum(slabs.packed.layout.num_params for slabs in inside._horizon.engine.store.units.values())
     assert planned["packed_weights"] >= packed > 0
-    assert packed == sum(each.num_bytes for each in outline.sizes.packed)
+    assert packed == sum(slabs.packed.layout.num_params for slabs in outline.layout.units.values())
 
 
 Tensors = dict[str, torch.Tensor]

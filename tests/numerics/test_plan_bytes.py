@@ -154,12 +154,10 @@ def test_a_frozen_head_has_no_gradients(tied: bool) -> None:
     trained, frozen = (
         outline_model(source, length=64, dtype=torch.float32, trainable=trainable) for trainable in (None, "layers")
     )
-    of_head = 2 * 64 * sum(trained.sizes.tensors_of(HEAD))
+    of_head = 2 * 64 * trained.layout.numel(HEAD)
     assert trained.heads["whole"].backward.at(64).products == 2 * of_head
     assert frozen.heads["whole"].backward.at(64).products == of_head
-    assert trained.heads["whole"].peak.at(64) - frozen.heads["whole"].peak.at(64) >= 4 * sum(
-        trained.sizes.tensors_of(HEAD)
-    )
+    assert trained.heads["whole"].peak.at(64) - frozen.heads["whole"].peak.at(64) >= 4 * trained.layout.numel(HEAD)
 
 
 def test_eager_scores_are_planned_quadratically() -> None:
@@ -177,9 +175,9 @@ def test_shapes_that_are_remembered_are_those_of_torch(monkeypatch: pytest.Monke
     monkeypatch.setattr(meta_recorder, "_results", made)
     first = outline_of(model)
     assert made
-    assert outline_of(model) == first
+    assert replace(outline_of(model), layout=first.layout) == first
     monkeypatch.setattr(meta_recorder, "_run", lambda func, args, kwargs: func(*args, **kwargs))
-    assert outline_of(model) == first
+    assert replace(outline_of(model), layout=first.layout) == first
 
 
 _FLEX = pytest.mark.filterwarnings(

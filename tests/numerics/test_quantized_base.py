@@ -395,7 +395,7 @@ def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, p
         assert moved[f"stream_in:block{u}"] == num_bytes * 2
         assert not moved.get(f"stream_out:block{u}")
     packed = sum(slabs.packed.layout.num_params for slabs in store.units.values())
-    assert packed == sum(each.num_bytes for each in outline.sizes.packed)
+    assert packed == sum(slabs.packed.layout.num_params for slabs in outline.layout.units.values())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,6 +7,9 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import DoesNotFitError
+from horizon_lm.layout.buffers import BufferOptions, BufferTable
+from horizon_lm.model.laid_out import model_layout
+from horizon_lm.model.units import find_parts
 from horizon_lm.planning.device_buffers import BufferSettings, device_buffers
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
@@ -42,13 +45,19 @@ def test_planned_capacity_equals_allocated_bytes(
     streamed = horizon_lm.stream(model, device_micro_batch_size=micro_batch_size, **settings)
     streamed(**inputs).loss.backward()
 
+    options = BufferOptions(
+        compute_dtype="float32",
+        grad_dtype="float32" if precision == "float32" else "bfloat16",
+        in_micro_batches=micro_batch_size is not None,
+        chunked_head=head == "chunked",
+    )
+    layout = model_layout(find_parts(tiny_models.build(family))).tiled(None)
     buffers = device_buffers(
-        streamed._horizon.engine.parts.sizes(),
+        layout,
+        BufferTable(layout, options),
         BufferSettings(
+            options,
             tokens=16,
-            grad_bytes=4 if precision == "float32" else 2,
-            micro_batches=micro_batch_size is not None,
-            chunked_head=head == "chunked",
             offloaded=(num_blocks - resident_graphs) if boundaries == "host" else 0,
             resident=resident_blocks,
         ),

@@ -10,12 +10,12 @@ from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.planning.remedies import Remedy, _lighter_optimizers, find_remedies, smallest
 from horizon_lm.planning.request import Limit, Machine, Request
-from tests.support.handmade_outlines import BLOCK, dense, machine
+from tests.support.handmade_outlines import BLOCK, dense, laid_out, machine
 
 TABLE = {name: optimizer_class(name).planned() for name in OPTIMIZERS}
 NEW = PlannedOptimizer("New", 0)  # a new line of the table, with the fewest moments
 OUTLINE = dense()
-BYTES = OUTLINE.sizes.num_parameters
+BYTES = OUTLINE.layout.num_parameters
 
 
 def plan(bytes_per_parameter: float, outline: ModelOutline = OUTLINE, **request: Any) -> Plan:
@@ -75,6 +75,7 @@ def test_matrices_are_needed_to_orthogonalize_them() -> None:
         made = plan(5.7, outline, skips_steps=True, precision="bf16", moments="8bit", optimizers=only)
         return {each.settings.get("optim", "") for each in find_remedies(made, lambda **_: outline)}
 
-    sizes = replace(OUTLINE.sizes, matrices=[[(1, BLOCK, 1)]] * OUTLINE.num_blocks)
-    assert offered(replace(OUTLINE, sizes=sizes, trained=sizes)) == {"muon"}
+    layout = laid_out(OUTLINE.num_blocks)
+    matrices = {name: (1, BLOCK, 1) for unit in layout.blocks for name in layout.units[unit].layout}
+    assert offered(replace(OUTLINE, layout=replace(layout, matrices=matrices))) == {"muon"}
     assert not offered(OUTLINE)

@@ -9,7 +9,6 @@ import pytest
 
 from horizon_lm import AdamW, Lion
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.model_sizes import PackedSizes
 from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.planned_optimizer import ADAMW
 from horizon_lm.planning.render import detail_lines
@@ -21,7 +20,7 @@ from horizon_lm.planning.step_time import Simulation
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
 from horizon_lm.units import EMBED, HEAD, block
-from tests.support.handmade_outlines import BLOCK, HIDDEN, TABLE, dense, machine
+from tests.support.handmade_outlines import BLOCK, HIDDEN, TABLE, dense, laid_out, machine
 
 PARAMETERS = 28 * BLOCK + 2 * TABLE + HIDDEN
 
@@ -56,15 +55,21 @@ def test_resident_graph_is_not_recomputed() -> None:
     assert total(of, one, Kind.FORWARD, Kind.BACKWARD) == pytest.approx((3 * 8 + 6) * BLOCK * 4096 + 6 * TABLE * 4096)
 
 
+class HalfByte:
+    """A codec that takes half a byte a weight."""
+
+    def num_bytes(self, shape: tuple[int]) -> int:
+        return shape[0] // 2
+
+
 @pytest.mark.parametrize(
     ("device", "bandwidth", "seconds"),
     [("cuda", 100.0, 0.5 * BLOCK), ("cuda", 1.0, 2.5 * BLOCK), ("cpu", 1.0, 3 * BLOCK)],
 )
 def test_a_gpu_copies_codes_while_it_decodes_others(device: str, bandwidth: float, seconds: float) -> None:
     """The slower of the two counts: half a byte a weight at the link's rate, or this and two bytes at the device's."""
-    outline = dense(1)
-    sizes = replace(outline.sizes, packed=[PackedSizes([BLOCK], BLOCK // 2, BLOCK // 2)])
-    of = Step(replace(outline, sizes=sizes), StepSettings(1, activation_checkpoints=1))
+    layout = laid_out(1, trained=lambda unit: False, codecs={"block0.weight": HalfByte()})
+    of = Step(replace(dense(1), layout=layout), StepSettings(1, activation_checkpoints=1))
     one = machine(device=device, device_bandwidth=bandwidth, link_in=1.0, link_both=1.0, host_bandwidth={"1": 1.0})
     assert StepCost(of, one)(Op(Kind.STREAM_IN, block(0), Stream.COPY_IN)) == pytest.approx(seconds)
 
@@ -130,8 +135,9 @@ def test_plan_has_the_moments_of_the_optimizer(cls: Any, note: str) -> None:
 
 def test_frozen_unit_has_no_gradient_or_update() -> None:
     of = step(4096, 4)
-    frozen = replace(of.outline.trained, units={**of.outline.trained.units, block(0): [], EMBED: []})
-    of = replace(of, outline=replace(of.outline, trained=frozen))
+    of = replace(
+        of, outline=replace(of.outline, layout=laid_out(4, trained=lambda unit: unit not in (block(0), EMBED)))
+    )
     ops = [op for each in of.passes() for op in each.ops]
     assert not [op for op in ops if op.kind in (Kind.STREAM_OUT, *UPDATES) and op.unit in ("block0", EMBED)]
     assert total(of, machine(), *UPDATES) == 26 * (3 * BLOCK + TABLE + HIDDEN)
@@ -140,9 +146,8 @@ def test_frozen_unit_has_no_gradient_or_update() -> None:
 @pytest.mark.parametrize("micro_batch", [None, 1])
 def test_only_gradients_of_trained_weights_are_moved_on_the_device(micro_batch: int | None) -> None:
     of = step(2 * 4096, 4, device_micro_batch_size=micro_batch)
-    trained = of.outline.trained
-    without_blocks = replace(trained, units=trained.units | {block(index): [] for index in range(4)})
-    frozen = replace(of, outline=replace(of.outline, trained=without_blocks))
+    without_blocks = laid_out(4, trained=lambda unit: unit not in map(block, range(4)))
+    frozen = replace(of, outline=replace(of.outline, layout=without_blocks))
     one = machine(device_bandwidth=1.0)
     saved = total(of, one, Kind.BACKWARD) - total(frozen, one, Kind.BACKWARD)
     assert saved == pytest.approx(4 * BLOCK * (4 if micro_batch is None else 24))
@@ -215,12 +220,10 @@ def test_updates_are_overlapped_only_above_threshold(hardware: Hardware, precisi
 def test_few_updates_wait_for_no_copies() -> None:
     """They run beside the copies, with what these leave of host memory's bandwidth: their threshold is not that of the copies."""
     of, hardware = step(8192), machine(link_in=50e9, link_out=50e9, host_bandwidth={"16": 200e9})
-    few = replace(
-        of,
-        outline=replace(
-            of.outline, trained=replace(of.outline.trained, units={unit: [1000] for unit in of.outline.trained.units})
-        ),
-    )
+    layout = laid_out(tensors={"weight": BLOCK - 1000, "few": 1000})
+    for unit, slabs in layout.units.items():
+        slabs.lay_out_grads([f"{unit}.few"])
+    few = replace(of, outline=replace(of.outline, layout=layout))
     thresholds = Simulation(few, hardware).step_time().hidden_from_tokens
     assert thresholds["update"] < 0.01 * thresholds["copy_in"]
 

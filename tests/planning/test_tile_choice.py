@@ -9,6 +9,7 @@ import torch
 import horizon_lm
 from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
+from horizon_lm.layout.ranks import Shard
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning import plan as planning
 from horizon_lm.planning.catalog import Hardware
@@ -20,7 +21,6 @@ from horizon_lm.planning.plan import Plan, make_plan
 from horizon_lm.planning.request import Limit, Machine, Request
 from horizon_lm.planning.step import Step
 from horizon_lm.planning.step_time import Simulation, staged
-from horizon_lm.slabs import Shard
 from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
 from tests.support.thinned_cases import thinned

@@ -89,7 +89,7 @@ def test_plan_without_page_locking_is_slower_and_says_why() -> None:
 def test_changes_save_the_bytes_that_they_state(settings: dict[str, Any]) -> None:
     request = Request(per_device_train_batch_size=4, activation_checkpoints="host", **settings)
     outline, where = dense(), Machine("here", False, HARDWARE)
-    num_params = outline.sizes.num_parameters
+    num_params = outline.layout.num_parameters
     before = make_plan(outline, request, where).host.bytes
     for change in _fewer_bytes_per_parameter(request):
         stated = re.search(r"(\d+) bytes less per parameter", change.cost)

@@ -164,9 +164,9 @@ def test_times_add_up_to_the_step() -> None:
     time = field_time(step, gpu)
     cost: Cost = step.cost(gpu)
     assert time.seconds == pytest.approx(time.computing + time.optimizer + time.waiting)
-    assert time.optimizer == pytest.approx(30 * outline().sizes.num_parameters / gpu.host_rate)
+    assert time.optimizer == pytest.approx(30 * outline().layout.num_parameters / gpu.host_rate)
     host = sum(cost(op) for op in step.passes()[0].ops if op.kind in UPDATES and op.unit == block(0))
-    assert host == pytest.approx((3 * 4 + 4) * sum(outline().sizes.blocks[0]))  # packed three times, landed once
+    assert host == pytest.approx((3 * 4 + 4) * outline().layout.numel(block(0)))  # packed three times, landed once
 
 
 def test_memory_equals_the_published_peak() -> None:

@@ -1,29 +1,43 @@
 """Handmade outlines and machines with known figures."""
 
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
+from horizon_lm.layout.model import ModelLayout
+from horizon_lm.layout.ranks import WHOLE
+from horizon_lm.layout.units import StorageLayout, UnitLayout
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import BlockKind, Footprint, HeadCosts, Linear, ModelOutline, Work
-from horizon_lm.units import EMBED, HEAD, OUTER, block
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 # The shape of Qwen2.5-7B.
 BLOCK, TABLE, HIDDEN, VOCABULARY, ATTENTION = 233_057_792, 152_064 * 3584, 3584, 152_064, 3584
 
 
+def laid_out(
+    num_blocks: int = 28, tied: bool = False, trained: Callable[[Unit], bool] = lambda unit: True,
+    tensors: Mapping[str, int] | None = None, codecs: Mapping[str, Any] | None = None,
+) -> ModelLayout[StorageLayout]:  # fmt: skip
+    """Return the layout of a decoder with these tensors in each block, and their number of elements, instead of a single one."""
+    of_block = {"weight": BLOCK} if tensors is None else tensors
+    shapes: dict[Unit, dict[str, tuple[int, ...]]] = {
+        block(index): {f"{block(index)}.{name}": (numel,) for name, numel in of_block.items()}
+        for index in range(num_blocks)
+    }
+    table = (VOCABULARY, HIDDEN)
+    shapes |= {EMBED: {"table": table}, HEAD: {} if tied else {"projection": table}, OUTER: {"norm": (HIDDEN,)}}
+    units = {
+        unit: UnitLayout(StorageLayout, unit, of_unit, codecs or {}, (), WHOLE, is_table=unit == EMBED)
+        for unit, of_unit in shapes.items()
+    }
+    for unit, slabs in units.items():
+        slabs.lay_out_grads(slabs.layout if trained(unit) else ())
+    return ModelLayout(units, num_blocks, VOCABULARY, HIDDEN, tied)
+
+
 def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_bytes: int = 2) -> ModelOutline:
     """Return a decoder in which only matrix products and attention take time."""
-    sizes = ModelSizes(
-        units={
-            **{block(index): [BLOCK] for index in range(num_blocks)},
-            EMBED: [TABLE], HEAD: [] if tied else [TABLE], OUTER: [HIDDEN],
-        },
-        num_blocks=num_blocks,
-        vocabulary=VOCABULARY,
-        hidden=HIDDEN,
-        tied=tied,
-    )  # fmt: skip
 
     def work(products: float, attention: float) -> Linear[Work]:
         one = Work(products=products, attention=attention)
@@ -35,8 +49,7 @@ def dense(num_blocks: int = 28, length: int = 4096, tied: bool = False, compute_
     forward, attention = 2.0 * BLOCK * length, 2.0 * length * length * ATTENTION
     return ModelOutline(
         name="by hand",
-        sizes=sizes,
-        trained=sizes,
+        layout=laid_out(num_blocks, tied),
         active=num_blocks * BLOCK + TABLE,
         length=length,
         compute_bytes=compute_bytes,

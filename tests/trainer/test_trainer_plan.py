@@ -12,10 +12,10 @@ import horizon_lm
 from horizon_lm.errors import ConfigError, DoesNotFitError, StreamingError
 from horizon_lm.integrations import trainer_plan
 from horizon_lm.integrations.trainer_plan import TrainerPlan
+from horizon_lm.layout.slabs import padded
 from horizon_lm.planning.request import Limit
 from horizon_lm.preflight.this_machine import this_machine
 from horizon_lm.quantities import format_bytes, format_seconds
-from horizon_lm.slabs import slab_elements
 from tests.seams.compare import difference
 from tests.seams.use import copied_weights
 from tests.support import tiny_models
@@ -98,7 +98,7 @@ def test_the_plan_says_what_generating_costs(
 ) -> None:
     """One forward pass for each token, and each loads all weights over the link."""
     model = horizon_lm.stream(tiny_models.build("llama"), precision="float32")
-    weights = 4 * slab_elements([param.numel() for param in model.parameters()])
+    weights = 4 * sum(padded(param.numel()) for param in model.parameters())
     args = arguments(tmp_path, GRPOConfig, max_completion_length=40, num_generations=3, **settings)
     plan = horizon_lm.plan(model, args, length=LENGTH)
     slow = replace(plan.machine, hardware=machine(link_in=weights / 2))  # a pass takes two seconds
@@ -115,7 +115,7 @@ def test_the_plan_says_what_generating_costs(
 def test_generating_few_rows_loads_few_experts(tmp_path: Path) -> None:
     """At most two of 16 experts for each row, and all of them for rows that may read more than half."""
     model = horizon_lm.stream(tiny_models.build("qwen3_moe", num_experts=16), precision="float32")
-    weights = 4 * slab_elements([param.numel() for param in model.parameters()])
+    weights = 4 * sum(padded(param.numel()) for param in model.parameters())
     experts = 4 * sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
     args = {"max_completion_length": 40, "num_generations": 3}
     for rows_at_once, words in ((3, " each with the experts of 3 tokens"), (6, " each")):

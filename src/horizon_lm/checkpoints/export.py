@@ -15,6 +15,9 @@ from horizon_lm.checkpoints.new_folder import require_new, write_new_folder
 from horizon_lm.checkpoints.part_reader import slab_of
 from horizon_lm.checkpoints.saving import STATE
 from horizon_lm.checkpoints.unit_file import LOW
+from horizon_lm.layout.ranks import WHOLE
+from horizon_lm.layout.slabs import SlabLayout, SlotLayout
+from horizon_lm.layout.units import FLOAT32
 from horizon_lm.model import hf_config, skeletons
 from horizon_lm.model.adapter_config import share_weights
 from horizon_lm.model.adapters import ADAPTER_CONFIG, Adapters, base_of_adapters
@@ -23,11 +26,9 @@ from horizon_lm.model.generation import write_generation_config
 from horizon_lm.model.tying import declare_untied
 from horizon_lm.model.units import find_parts
 from horizon_lm.paths import lasting_name
-from horizon_lm.slabs import WHOLE
 from horizon_lm.store.checkpoint_loader import parameter_names
 from horizon_lm.store.checkpoint_writer import save_pretrained
 from horizon_lm.store.precision import join_master
-from horizon_lm.store.unit_slabs import FLOAT32, SlabLayout, SlotLayout
 from horizon_lm.units import Unit
 
 _OWN = (STATE, BUFFERS, ARRAYS, "config.json", "generation_config.json", "run.yaml", "plan.json")
@@ -61,7 +62,7 @@ class _CheckpointStore:
         self.codecs: Mapping[str, Any] = {}  # a checkpoint has no quantized weights
 
     def shape(self, name: str) -> torch.Size:
-        return self.units[self.unit_of[name]].layout.entry(name).shape
+        return torch.Size(self.units[self.unit_of[name]].layout.entry(name).shape)
 
     def weight(self, name: str) -> torch.Tensor:
         return self._read(name)

@@ -25,11 +25,12 @@ from horizon_lm.device.host_threads import DISK_THREADS
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.disk import Disk, part_of, publish_folder, write_file
 from horizon_lm.errors import first_line, warn
-from horizon_lm.optim.moments import Moments, MomentSlabs, scale_name
+from horizon_lm.layout.moments import MomentLayout, num_scales
+from horizon_lm.layout.slabs import SlabLayout
+from horizon_lm.optim.moments import Moments, scale_name
 from horizon_lm.ranges import length, overlap
 from horizon_lm.run_folders import MANIFEST, UNITS, is_checkpoint
-from horizon_lm.slabs import num_scales
-from horizon_lm.store.unit_slabs import Slab, SlabLayout
+from horizon_lm.store.unit_slabs import Slab
 from horizon_lm.units import Unit
 
 STATE = "training_state.json"
@@ -58,9 +59,11 @@ def unit_file(slab: Slab, moments: Moments | None) -> UnitFile:
         sections.append(section(LOW, slab.low, _parts(slab.layout), slab.own))
     if moments is not None:
         own = moments.slabs[slab]
-        sections += [section(f".{name}", each.values, _parts(each.layout), each.own) for name, each in own.items()]
         sections += [
-            section(f".{scale_name(name)}", each.scales, _scale_parts(each, slab), each.own_scales)
+            section(f".{name}", each.values, _parts(each.place.layout), each.place.own) for name, each in own.items()
+        ]
+        sections += [
+            section(f".{scale_name(name)}", each.scales, _scale_parts(each.place, slab), each.place.own_scales)
             for name, each in own.items()
         ]
     return UnitFile(sections)
@@ -71,7 +74,7 @@ def _parts(layout: SlabLayout) -> dict[str, Part]:
     return {name: Part(entry.offset, tuple(entry.shape)) for name, entry in layout.entries.items()}
 
 
-def _scale_parts(moment: MomentSlabs, slab: Slab) -> dict[str, Part]:
+def _scale_parts(moment: MomentLayout, slab: Slab) -> dict[str, Part]:
     """Return the scales of an 8-bit moment by the names of their tensors."""
     numels = {name: moment.layout.entries[name].numel for name in moment.scale_starts}
     return {name: Part(moment.scale_starts[name], (num_scales(numel, slab.row),)) for name, numel in numels.items()}

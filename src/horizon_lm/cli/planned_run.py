@@ -8,6 +8,7 @@ from horizon_lm.cli.plan_arguments import Size
 from horizon_lm.config import RunConfig
 from horizon_lm.constants import LANGUAGE_MODEL
 from horizon_lm.errors import HorizonError, QuantizedWeightsError
+from horizon_lm.layout.ranks import WHOLE, Shard
 from horizon_lm.model.folder import code_remedy
 from horizon_lm.model.known_models import find_known
 from horizon_lm.planning.catalog import Hardware
@@ -18,7 +19,6 @@ from horizon_lm.preflight.admission import plan_run
 from horizon_lm.preflight.inputs import Source, open_source
 from horizon_lm.preflight.remedies import remedies_of
 from horizon_lm.preflight.this_machine import other_machine, this_machine
-from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.ranks import mesh_shape, reject_unsupported

@@ -96,7 +96,7 @@ class CacheProbe:
         """Return the peak of computing prompts, without the cache."""
         parts = find_parts(self._skeleton())
         calls = find_calls(parts, self._dtype, length, masked=True, accelerated=self._accelerated)
-        hidden = rows * length * parts.sizes().hidden * self._dtype.itemsize
+        hidden = rows * length * parts.hidden * self._dtype.itemsize
         peak = max(each.run(rows).forward_peak for each in calls)
         return 3 * hidden + peak + shared_bytes(calls, rows)
 

@@ -88,7 +88,7 @@ def _run(
     model, width = parts.model, parts.head_width
     norm = _norm(parts, dtype)
     weight = torch.empty((parts.num_outputs, width), dtype=parts.head_dtype(dtype), device="meta")
-    weight.requires_grad_(bool(parts.sizes(trained_only=True).tensors_of(HEAD)))
+    weight.requires_grad_(any(ref.param.requires_grad for ref in parts.head_refs))
     hidden = torch.empty((1, tokens, width), dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty((1, tokens), dtype=torch.long, device="meta")
     answers: dict[nn.Module, Answer] = {

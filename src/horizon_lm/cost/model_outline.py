@@ -3,7 +3,6 @@
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +14,8 @@ from horizon_lm.codecs.stack import Stack
 from horizon_lm.cost.block_calls import BlockCalls, call_of_each_block, find_calls, shared_bytes
 from horizon_lm.cost.head_probe import head_costs
 from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
+from horizon_lm.layout.model import ModelLayout
+from horizon_lm.layout.units import StorageLayout
 from horizon_lm.model import attention
 from horizon_lm.model.adapter_layers import adapted_model
 from horizon_lm.model.adapters import Adapters
@@ -23,10 +24,10 @@ from horizon_lm.model.examination import examine
 from horizon_lm.model.float8.layers import use_float8
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
+from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.routed_experts import (
     RoutedExperts,
-    expert_sizes,
     experts_per_token,
     find_divisible_experts,
     find_experts,
@@ -34,7 +35,6 @@ from horizon_lm.model.routed_experts import (
 )
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
-from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import BlockKind, CoreCosts, Footprint, HeadCosts, Linear, ModelOutline, Work
 from horizon_lm.units import HEAD, block
 
@@ -80,8 +80,7 @@ def outline_model(
     )  # fmt: skip
     if packed:
         require_packable(parts, examined.attention)
-    experts = expert_sizes(parts)
-    found = find_chunked_path(parts)
+    found, layout = find_chunked_path(parts), model_layout(parts)
     path = found if isinstance(found, ChunkedPath) else None
     try:
         costs = _costs(parts, path, length, dtype, masked, on_accelerator, mlp_chunk_tokens, products, head_values)
@@ -91,9 +90,8 @@ def outline_model(
         costs = _unknown(parts, error)
     return ModelOutline(
         name=source.place,
-        sizes=replace(parts.sizes(), experts=experts),
-        trained=replace(parts.sizes(trained_only=True), experts=experts),
-        active=_parameters_per_token(parts),
+        layout=layout,
+        active=_parameters_per_token(parts, layout),
         experts=num_experts(parts.model.config.get_text_config()),
         routed_tokens=min((each.most_tokens for each in find_experts(parts).values()), default=0),
         length=length,
@@ -129,9 +127,9 @@ def _trained_parts(
     return parts
 
 
-def published_sizes(source: ModelSource, quantized: QuantizedWeights | None) -> ModelSizes:
-    """Return the sizes of a model's weights before they are trained or decoded."""
-    return _trained_parts(source, None, None, quantized).sizes()
+def published_layout(source: ModelSource, quantized: QuantizedWeights | None) -> ModelLayout[StorageLayout]:
+    """Return the layout of a model's weights before they are trained or decoded."""
+    return model_layout(_trained_parts(source, None, None, quantized))
 
 
 def _costs(
@@ -201,12 +199,12 @@ def _is_of_bitsandbytes(codec: Codec) -> bool:
     return isinstance(codec.of if isinstance(codec, Stack) else codec, Bnb4Bit)
 
 
-def _parameters_per_token(parts: ModelParts) -> int:
+def _parameters_per_token(parts: ModelParts, layout: ModelLayout[StorageLayout]) -> int:
     """Return the number of parameters in blocks and head that compute a token; of its experts, those of the chosen ones."""
     config = parts.model.config.get_text_config()
     experts = num_experts(config)
     chosen = experts_per_token(config) or experts
-    active = sum(parts.sizes().tensors_of(HEAD))
+    active = layout.numel(HEAD)
     for index in range(parts.num_blocks):
         for ref in parts.units[block(index)]:
             of_experts = ref.param.ndim == 3 and ref.param.shape[0] == experts

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from horizon_lm.constants import COLLECTIVE_BYTES
 from horizon_lm.device.transfers import Link, Move
 from horizon_lm.distributed.lost import noticing_lost_ranks
-from horizon_lm.planning.device_buffers import sum_buffers
+from horizon_lm.layout.buffers import sum_buffers
 from horizon_lm.ranges import between, length, overlap
 
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

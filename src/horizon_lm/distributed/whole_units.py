@@ -81,7 +81,7 @@ def sharing(mesh: Mesh, store: Store, unit: Unit) -> Iterator[None]:
     try:
         yield
     finally:
-        store.units[unit].forget_others()
+        store.forget_others(unit)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class _HeadTrial:
         self._weights: list[Place] = [*self.outer, (parts.head, "weight", nan)]
         accepted = inspect.signature(type(parts.model).forward).parameters
         self._options = {"use_cache": False} | {name: False for name in AUXILIARY if name in accepted}
-        self.vocabulary = parts.sizes().vocabulary
+        self.vocabulary = parts.vocabulary
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.randn((_ROWS, _LENGTH, parts.head_width), generator=generator).requires_grad_()
         columns = min(8, parts.head_width)  # a head that reads a few columns shows the same, and is small

@@ -96,7 +96,7 @@ def _run(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor]
     ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
     record = _StandIns(structure)
     answers = answers_of(parts.blocks, record.block)
-    answers[parts.embed] = lambda ids: torch.randn(*ids.shape, parts.sizes().hidden)
+    answers[parts.embed] = lambda ids: torch.randn(*ids.shape, parts.hidden)
     if parts.final_norm is not None:
         width = next(iter(parts.final_norm.parameters())).shape[-1]
         answers[parts.final_norm] = partial(record.norm, width)

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from horizon_lm.codecs.base import Codec
-from horizon_lm.constants import PACKED_ALIGNMENT
-from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes, PackedSizes, float32_of
-from horizon_lm.slabs import padded
+from horizon_lm.layout.model import MatrixShape
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 
@@ -24,7 +22,7 @@ class ParamRef:
     places: list[tuple[nn.Module, str]]
 
     @property
-    def matrix(self) -> tuple[int, int, int] | None:
+    def matrix(self) -> MatrixShape | None:
         """The number, rows and columns of its matrices: one of a layer (M, N), or those of experts in one tensor (E, M, N). None for
         other weights.
         """
@@ -108,15 +106,29 @@ class ModelParts:
         return len(self.blocks)
 
     @property
+    def vocabulary(self) -> int:
+        """The number of rows of the embedding, V."""
+        return int(self.units[EMBED][0].param.shape[0])
+
+    @property
+    def hidden(self) -> int:
+        """The number of columns of the embedding, H."""
+        return int(self.units[EMBED][0].param.shape[1])
+
+    @property
+    def head_refs(self) -> Sequence[ParamRef]:
+        """The parameters of the head, for a tied one those of the embedding."""
+        return self.units[EMBED] if self.tied else self.units[HEAD]
+
+    @property
     def head_width(self) -> int:
         """Width of the head's input, which differs from H if a projection follows the blocks."""
-        refs = self.units[EMBED] if self.tied else self.units[HEAD]
-        return int(refs[0].param.shape[1])
+        return int(self.head_refs[0].param.shape[1])
 
     @property
     def num_outputs(self) -> int:
         """Number of outputs of the head: V, or the number of labels of a classifier."""
-        return int(self.units[HEAD][0].param.shape[0]) if self.classifies else self.sizes().vocabulary
+        return int(self.units[HEAD][0].param.shape[0]) if self.classifies else self.vocabulary
 
     def computed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a weight takes part in computations, in a model that computes in ``dtype``."""
@@ -167,48 +179,10 @@ class ModelParts:
         frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
         return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()
 
-    def hidden_matrices(self) -> dict[str, tuple[int, int, int]]:
+    def hidden_matrices(self) -> dict[str, MatrixShape]:
         """Return the number, rows and columns of the trainable matrices of blocks, by full name.
 
         Weights that are kept in float32 are not among them: they are gates and decays, to whose single elements a model is sensitive.
         """
         refs = [ref for u in range(self.num_blocks) for ref in self.units[block(u)] if ref.name not in self.in_float32]
         return {ref.name: ref.matrix for ref in refs if ref.matrix is not None and ref.param.requires_grad}
-
-    def sizes(self, trained_only: bool = False) -> ModelSizes:
-        """Return the numbers of elements of the parameters, or only of trainable ones: 0 for others, none for units without any."""
-
-        def numbers(refs: Sequence[ParamRef], in_float32: bool) -> list[int]:
-            own = [ref.param for ref in refs if (ref.name in self.in_float32) == in_float32]
-            counts = [param.numel() if param.requires_grad or not trained_only else 0 for param in own]
-            return counts if any(counts) else []
-
-        held = {unit: () if unit == HEAD and self.tied else refs for unit, refs in self.units.items()}
-        units = {unit: numbers(refs, in_float32=False) for unit, refs in held.items()}
-        if self.in_float32:
-            units |= {float32_of(unit): numbers(refs, in_float32=True) for unit, refs in held.items()}
-        vocabulary, hidden = self.units[EMBED][0].param.shape
-        return ModelSizes(
-            units, self.num_blocks, vocabulary, hidden, self.tied,
-            packed=[] if trained_only else self._packed(), matrices=self._matrices(),
-        )  # fmt: skip
-
-    def _matrices(self) -> list[list[MatrixShape | None]]:
-        """Return the trained matrices of each block, as in `ModelSizes`."""
-        known = self.hidden_matrices()
-        if not known:
-            return []
-        refs_of = (self.units[block(u)] for u in range(self.num_blocks))
-        return [[known.get(ref.name) for ref in refs if ref.name not in self.in_float32] for refs in refs_of]
-
-    def _packed(self) -> list[PackedSizes]:
-        """Return the sizes of the quantized weights of each block; none if no block has any."""
-        if not self.codecs:
-            return []
-        found = []
-        for u in range(self.num_blocks):
-            shapes = {ref.name: ref.param.shape for ref in self.units[block(u)] if ref.name in self.codecs}
-            packed = [self.codecs[name].num_bytes(shape) for name, shape in shapes.items()]
-            slab_bytes = sum(padded(each, PACKED_ALIGNMENT) for each in packed)
-            found.append(PackedSizes([shape.numel() for shape in shapes.values()], sum(packed), slab_bytes))
-        return found

@@ -12,10 +12,9 @@ from torch import nn
 
 from horizon_lm.codecs.mxfp4 import Mxfp4
 from horizon_lm.codecs.stack import Stack
+from horizon_lm.layout.model import ExpertTensors
 from horizon_lm.model.expert_adapters import adapters_of, outermost, wrappers_of
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.planning.experts import ExpertSizes
-from horizon_lm.units import block
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PER_TOKEN = (
@@ -117,27 +116,14 @@ def _experts_by_block(parts: ModelParts) -> dict[int, RoutedExperts]:
     return found
 
 
-def expert_sizes(parts: ModelParts) -> list[ExpertSizes | None]:
-    """Return the sizes of the experts of each block that can be computed a few at a time; empty if no block has any."""
-    found = find_divisible_experts(parts)
-    return [_sizes_of(parts, index, found.get(index)) for index in range(parts.num_blocks)] if found else []
-
-
-def _sizes_of(parts: ModelParts, index: int, experts: RoutedExperts | None) -> ExpertSizes | None:
-    """Return the sizes of the experts of a block; None without experts."""
-    if experts is None:
-        return None
-    names = {f"{parts.block_prefix}.{index}.{name}" for name in experts.names}
-    refs = [ref for ref in parts.units[block(index)] if ref.name not in parts.in_float32]
-    packed = {ref.name: ref.param.shape for ref in refs if ref.name in names & parts.codecs.keys()}
-    of_one = [parts.codecs[name].components((1, *shape[1:])).values() for name, shape in packed.items()]
-    return ExpertSizes(
-        count=experts.count,
-        per_token=experts.per_token,
-        places=frozenset(place for place, ref in enumerate(refs) if ref.name in names),
-        packed=[[component.num_bytes for component in components] for components in of_one],
-        packed_numel=sum(shape.numel() for shape in packed.values()),
-    )
+def expert_tensors(parts: ModelParts) -> dict[int, ExpertTensors]:
+    """Return the experts that can be computed a few at a time, as they are laid out, by the index of their block."""
+    return {
+        index: ExpertTensors(
+            each.count, each.per_token, frozenset(f"{parts.block_prefix}.{index}.{name}" for name in each.names)
+        )
+        for index, each in find_divisible_experts(parts).items()
+    }
 
 
 def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int) -> RoutedExperts | None:

@@ -10,39 +10,32 @@ import torch
 from horizon_lm.device.cpu import dtype_name
 from horizon_lm.errors import ConfigError
 from horizon_lm.kernels.updates import Rule
-from horizon_lm.slabs import num_scales, scale_at, used_bytes
+from horizon_lm.layout.moments import MomentLayout, num_scales
+from horizon_lm.layout.slabs import SlabLayout
 from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
-from horizon_lm.store.unit_slabs import Slab, SlabLayout
+from horizon_lm.store.unit_slabs import Slab
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
 class MomentSlabs:
-    """One moment of a slab of weights: of all trained parameters, or of those whose rule has it.
+    """One moment of a slab of weights.
 
     Attributes:
-        layout: where each parameter's values lie.
-        own: the range of the values that belongs to this rank.
-        values: the slab of the values.
-        scale_starts: for 8-bit moments, the index of the first scale of each parameter; empty for others.
-        own_scales: the range of the scales that belongs to this rank.
-        scales: the slab of the scales.
+        place: where each parameter's values and scales lie.
+        values, scales: their slabs.
     """
 
-    layout: SlabLayout
-    own: slice
+    place: MomentLayout
     values: torch.Tensor
-    scale_starts: Mapping[str, int]
-    own_scales: slice
     scales: torch.Tensor
 
     @property
     def num_bytes(self) -> int:
         """The bytes of values and scales that belong to this rank."""
-        values, scales = self.values.element_size(), self.scales.element_size()
-        return used_bytes([self.own], values) + used_bytes([self.own_scales], scales)
+        return self.place.own_bytes(self.values.element_size())
 
 
 class Moments:
@@ -74,36 +67,20 @@ class Moments:
     def _allocate(self, store: Store, moment: str, parameters: Set[str]) -> None:
         """Allocate one moment of these parameters: an arena of values, and one of scales."""
         dtype = _DTYPES[self.kind]
-        layouts = {slab: slab.grad_layout.restrict(parameters) for slab in store.slabs}
-        placed = {slab: self._place_scales(layout, slab) for slab, layout in layouts.items()}
-        arena = store.new_arena([layout.numel for layout in layouts.values()], dtype)
-        scale_arena = store.new_arena([count for _, count in placed.values()], torch.float32)
-        for slab, layout in layouts.items():
-            scale_starts, count = placed[slab]
-            own, own_scales = slab.own_range(layout), slice(0, 0)
-            if scale_starts:
-                first, last = (scale_at(layout.numels, at, slab.row) for at in (own.start, own.stop))
-                own_scales = slice(first, last)
-            values = arena.take(layout.numel, dtype, own)
-            scales = scale_arena.take(count, torch.float32, own_scales)
-            self.slabs[slab][moment] = MomentSlabs(layout, own, values, scale_starts, own_scales, scales)
-
-    def _place_scales(self, layout: SlabLayout, slab: Slab) -> tuple[dict[str, int], int]:
-        """Return the index of each parameter's first scale, and the number of scales; none unless moments have 8 bits."""
-        starts: dict[str, int] = {}
-        count = 0
-        if self.kind == "8bit":
-            for name, entry in layout.entries.items():
-                starts[name] = count
-                count += num_scales(entry.numel, slab.row)
-        return starts, count
+        places = {slab: MomentLayout(slab, parameters, self.kind == "8bit") for slab in store.slabs}
+        arena = store.new_arena([place.layout.numel for place in places.values()], dtype)
+        scale_arena = store.new_arena([place.num_scales for place in places.values()], torch.float32)
+        for slab, place in places.items():
+            values = arena.take(place.layout.numel, dtype, place.own)
+            scales = scale_arena.take(place.num_scales, torch.float32, place.own_scales)
+            self.slabs[slab][moment] = MomentSlabs(place, values, scales)
 
     def allocate_pages(self) -> None:
         """Write the zeros with which moments begin, so that the system allocates all pages now."""
         for moments in self.slabs.values():
             for each in moments.values():
-                each.values[each.own].zero_()
-                each.scales[each.own_scales].zero_()
+                each.values[each.place.own].zero_()
+                each.scales[each.place.own_scales].zero_()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,12 +89,12 @@ class Moments:
 
     def state(self, slab: Slab, name: str) -> dict[str, torch.Tensor]:
         """Return views of a parameter's moments under torch's names; 8-bit moments as codes and scales."""
-        own = {moment: each for moment, each in self.slabs[slab].items() if name in each.layout}
-        views = {moment: each.layout.view(each.values, name) for moment, each in own.items()}
+        own = {moment: each for moment, each in self.slabs[slab].items() if name in each.place.layout}
+        views = {moment: each.place.layout.view(each.values, name) for moment, each in own.items()}
         if self.kind == "8bit":
             for moment, each in own.items():
-                start = each.scale_starts[name]
-                stop = start + num_scales(each.layout.entries[name].numel, slab.row)
+                start = each.place.scale_starts[name]
+                stop = start + num_scales(each.place.layout.entries[name].numel, slab.row)
                 views[scale_name(moment)] = each.scales[start:stop]
         return views
 
@@ -139,7 +116,8 @@ class MomentArrays:
     @classmethod
     def of(cls, slabs: MomentSlabs) -> "MomentArrays":
         """Return the arrays of a moment."""
-        return cls(slabs.layout, as_array(slabs.values), slabs.scale_starts, as_array(slabs.scales))
+        place = slabs.place
+        return cls(place.layout, as_array(slabs.values), place.scale_starts, as_array(slabs.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +146,6 @@ class SlabArrays:
     @classmethod
     def of(cls, slab: Slab, moments: Moments) -> "SlabArrays":
         """Return the arrays of a slab."""
-        assert slab.precision is not None
         return cls(
             layout=slab.layout,
             grad_layout=slab.grad_layout,

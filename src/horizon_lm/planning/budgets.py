@@ -1,8 +1,9 @@
 """The budgets of a plan: what a run needs on the device, in host memory and on disk, item by item."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from horizon_lm.constants import DEVICE_MARGIN
+from horizon_lm.layout.units import StorageLayout, UnitLayout
 from horizon_lm.planning.device_memory import DeviceUse
 from horizon_lm.planning.host_memory import (
     checkpoint_bytes,
@@ -10,11 +11,9 @@ from horizon_lm.planning.host_memory import (
     host_bytes,
     largest_file_bytes,
 )
-from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.request import Budget, Item, Limit, Machine
 from horizon_lm.planning.step import Step
 from horizon_lm.quantities import counted, format_bytes
-from horizon_lm.slabs import slab_elements
 
 _WORKER_BYTES = 96 * 2**20  # bytes of a compiler process: torch, without the libraries of a run
 _DEVICE_NAMES = {
@@ -115,8 +114,8 @@ def host_budget(step: Step, use: DeviceUse, machine: Machine) -> Budget:
     if machine.on_host:
         items += [Item(f"device: {item.name}", item.bytes, item.note) for item in _device_items(step, use)]
     workers = machine.compile_workers if step.settings.compiled else 0
-    saved, width = _exported(step)
-    largest = max(map(slab_elements, saved.units.values())) * width
+    _, width = _exported(step)
+    largest = max(map(_exported_numel(step), step.outline.layout.units.values())) * width
     # The export follows the last step, when the memory of activations is free again.
     export = max(0, largest - (use.activations if machine.on_host else 0))
     items += [
@@ -169,16 +168,23 @@ def _download_items(step: Step) -> list[Item]:
     return [Item("download", num_bytes, "the checkpoint to start from")] if num_bytes else []
 
 
-def _exported(step: Step) -> tuple[ModelSizes, int]:
-    """Return the parameters of the exported model, and the bytes of each. PEFT saves the adapters alone, in float32."""
-    outline = step.outline
-    return (outline.trained, 4) if outline.base_is_frozen else (outline.sizes, step.settings.export_bytes)
+def _exported(step: Step) -> tuple[int, int]:
+    """Return the number of parameters of the exported model, and the bytes of each. PEFT saves the adapters alone, in float32."""
+    outline, layout = step.outline, step.outline.layout
+    return (layout.num_trained, 4) if outline.base_is_frozen else (layout.num_parameters, step.settings.export_bytes)
+
+
+def _exported_numel(step: Step) -> Callable[[UnitLayout[StorageLayout]], int]:
+    """Return a function that returns the elements of the largest of a unit's slabs, as far as they are exported."""
+    if step.outline.base_is_frozen:
+        return lambda slabs: max(slab.grad_layout.numel for slab in slabs.of_weights)
+    return lambda slabs: max(layout.numel for layout in slabs.layout.buffers)
 
 
 def exported_bytes(step: Step) -> int:
     """Return the bytes of the folder of the exported model."""
     saved, width = _exported(step)
-    return saved.num_parameters * width + step.settings.side_files.model
+    return saved * width + step.settings.side_files.model
 
 
 _LARGEST_FILE = 50 * 10**9  # of an exported model, which is cut into several above that
@@ -189,7 +195,7 @@ def file_problems(step: Step, machine: Machine) -> list[str]:
     if machine.file_limit is None:
         return []
     saved, width = _exported(step)
-    files = [("the exported model", min(saved.num_parameters * width, _LARGEST_FILE))]
+    files = [("the exported model", min(saved * width, _LARGEST_FILE))]
     if step.settings.saves.num and not step.settings.saves.only_model:
         files.append(("a checkpoint", largest_file_bytes(step)))
     return [

@@ -68,7 +68,7 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
     compiled = (
         request.compiled and request.expert_tile is None
     )  # code of a whole block cannot be interrupted for its tiles
-    chunk = head_chunk_tokens(spare, outline.sizes.vocabulary, outline.compute_bytes, compiled)
+    chunk = head_chunk_tokens(spare, outline.layout.vocabulary, outline.compute_bytes, compiled)
     chosen: dict[str, Any] = {
         "device_micro_batch_size": micro_batch,
         "head_chunk_tokens": request.head_chunk_tokens or chunk,
@@ -152,7 +152,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     if room is None:
         return requested, _describe(requested, num_blocks, "device memory is host memory")
     # Counted with the ring through which activation checkpoints are offloaded, although it is dropped if all of them stay.
-    buffers = sum(device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained).values())
+    buffers = sum(device_buffers(step.tiled, step.buffer_table, step.buffer_settings()).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"
     needed, weights = step_working(step), weights_of_blocks(step)

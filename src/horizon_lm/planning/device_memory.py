@@ -5,7 +5,7 @@ over time.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.planning.device_buffers import block_bytes, device_buffers
+from horizon_lm.planning.device_buffers import device_buffers
 from horizon_lm.planning.matrices import orthogonalizing_bytes
 from horizon_lm.planning.outline import Footprint, Linear
 from horizon_lm.planning.plan_file import PlannedMemory
@@ -115,12 +115,10 @@ def device_use(step: Step) -> DeviceUse:
     residency = step.settings.residency
     checkpoints = step.staying * step.boundary
     in_training = step_working(step).step_peak(residency.boundaries, residency.graphs)
-    in_update = max(
-        (orthogonalizing_bytes(step.outline.trained.matrices_of(u.block_index)) for u in step.orthogonalized), default=0
-    )
+    in_update = max((orthogonalizing_bytes(step.outline.layout.matrices_of(u)) for u in step.orthogonalized), default=0)
     most = max([in_training, in_update, *(_evaluation_peak(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
-        buffers=device_buffers(step.outline.sizes, step.buffer_settings(), step.outline.trained),
+        buffers=device_buffers(step.tiled, step.buffer_table, step.buffer_settings()),
         checkpoints=checkpoints, activations=most - checkpoints, shared=step.outline.shared.at(step.settings.rows),
     )  # fmt: skip
 
@@ -133,7 +131,7 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
     per_row = relative_length * max(1.0, relative_length) if outline.attention == "eager" else relative_length
     rows_at_once = settings.rows_at_once(batch.rows)
     tokens = batch.rows * batch.length
-    hidden = tokens * outline.sizes.hidden * outline.compute_bytes
+    hidden = tokens * outline.layout.hidden * outline.compute_bytes
     in_block = max(kind.forward_peak.at(max(1.0, rows_at_once * per_row)) for kind in outline.kinds)
     if settings.expert_tile is not None:  # all micro-batches come as far as the experts before any goes on
         in_block += max(
@@ -148,7 +146,7 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
 
 def weights_of_blocks(step: Step) -> Sequence[int]:
     """Return the device bytes of each block's weights."""
-    return block_bytes(step.outline.sizes, step.buffer_settings())
+    return [slots.num_bytes for slots in step.buffer_table.block_weights]
 
 
 def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> PlannedMemory:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from horizon_lm.constants import ORTHOGONALIZED_AT_ONCE, ORTHOGONALIZING_STEPS
-from horizon_lm.planning.model_sizes import MatrixShape
+from horizon_lm.layout.model import MatrixShape
 from horizon_lm.planning.outline import Work
 
 NO_MATRICES = "horizon_lm.Muon trains the matrices of blocks, and this model trains none of them; use AdamW, for example for adapters"

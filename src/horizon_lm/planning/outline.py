@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from operator import add, sub
 from typing import Any, Generic, Self, TypeVar
 
-from horizon_lm.planning.model_sizes import ModelSizes
+from horizon_lm.layout.model import ModelLayout
+from horizon_lm.layout.units import StorageLayout
 
 
 class _Amounts:
@@ -161,8 +162,7 @@ class ModelOutline:
 
     Attributes:
         name: display name.
-        sizes: elements of all units.
-        trained: elements of the trainable parameters.
+        layout: the units, for one rank.
         active: number of parameters used per token: no table lookups, and only the experts that a token is routed to.
         experts: number of experts of a block; 0 without a mixture of experts.
         routed_tokens: the largest number of tokens of which a pass without gradients streams only the experts that they are
@@ -186,8 +186,7 @@ class ModelOutline:
     """
 
     name: str
-    sizes: ModelSizes
-    trained: ModelSizes
+    layout: ModelLayout[StorageLayout]
     active: int
     length: int
     compute_bytes: int
@@ -208,7 +207,7 @@ class ModelOutline:
 
     @property
     def num_blocks(self) -> int:
-        return self.sizes.num_blocks
+        return self.layout.num_blocks
 
     def kind(self, index: int) -> BlockKind:
         """Return the structure of a block."""

@@ -271,7 +271,7 @@ def _reasons(plan: Plan, typical: Step, time: StepTime | None, faster: Iterable[
     """
     outline, machine = plan.step.outline, plan.machine
     if outline.base_is_frozen:
-        trained, total = outline.trained.num_parameters, outline.sizes.num_parameters
+        trained, total = outline.layout.num_trained, outline.layout.num_parameters
         yield f"adapters: {trained:,} parameters are trained, {trained / total:.2%} of {total:,}"
     yield from plan.reasons
     if outline.unproven:

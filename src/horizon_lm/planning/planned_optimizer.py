@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from horizon_lm.planning.model_sizes import ModelSizes
+from horizon_lm.layout.model import ModelLayout
+from horizon_lm.layout.units import StorageLayout
 
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of each moment
 
@@ -39,11 +40,12 @@ class PlannedOptimizer:
         """
         return (1 if self.orthogonalizes else self.num_moments) * MOMENT_BYTES[moments]
 
-    def moments_of(self, trained: ModelSizes) -> list[ModelSizes]:
-        """Return the sizes of the parameters that have each moment."""
+    def moments_of(self, layout: ModelLayout[StorageLayout]) -> list[frozenset[str]]:
+        """Return the full names of the trained parameters that have each moment."""
+        trained = layout.trained
         if not self.orthogonalizes:
             return [trained] * self.num_moments
-        return [trained.only_matrices(), *[trained.without_matrices()] * self.num_moments]
+        return [trained.intersection(layout.matrices), *[trained.difference(layout.matrices)] * self.num_moments]
 
 
 ADAMW = PlannedOptimizer("AdamW", 2)

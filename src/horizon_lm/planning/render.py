@@ -82,9 +82,9 @@ def _why_unknown(plan: Plan) -> str:
 def detail_lines(plan: Plan) -> Iterator[str]:
     """Yield the items of all places, the settings that were chosen, and the times of a step."""
     outline, request = plan.step.outline, plan.request
-    active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.sizes.num_parameters else ""
+    active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.layout.num_parameters else ""
     yield (
-        f"{outline.name}: {_billions(outline.sizes.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
+        f"{outline.name}: {_billions(outline.layout.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
         f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_and_process(plan)}"
     )
     if outline.routed_tokens and plan.request.num_ranks == 1:
@@ -295,9 +295,9 @@ def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> di
 
 
 def _model(outline: ModelOutline) -> PlannedModel:
-    sizes = outline.sizes
+    layout = outline.layout
     return PlannedModel(
-        outline.name, sizes.num_parameters, outline.active, outline.num_blocks, sizes.hidden, sizes.vocabulary
+        outline.name, layout.num_parameters, outline.active, outline.num_blocks, layout.hidden, layout.vocabulary
     )
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from horizon_lm.layout.ranks import WHOLE, Shard
 from horizon_lm.planning.catalog import Hardware
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.planned_optimizer import ADAMW, PlannedOptimizer
-from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions, chosen
 
 

@@ -1,10 +1,14 @@
 """A training step as run by the engine: its settings and its passes."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
+from horizon_lm.layout.buffers import BufferOptions, BufferTable
+from horizon_lm.layout.model import TiledLayout
+from horizon_lm.layout.parts import PartLayout
+from horizon_lm.layout.units import StorageLayout
 from horizon_lm.planning.device_buffers import BufferSettings
-from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.planning.outline import HeadCosts, ModelOutline
 from horizon_lm.planning.request import Request
 from horizon_lm.planning.residency import Residency
@@ -78,18 +82,18 @@ class Step:
         return self._distinct(self.tokens * self.settings.num_ranks)
 
     def _distinct(self, tokens: int) -> int:
-        vocabulary = self.outline.sizes.vocabulary
+        vocabulary = self.outline.layout.vocabulary
         return min(tokens, vocabulary, self.settings.distinct_tokens or vocabulary)
 
     @property
     def hidden(self) -> int:
         """Bytes of one block's input for the whole batch (B, T, H)."""
-        return self.tokens * self.outline.sizes.hidden * self.outline.compute_bytes
+        return self.tokens * self.outline.layout.hidden * self.outline.compute_bytes
 
     @property
     def boundary(self) -> int:
         """Bytes that a block keeps for the backward pass: its input, and with tiles as much that experts return."""
-        return self.hidden * self.buffer_settings().kept_each
+        return self.hidden * self.tiled.kept_each
 
     @property
     def offloaded(self) -> int:
@@ -106,31 +110,30 @@ class Step:
         """Number of boundaries that stay on the device."""
         return min(self.settings.residency.boundaries, self.outline.num_blocks - self.outline.first_differentiated)
 
-    def tiled_experts(self, index: int) -> ExpertSizes | None:
-        """Return the experts of a block that is cut into tiles; None for other blocks."""
-        return None if self.settings.expert_tile is None else self.outline.sizes.experts_of(index)
+    @property
+    def tiled(self) -> TiledLayout[PartLayout[StorageLayout]]:
+        """The parts of the model that have slots, as they are laid out for this rank."""
+        return self.outline.layout.on(self.settings.shard).tiled(self.settings.expert_tile)
 
     @property
-    def num_tiles(self) -> tuple[int, ...]:
-        """The number of tiles of each block; empty if no block has any."""
-        size = self.settings.expert_tile
-        if size is None:
-            return ()
-        found = map(self.outline.sizes.experts_of, range(self.outline.num_blocks))
-        return tuple(0 if experts is None else experts.num_tiles(size) for experts in found)
+    def buffer_options(self) -> BufferOptions:
+        """The settings that determine the sizes of slots."""
+        settings = self.settings
+        return BufferOptions(
+            compute_dtype=_DTYPE[self.outline.compute_bytes], grad_dtype=_DTYPE[settings.grad_bytes],
+            in_micro_batches=settings.in_micro_batches, chunked_head=settings.chunked_head,
+        )  # fmt: skip
 
     @property
-    def gathers_packed(self) -> bool:
-        """True if several ranks gather the codes and scales of quantized weights, and decode them on their devices."""
-        return any(self.settings.shard.packed_slot(each.slab_bytes)[-1] for each in self.outline.sizes.packed)
+    def buffer_table(self) -> BufferTable:
+        """The slots of the engine."""
+        return _table_of(self.tiled, self.buffer_options)
 
     def buffer_settings(self) -> BufferSettings:
         """Return the settings that determine the engine's device buffers."""
         settings = self.settings
         return BufferSettings(
-            tokens=self.tokens, compute_bytes=self.outline.compute_bytes, grad_bytes=settings.grad_bytes,
-            micro_batches=settings.in_micro_batches, chunked_head=settings.chunked_head, offloaded=self.waiting,
-            resident=settings.residency.weights, expert_tile=settings.expert_tile, shard=settings.shard,
+            options=self.buffer_options, tokens=self.tokens, offloaded=self.waiting, resident=settings.residency.weights,
             table_rows=self.table_rows,
             forward_table_rows=max(
                 (self._distinct(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
@@ -143,19 +146,19 @@ class Step:
         settings = self.settings
         accumulates, _slot_bytes = settings.grad_slots
         return build.Layout(
-            num_blocks=self.outline.num_blocks, tied=self.outline.trained.tied, offloaded=self.offloaded,
+            num_blocks=self.outline.num_blocks, tied=self.outline.layout.tied, offloaded=self.offloaded,
             resident=settings.residency.weights, accumulates=accumulates, update_in_backward=settings.update_in_backward,
-            adapters=self.outline.has_adapters, sharded=settings.num_ranks > 1, packed=self.gathers_packed, tiles=self.num_tiles,
+            adapters=self.outline.has_adapters, sharded=settings.num_ranks > 1, packed=self.buffer_table.gathers_packed, tiles=self.tiled.counts,
         )  # fmt: skip
 
     def passes(self) -> list[Schedule]:
         """Return the forward, backward and update passes of one step among many."""
-        settings, trained, layout = self.settings, self.outline.trained, self.layout
+        settings, model, layout = self.settings, self.outline.layout, self.layout
         differentiated = range(self.outline.first_differentiated, layout.num_blocks)
         units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
-        is_trained = {unit: sum(trained.tensors_of(unit)) > 0 for unit in (EMBED, *units)}
+        is_trained = {unit: model.trained_numel(unit) > 0 for unit in (EMBED, *units)}
         # The table, and with it a tied head, is updated in the next forward pass.
-        updated = [u for u in units if is_trained[u] and not (u == HEAD and trained.tied)]
+        updated = [u for u in units if is_trained[u] and not (u == HEAD and model.tied)]
         head_grads = settings.chunked_head and is_trained[HEAD]
         forward = build.forward(
             layout,
@@ -177,13 +180,13 @@ class Step:
     @property
     def orthogonalized(self) -> list[Unit]:
         """The blocks whose update is orthogonalized on the device."""
-        blocks = range(self.outline.num_blocks) if self.settings.optimizer.orthogonalizes else ()
-        return [block(u) for u in blocks if self.outline.trained.matrices_of(u)]
+        blocks = self.outline.layout.blocks if self.settings.optimizer.orthogonalizes else ()
+        return [unit for unit in blocks if self.outline.layout.matrices_of(unit)]
 
     def passes_with_save(self) -> list[Schedule]:
         """Return the passes of a whole step, and among them those of a checkpoint that is begun before it."""
         forward, *others = self.passes()
-        if not self.outline.trained.units[EMBED]:
+        if not self.outline.layout.trained_numel(EMBED):
             return [build.save(self.layout, self.saved_units), forward, *others]
         # The table is saved once its last update is over, which runs in the forward pass.
         save = build.save(self.layout, [unit for unit in self.saved_units if unit != EMBED])
@@ -192,6 +195,15 @@ class Step:
     @property
     def saved_units(self) -> list[Unit]:
         """The units of a checkpoint: all that have slabs, or only the trained ones if the base of adapters is frozen."""
-        sizes = self.outline.trained if self.outline.base_is_frozen else self.outline.sizes
-        units = [EMBED, *map(block, range(self.outline.num_blocks)), *([] if sizes.tied else [HEAD]), OUTER]
-        return [unit for unit in units if sum(sizes.tensors_of(unit))]
+        layout = self.outline.layout
+        numel = layout.trained_numel if self.outline.base_is_frozen else layout.numel
+        return [unit for unit in (EMBED, *layout.blocks, *([] if layout.tied else [HEAD]), OUTER) if numel(unit)]
+
+
+_DTYPE = {2: "bfloat16", 4: "float32"}  # by the bytes of an element
+
+
+@lru_cache(256)  # a plan tries many settings of the same few layouts
+def _table_of(tiled: TiledLayout[PartLayout[StorageLayout]], options: BufferOptions) -> BufferTable:
+    """Return the slots of the engine."""
+    return BufferTable(tiled, options)

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
+from horizon_lm.layout.model import MatrixShape
+from horizon_lm.layout.parts import PartLayout
+from horizon_lm.layout.units import StorageLayout
 from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.experts import ExpertSizes
 from horizon_lm.planning.host_memory import SAVED_BYTES, WEIGHT_BYTES
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.matrices import orthogonalizing_work
-from horizon_lm.planning.model_sizes import MatrixShape, ModelSizes, float32_of
 from horizon_lm.planning.outline import Work
 from horizon_lm.planning.planned_optimizer import ADAMW, MOMENT_BYTES
 from horizon_lm.planning.request import Request
@@ -26,18 +26,6 @@ _OF_MATRICES = (Kind.STREAM_MATRICES, Kind.GATHER_MATRICES, Kind.RETURN_MATRICES
 _OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE, *_OF_MATRICES)
 
 
-def _in_float32(unit: Unit, sizes: ModelSizes) -> int:
-    """Return the elements of a unit that are kept in float32; a tile has none."""
-    return sum(sizes.units.get(float32_of(unit), ()))
-
-
-class _Quantized(NamedTuple):
-    """The size of quantized weights: bytes of their codes and scales, and elements of what these are decoded to."""
-
-    num_bytes: float
-    numel: float
-
-
 class StepCost:
     """The cost of each operation, for `schedule.simulate`: seconds of a computation, bytes of a transfer, host bytes of an update.
 
@@ -50,7 +38,7 @@ class StepCost:
     def __init__(self, step: Step, hardware: Hardware, interconnect: Interconnect | None = None) -> None:
         self._step, self._hardware, self._interconnect = step, hardware, interconnect
         self._outline, self._settings = step.outline, step.settings
-        self._tiles = TileCost(step)
+        self._tiles, self._tiled = TileCost(step), step.tiled
         self._dtype = "float32" if step.outline.compute_bytes == 4 else "bfloat16"
         # Seconds of a computation, by what they depend on: its kind, the block's kind, whether its graph is kept, and the share of experts.
         self._known: dict[tuple[Kind, int, bool, float], float] = {}
@@ -89,7 +77,7 @@ class StepCost:
         """
         if op.kind in (Kind.OFFLOAD, Kind.FETCH):
             return self._step.boundary
-        ranks, share = self._settings.shard.count, self._tiles.largest_part(op)
+        ranks, share = self._settings.shard.count, self._tiled.part(op.unit).largest_share()
         if op.kind == Kind.GATHER:
             return self._gathered(op, ranks, share)
         if op.kind == Kind.GATHER_MATRICES:
@@ -104,53 +92,40 @@ class StepCost:
 
     def _grad_bytes(self, op: Op, itemsize: int) -> float:
         """Return the bytes of the gradients, of all ranks, that an operation moves; in float32 for weights that are kept in it."""
-        trained = self._outline.trained
-        return self._elements(op, trained) * itemsize + _in_float32(op.unit, trained) * (4 - itemsize)
+        if op.unit == EMBED:
+            return self._rows_numel * itemsize
+        plain, in_float32 = (buffer.num_params for buffer in self._tiled.part(op.unit).grad_layout.buffers)
+        return plain * itemsize + in_float32 * 4
 
     def _weight_bytes(self, op: Op, itemsize: int) -> float:
         """Return the bytes of the weights, of all ranks, that an operation moves: quantized ones as codes and scales."""
-        sizes, quantized = self._outline.sizes, self._quantized(op)
-        plain = self._elements(op, sizes) - quantized.numel
-        return plain * itemsize + _in_float32(op.unit, sizes) * (4 - itemsize) + quantized.num_bytes
+        if op.unit == EMBED:
+            return self._rows_numel * itemsize
+        part = self._tiled.part(op.unit)
+        plain, in_float32 = (buffer.num_params for buffer in part.layout.buffers)
+        return (plain - _decoded_numel(part)) * itemsize + in_float32 * 4 + part.packed.num_params
 
     # An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
 
     def _gathered(self, op: Op, ranks: int, share: float) -> float:
         """Return the bytes of weights that a rank receives from the others, with the seconds of decoding them as bytes."""
-        decoding = self._decoding_seconds(self._quantized(op)) * self._gather_rate(ranks)
+        decoding = self._decoding_seconds(op) * self._gather_rate(ranks)
         return self._weight_bytes(op, self._outline.compute_bytes) * (ranks - 1) * share + decoding
 
     def _streamed_in(self, op: Op, share: float) -> float:
         """Return the bytes of weights that cross the link to the device, with the seconds of decoding them as bytes."""
         own = self._weight_bytes(op, WEIGHT_BYTES[self._settings.precision]) * share
-        if self._step.gathers_packed:  # they are decoded once they are gathered
+        if self._step.buffer_table.gathers_packed:  # they are decoded once they are gathered
             return own
         hardware = self._hardware
-        decoding = self._decoding_seconds(self._quantized(op)) * min(hardware.link_in, hardware.host_rate)
+        decoding = self._decoding_seconds(op) * min(hardware.link_in, hardware.host_rate)
         # A GPU decodes a part while the next one crosses the link.
         return own + decoding if hardware.on_host else max(own, decoding)
 
-    def _elements(self, op: Op, sizes: ModelSizes) -> float:
-        """Return the elements that an operation moves, given the sizes of all or of the trained parameters."""
-        if op.unit == EMBED:
-            return self._step.table_rows * sizes.hidden
-        if experts := self._tiles.experts(op):
-            moved = self._tiles.elements(op, experts, sizes.units[op.unit.owner])
-            return moved + _in_float32(op.unit, sizes)
-        return sum(sizes.tensors_of(op.unit))
-
-    def _quantized(self, op: Op) -> _Quantized:
-        """Return the size of the quantized weights that an operation moves."""
-        if not (op.unit.is_block or op.unit.is_tile):
-            return _Quantized(0, 0)
-        packed = self._outline.sizes.packed_of(op.unit.block_index)
-        num_bytes, numel = packed.num_bytes, sum(packed.tensors)
-        if (experts := self._tiles.experts(op)) is None:  # the block is not cut into tiles
-            return _Quantized(num_bytes, numel)
-        if op.unit.is_tile:
-            share = self._tiles.share(op, experts)
-            return _Quantized(share * experts.packed_bytes, share * experts.packed_numel)
-        return _Quantized(num_bytes - experts.packed_bytes, numel - experts.packed_numel)
+    @property
+    def _rows_numel(self) -> int:
+        """The elements of the rows of the table that the step reads."""
+        return self._step.table_rows * self._outline.layout.hidden
 
     def _summed_bytes(self, unit: Unit) -> int:
         """Return the bytes of an element of a unit's gradients on the device, where ranks sum them."""
@@ -160,11 +135,11 @@ class StepCost:
         _accumulates, slot_bytes = settings.grad_slots
         return settings.grad_bytes if unit == EMBED else slot_bytes
 
-    def _decoding_seconds(self, quantized: _Quantized) -> float:
-        """Return the seconds that decoding takes."""
-        hardware = self._hardware
+    def _decoding_seconds(self, op: Op) -> float:
+        """Return the seconds that decoding the quantized weights of an operation takes."""
+        part, hardware = self._tiled.part(op.unit), self._hardware
         rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
-        return (quantized.num_bytes + quantized.numel * self._outline.compute_bytes) / rate
+        return (part.packed.num_params + _decoded_numel(part) * self._outline.compute_bytes) / rate
 
     def _gather_rate(self, ranks: int) -> float:
         """Return the bytes per second of a gather: those of the links between devices or, without any, of the links to the host.
@@ -180,20 +155,25 @@ class StepCost:
 
     def _saved(self, unit: Unit) -> int:
         """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
-        settings, sizes = self._settings, self._outline.sizes
-        per_weight = SAVED_BYTES[settings.precision]
-        held = sum(sum(each.tensors_of(unit)) for each in settings.optimizer.moments_of(self._outline.trained))
-        saved = sum(sizes.tensors_of(unit)) * per_weight + held * MOMENT_BYTES[settings.moments]
-        saved += _in_float32(unit, sizes) * (4 - per_weight)
-        return saved // self._settings.shard.count
+        settings, slabs = self._settings, self._outline.layout.of(unit)
+        held = sum(
+            buffer.entries[name].numel
+            for names in settings.optimizer.moments_of(self._outline.layout)
+            for buffer in slabs.grad_layout.buffers
+            for name in buffer
+            if name in names
+        )
+        plain, in_float32 = (buffer.num_params for buffer in slabs.layout.buffers)
+        saved = plain * SAVED_BYTES[settings.precision] + in_float32 * 4 + held * MOMENT_BYTES[settings.moments]
+        return saved // settings.shard.count
 
     # Updates
 
     def _update(self, op: Op) -> float:
         """Return the host bytes of an update of this rank's range, or of the part of it before or after orthogonalization."""
-        parameters = sum(self._outline.trained.tensors_of(op.unit))
+        parameters, in_float32 = (buffer.num_params for buffer in self._outline.layout.of(op.unit).grad_layout.buffers)
         if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
-            rows = self._step.table_rows * self._outline.sizes.hidden
+            rows = self._rows_numel
             parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
         settings, hardware = self._settings, self._hardware
         in_matrices = sum(map(math.prod, self._matrices(op.unit)))
@@ -201,15 +181,13 @@ class StepCost:
         if op.kind == Kind.ADVANCE:
             return in_matrices * before / settings.shard.count
         moved = (parameters - in_matrices) * update_bytes(settings, hardware) + in_matrices * after
-        if in_float32 := _in_float32(op.unit, self._outline.trained):  # counted above as the others
-            of_float32 = replace(settings, precision="float32", grad_bytes=4)
-            moved += in_float32 * (update_bytes(of_float32, hardware) - update_bytes(settings, hardware))
+        moved += in_float32 * update_bytes(replace(settings, precision="float32", grad_bytes=4), hardware)
         of_unit = hardware.unit_update_seconds.get(settings.precision, 0.0) * hardware.host_rate
         return of_unit + moved / settings.shard.count
 
     def _matrices(self, unit: Unit) -> list[MatrixShape]:
         """Return the matrices of a unit that are orthogonalized."""
-        return self._outline.trained.matrices_of(unit.block_index) if unit in self._step.orthogonalized else []
+        return self._outline.layout.matrices_of(unit) if unit in self._step.orthogonalized else []
 
     # Computation
 
@@ -227,25 +205,22 @@ class StepCost:
 
     def _embedding_bytes(self, kind: Kind) -> int:
         """Return the device bytes read and written in looking up the rows of tokens, or in adding up their gradients."""
-        rows = self._step.table_rows * self._outline.sizes.hidden * self._outline.compute_bytes
+        rows = self._rows_numel * self._outline.compute_bytes
         return rows + self._step.hidden * (2 if kind == Kind.FORWARD else 6)
 
     def _block_seconds(self, op: Op) -> float:
         """Return the seconds of a block, its core or a tile, computed once for all blocks of a kind."""
-        index, experts = op.unit.block_index, self._tiles.experts(op)
+        index, is_cut = op.unit.block_index, self._tiled.is_cut(op.unit.block_index)
         kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
         has_graph = self._settings.residency.keeps_graph(index, self._outline.num_blocks)
-        share = self._tiles.share(op, experts) if experts else 1.0
+        share = self._tiles.share(op) if is_cut else 1.0
         key = (op.kind, kind, has_graph, share)
         if key not in self._known:
-            if experts:
-                work = self._tiles.work(op, self._outline.kinds[kind], experts)
-            else:
-                work = self._block(op.kind, index, has_graph)
+            work = self._tiles.work(op, self._outline.kinds[kind]) if is_cut else self._block(op.kind, index, has_graph)
             if not op.unit.is_tile:
                 work += self._casts(op.kind, index)
             own_code = self._seconds(work, self._settings.compiled)
-            self._known[key] = own_code + self._engine_bytes(op, experts) / self._hardware.device_bandwidth
+            self._known[key] = own_code + self._engine_bytes(op) / self._hardware.device_bandwidth
         return self._known[key]
 
     def _casts(self, op_kind: Kind, index: int) -> Work:
@@ -269,20 +244,20 @@ class StepCost:
                 total += kind.recompute.at(rows)
         return total
 
-    def _engine_bytes(self, op: Op, experts: ExpertSizes | None) -> float:
+    def _engine_bytes(self, op: Op) -> float:
         """Return the device bytes that the engine moves around a block, its core or a tile: gradients into their slot, micro-batches
         into whole tensors, and the rows of a tile.
         """
         if op.kind in (Kind.ROUTE, Kind.RECOMPUTE):
             return 0.0
-        parameters, num_slices = self._elements(op, self._outline.trained), len(self._settings.slices)
+        parameters, num_slices = self._tiled.part(op.unit).grad_layout.num_params, len(self._settings.slices)
         if op.kind == Kind.STAGE:
             return parameters * (4 + self._settings.grad_bytes)
         # fp32 accumulation reads the gradient and the sum, and writes the sum: 3 x 4 bytes.
         each = 12 if num_slices > 1 else self._outline.compute_bytes + self._settings.grad_bytes
         into_slot = parameters * each * num_slices if op.kind == Kind.BACKWARD else 0.0
-        if experts and op.unit.is_tile:
-            return into_slot + self._tiles.rows_bytes(op, experts)
+        if op.unit.is_tile:
+            return into_slot + self._tiles.rows_bytes(op)
         return into_slot + (2 * self._step.hidden if num_slices > 1 else 0)
 
     def _head(self, op: Op) -> Work:
@@ -295,10 +270,8 @@ class StepCost:
         forward, backward = self._step.head.forward, self._step.head.backward
         if chunk_tokens is None:
             return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
-        is_trained = bool(outline.trained.tensors_of(HEAD))
-        grad_bytes = 8.0 * sum(
-            outline.sizes.tensors_of(HEAD)
-        )  # of reading and writing all gradients of the head in fp32
+        is_trained = outline.layout.trained_numel(HEAD) > 0
+        grad_bytes = 8.0 * outline.layout.numel(HEAD)  # of reading and writing all gradients of the head in fp32
         if op.kind == Kind.BACKWARD and is_trained:
             return Work(moved_bytes=grad_bytes + 2 * self._step.hidden)
         num_chunks = -(-tokens // chunk_tokens)
@@ -320,6 +293,11 @@ class StepCost:
         overhead = work.num_ops * hardware.op_seconds * (FUSED if compiled else 1.0)
         # A GPU computes while the host enqueues the next operations; a CPU does both in one thread.
         return seconds + overhead if hardware.on_host else max(seconds, overhead)
+
+
+def _decoded_numel(part: PartLayout[StorageLayout]) -> int:
+    """Return the elements of the quantized weights of a part, once they are decoded."""
+    return sum(part.layout.entry(name).numel for name in part.packed)
 
 
 def update_bytes(settings: StepSettings, hardware: Hardware) -> float:

@@ -24,7 +24,7 @@ def require_tiles(outline: ModelOutline, request: Request) -> None:
         return
     if problem := _problem(request):
         raise ConfigError(problem)
-    if not outline.sizes.experts:
+    if not outline.layout.experts:
         raise ModelNotSupportedError(no_experts(outline.name))
 
 
@@ -41,7 +41,7 @@ def tile_sizes(outline: ModelOutline, request: Request) -> list[int]:
     """
     if _problem(request) or outline.unknown:
         return []
-    num_experts = max((each.count for each in outline.sizes.experts if each), default=0)
+    num_experts = max((each.count for each in outline.layout.experts.values()), default=0)
     powers = (2**exponent for exponent in reversed(range(num_experts.bit_length())))
     return [size for size in powers if num_experts / _MOST_TILES <= size < num_experts]
 

@@ -9,12 +9,13 @@ from horizon_lm.config import DpoConfig, RunConfig
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError, DoesNotFitError, TokenError
+from horizon_lm.layout.buffers import sum_buffers
+from horizon_lm.layout.ranks import WHOLE, Shard
 from horizon_lm.model.source import ModelSource
 from horizon_lm.optim.choosing import optimizer_class
 from horizon_lm.optimizers import OPTIMIZERS
 from horizon_lm.planning.budgets import describe_deficit
 from horizon_lm.planning.choose import with_device_room
-from horizon_lm.planning.device_buffers import sum_buffers
 from horizon_lm.planning.device_memory import device_use
 from horizon_lm.planning.interconnect import Interconnect
 from horizon_lm.planning.matrices import NO_MATRICES
@@ -27,7 +28,6 @@ from horizon_lm.preflight.inputs import RowShape, Source, compute_dtype, fetch_s
 from horizon_lm.preflight.remedies import remedies_of
 from horizon_lm.preflight.side_files import side_files
 from horizon_lm.preflight.this_machine import this_machine
-from horizon_lm.slabs import WHOLE, Shard
 from horizon_lm.streaming_options import StreamingOptions
 
 _NO_SAVES = Saves()
@@ -73,7 +73,7 @@ def plan_run(
     typical = None
     if rows.typical_length and machine.hardware is not None:
         typical = source.outline(run, length=rows.typical_length, masked=rows.masked)
-    stored_bytes = source.checkpoint_bytes(outline.sizes)
+    stored_bytes = source.checkpoint_bytes(outline.layout)
     request = make_request(
         run, source, rows, stored_bytes, num_steps=num_steps, saves=saves, shard=shard, num_ranks=num_ranks
     )
@@ -263,7 +263,7 @@ class Admission:
         length = run.max_length or _USUAL_LENGTH
         early = partial(self._plan, run, self._source, machine, priced=False, counts_files=False)
         plan = early(rows=RowShape(length, length))
-        self._vocabulary = plan.step.outline.sizes.vocabulary
+        self._vocabulary = plan.step.outline.layout.vocabulary
         shortest = RowShape(1, 1, masked=False, distinct_tokens=1)
         if not plan.fits and not early(rows=shortest).fits:
             self._reject(plan)

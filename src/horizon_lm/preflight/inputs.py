@@ -1,7 +1,7 @@
 """The properties of a run's model and examples that determine memory and time."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.data.loader import Loader
 from horizon_lm.data.token_dataset import TokenTable
 from horizon_lm.errors import ConfigError
+from horizon_lm.layout.model import ModelLayout
+from horizon_lm.layout.units import StorageLayout
 from horizon_lm.model import hf_config, hub
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, require_weights
 from horizon_lm.model.adapters import Adapters
@@ -22,7 +24,6 @@ from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.opening import opened_dtype
 from horizon_lm.model.quantization import requested_quantization, require_adapters
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.model_sizes import ModelSizes
 from horizon_lm.planning.outline import ModelOutline
 from horizon_lm.store.quantized_checkpoint import Quantized
 
@@ -56,13 +57,15 @@ class Source:
         """The Hugging Face config of the model."""
         return self.model.config
 
-    def checkpoint_bytes(self, sizes: ModelSizes) -> int:
+    def checkpoint_bytes(self, layout: ModelLayout[StorageLayout]) -> int:
         """Return the bytes of the weights before training, given their sizes in a run."""
         if self.model.quantization is None:
-            sizes = replace(sizes, packed=())
-        elif not sizes.packed:  # they are decoded while they are read
-            sizes = model_outline.published_sizes(self.model, Quantized.of(self.model.quantization, self.model.folder))
-        return sizes.file_bytes(self.stored_bytes)
+            return round(layout.num_parameters * self.stored_bytes)
+        if not layout.is_quantized:  # they are decoded while they are read
+            layout = model_outline.published_layout(
+                self.model, Quantized.of(self.model.quantization, self.model.folder)
+            )
+        return layout.file_bytes(self.stored_bytes)
 
     def cache_bytes(self, run: RunConfig, length: int) -> int:
         """Return the device bytes of the key-value cache of a row with this number of tokens, over all blocks."""

@@ -43,7 +43,7 @@ def side_files(
     """
     written = _tokenizer_bytes(outline, tokenizer)
     if outline.base_is_frozen:
-        trained = sum(sum(map(bool, tensors)) for tensors in outline.trained.units.values())
+        trained = sum(len(slab.grad_layout.entries) for slab in outline.layout.slabs())
         written += _ADAPTER_BYTES + _ADAPTER_TENSOR_BYTES * trained
     else:
         written += _model_bytes(source, export_bytes) if source.is_local else _CONFIG_BYTES
@@ -74,7 +74,7 @@ class _Names:
 
 def _tokenizer_bytes(outline: ModelOutline, tokenizer: Any) -> int:
     """Return the bytes of a tokenizer's files with its templates; an estimate if it is not loaded."""
-    estimate = _TOKEN_BYTES * outline.sizes.vocabulary
+    estimate = _TOKEN_BYTES * outline.layout.vocabulary
     return estimate if tokenizer is None else _written(tokenizer.save_pretrained, estimate)
 
 

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from horizon_lm.codecs.base import Codec
 from horizon_lm.errors import StreamingError
+from horizon_lm.layout.ranks import WHOLE, Shard
+from horizon_lm.layout.units import StorageLayout, UnitLayout
 from horizon_lm.quantities import page_aligned
 from horizon_lm.ranges import length
-from horizon_lm.slabs import WHOLE, Shard, used_bytes
 from horizon_lm.store.arena import Arena
 from horizon_lm.store.precision import Precision, join_master, split_master
 from horizon_lm.store.unit_slabs import Slab, UnitSlabs
@@ -46,8 +48,9 @@ class Store:
     ) -> None:
         self.precision, self.codecs, self.shard = precision, dict(codecs or {}), shard
         self.in_float32 = frozenset(in_float32)
+        make = partial(Slab, precision)
         self.units = {
-            unit: UnitSlabs(unit, tensors, precision, self.codecs, self.in_float32, shard, is_table=unit == EMBED)
+            unit: UnitSlabs(make, unit, tensors, self.codecs, self.in_float32, shard, is_table=unit == EMBED)
             for unit, tensors in shapes.items()
         }
         self.unit_of = {name: unit for unit, slabs in self.units.items() for name in slabs.layout}
@@ -89,7 +92,7 @@ class Store:
             slabs: the slabs.
             trained: names of slabs that may be trained.
         """
-        with_low = [slab for slab in slabs if slab.precision and slab.precision.low_half and slab.name in trained]
+        with_low = [slab for slab in slabs if slab.has_low and slab.name in trained]
         weights = self.new_arena([slab.layout.numel for slab in slabs], slabs[0].dtype) if slabs else Arena(0)
         low = self.new_arena([slab.layout.numel for slab in with_low], torch.int16)
         for slab in slabs:
@@ -101,12 +104,10 @@ class Store:
 
     def _bytes_of_weights(self) -> dict[str, int]:
         """Return the bytes of the weights that this rank owns, by kind."""
-        found = {"weights": sum(used_bytes([slab.own], slab.dtype.itemsize) for slab in self.slabs)}
+        found = {"weights": sum(slab.own_bytes(slab.dtype.itemsize) for slab in self.slabs)}
         if self.codecs:
-            found["packed_weights"] = used_bytes([slabs.packed.own for slabs in self.units.values()], 1)
-        found["low_halves"] = used_bytes(
-            [slab.own for slab in self.slabs if slab.low is not None], torch.int16.itemsize
-        )
+            found["packed_weights"] = sum(slabs.packed.own_bytes(1) for slabs in self.units.values())
+        found["low_halves"] = sum(slab.own_bytes(torch.int16.itemsize) for slab in self.slabs if slab.low is not None)
         return found
 
     def extended(
@@ -131,7 +132,9 @@ class Store:
             for unit, tensors in shapes.items()
             if unit in self.units
             for new, old in zip(
-                UnitSlabs(unit, tensors, precision, codecs, in_float32).all, self.units[unit].all, strict=True
+                UnitLayout(StorageLayout, unit, tensors, codecs, in_float32, self.shard).all,
+                self.units[unit].all,
+                strict=True,
             )
             if [old_names.get(name) for name in new.layout] == list(old.layout)
         }
@@ -169,7 +172,7 @@ class Store:
             for slab in of_storage:
                 slab.grads = arena.take(slab.grad_layout.numel, dtype, slab.own_grads)
         self.num_bytes["grads"] = sum(
-            used_bytes([slab.own_grads], slab.grads.element_size()) for slabs in kept for slab in slabs
+            slab.own_grad_bytes(slab.grads.element_size()) for slabs in kept for slab in slabs
         )
         self.has_grads = True
 
@@ -200,7 +203,12 @@ class Store:
         try:
             yield
         finally:
-            self.units[unit].forget_others()
+            self.forget_others(unit)
+
+    def forget_others(self, unit: Unit) -> None:
+        """Give back the memory of the ranges of a unit that other ranks own, which were read."""
+        for slab in self.units[unit].all:
+            slab.forget_others()
 
     @property
     def written_dtype(self) -> torch.dtype | None:
@@ -209,7 +217,7 @@ class Store:
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a parameter."""
-        return self.units[self.unit_of[name]].layout.entry(name).shape
+        return torch.Size(self.units[self.unit_of[name]].layout.entry(name).shape)
 
     def slab_of(self, name: str) -> Slab:
         """Return the slab that has a parameter, or its codes if it is quantized."""

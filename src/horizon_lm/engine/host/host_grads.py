@@ -16,6 +16,7 @@ from horizon_lm.engine.host.parameters import landing_grad, set_landing_grad
 from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.errors import StreamingError
+from horizon_lm.layout.buffers import landing_numels
 from horizon_lm.model.parts import ModelParts, ParamRef
 from horizon_lm.ranges import length
 from horizon_lm.store.store import Store
@@ -77,10 +78,8 @@ class LandingSlots:
 
     def _new_slot(self, units: Sequence[UnitSlabs]) -> list[torch.Tensor]:
         """Return a slot for the gradients of any of these units: a buffer for each storage."""
-        of_storage = zip(*(slabs.of_weights for slabs in units), strict=True)
-        return [
-            self._allocate(max(length(slab.own_grads) for slab in slabs), slabs[0].grads.dtype) for slabs in of_storage
-        ]
+        dtypes = [slab.grads.dtype for slab in self._store.units[OUTER].of_weights]
+        return [self._allocate(*each) for each in zip(landing_numels(units), dtypes, strict=True)]
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new slot, and add its bytes to those of the store."""

@@ -179,7 +179,7 @@ def _engine_options(
         compiles = arguments.on_accelerator and arguments.expert_tile is None
     else:
         compiles = bool(arguments.compile)
-    chunk_tokens = head_chunk_tokens(spare, parts.sizes().vocabulary, dtype.itemsize, compiles)
+    chunk_tokens = head_chunk_tokens(spare, parts.vocabulary, dtype.itemsize, compiles)
     in_chunks = path is not None
     chosen: dict[str, Any] = {
         "head": "chunked" if in_chunks else "whole",

@@ -24,10 +24,10 @@ from horizon_lm.engine.opening.options import StreamArguments
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.trained_parameters import trains_other_adapters
 from horizon_lm.errors import StreamingError
+from horizon_lm.layout.ranks import used_bytes
 from horizon_lm.model.adapter_layers import adapter_params
 from horizon_lm.model.examination import Examined
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.slabs import used_bytes
 from horizon_lm.store.precision import Precision
 from horizon_lm.store.store import Store
 from horizon_lm.units import OUTER

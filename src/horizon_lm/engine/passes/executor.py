@@ -225,7 +225,7 @@ class Engine(Machinery):
         self.device.trim()
         self.options = options
         self.between.structure = ()  # so the next recorded pass drains (`ForwardPass._drain_if_reshaped`)
-        self.memory = DeviceBuffers(self.parts, self.store, self.device, options, self.tiles)
+        self.memory = DeviceBuffers(self.store, self.device, options, self.tiles)
         self._set_residency(options.residency or Residency(0))
 
     def _set_residency(self, residency: Residency) -> None:

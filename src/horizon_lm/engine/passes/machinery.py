@@ -48,7 +48,7 @@ class Machinery:
         self._name_of = {id(ref.param): name for name, ref in self.refs.items()}
         self.cursor = Cursor(device)
         self.tiles = ExpertTiles(parts, store, options.expert_tile)
-        self.memory = DeviceBuffers(parts, store, device, options, self.tiles)
+        self.memory = DeviceBuffers(store, device, options, self.tiles)
         self.boundaries, self.between = BoundaryPool(device), BetweenPasses()
         self.grads = HostGrads(self.refs, store, device)
         self.updates = PendingUpdates(device)
@@ -70,7 +70,7 @@ class Machinery:
 
     def part_of(self, unit: Unit) -> SlabPart:
         """Return the slabs that hold a unit, or the part of them that belongs to a tile, or to a block without its tiles."""
-        return self.tiles.parts[self.slab_unit(unit)]
+        return self.tiles.part(unit)
 
     def weights_on_device(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return views of a unit's weights in the buffers that they are streamed into, by full name."""

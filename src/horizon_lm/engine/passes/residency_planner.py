@@ -15,15 +15,20 @@ from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
 from horizon_lm.cost.core_probe import run_core_on_meta
 from horizon_lm.engine.passes.ambient import no_autocast_cache
+from horizon_lm.engine.passes.device_buffers import buffer_options
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.passes.tree import Tree
+from horizon_lm.layout.buffers import BufferTable
+from horizon_lm.layout.model import TiledLayout
+from horizon_lm.layout.parts import PartLayout
+from horizon_lm.layout.units import StorageLayout
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
-from horizon_lm.model.routed_experts import expert_sizes
+from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.trial import TrialDoneError
-from horizon_lm.planning.device_buffers import BufferSettings, block_bytes, device_buffers
+from horizon_lm.planning.device_buffers import BufferSettings, device_buffers
 from horizon_lm.planning.device_memory import working
 from horizon_lm.planning.outline import Footprint
 from horizon_lm.planning.residency import (
@@ -48,8 +53,7 @@ def plan_device(
         tokens: tokens of all batches of the step.
         num_micro_batches: number of micro-batches of all batches.
     """
-    options, experts = engine.options, expert_sizes(engine.parts)
-    sizes, trained = (replace(engine.parts.sizes(only), experts=experts) for only in (False, True))
+    options, layout = engine.options, _layout_of_step(engine)
     assert options.head_peak is not None
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
     settings = buffer_settings(engine, tokens, offloaded=num_blocks - first)
@@ -57,19 +61,25 @@ def plan_device(
     needed = working(
         [footprints] * num_micro_batches,
         hidden=hidden_bytes,
-        boundary=hidden_bytes * settings.kept_each,
+        boundary=hidden_bytes * layout.kept_each,
         tokens=tokens,
         head_peak=options.head_peak,
         chunk_tokens=options.chunk_tokens,
         first=first,
     )
 
-    taken = _bytes_to_allocate(engine, device_buffers(sizes, settings, trained))
-    residency = _find_residency(engine, taken, block_bytes(sizes, settings), needed)
+    table = BufferTable(layout, settings.options)
+    taken = _bytes_to_allocate(engine, device_buffers(layout, table, settings))
+    residency = _find_residency(engine, taken, [slots.num_bytes for slots in table.block_weights], needed)
     final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
-    buffers = sum(device_buffers(sizes, final, trained).values())
+    buffers = sum(device_buffers(layout, table, final).values())
     step_peak = needed.step_peak(residency.boundaries, residency.graphs)
     return DevicePlan(residency, buffers + step_peak + engine.device.scratch_bytes)
+
+
+def _layout_of_step(engine: Engine) -> TiledLayout[PartLayout[StorageLayout]]:
+    """Return what has slots in a step that trains all parameters that require a gradient now; their gradients may not be allocated yet."""
+    return model_layout(engine.parts).on(engine.store.shard).tiled(engine.options.expert_tile)
 
 
 def _bytes_to_allocate(engine: Engine, buffers: Mapping[str, int]) -> int:
@@ -103,18 +113,12 @@ def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: 
 
 def buffer_settings(engine: Engine, tokens: int, offloaded: int) -> BufferSettings:
     """Return the settings that decide the size of the engine's buffers for a step with these tokens and offloaded boundaries."""
-    options, sizes = engine.options, engine.parts.sizes()
     most_tokens = max(tokens, engine.expected.tokens)  # buffers are allocated for the largest batch from the start
     return BufferSettings(
+        options=buffer_options(engine.options, engine.store),
         tokens=most_tokens,
-        compute_bytes=options.compute_dtype.itemsize,
-        grad_bytes=engine.store.precision.grad_dtype.itemsize,
-        micro_batches=options.in_micro_batches,
-        chunked_head=options.chunked_head,
         offloaded=offloaded,
-        expert_tile=options.expert_tile,
-        table_rows=engine.expected.table_rows(most_tokens * engine.mesh.size, sizes.vocabulary),
-        shard=engine.store.shard,
+        table_rows=engine.expected.table_rows(most_tokens * engine.mesh.size, engine.parts.vocabulary),
     )
 
 

@@ -42,7 +42,7 @@ class ChunkedLmHead:
         self._norm_input: dict[int, torch.Tensor] = {}  # by `member_id`, (B, T, H)
         self._hidden: dict[int, torch.Tensor] = {}  # output of the trunk, (B, T, H)
         self._chunk: Chunk | None = None  # the chunk that the model is computing
-        self._vocabulary = self.engine.parts.sizes().vocabulary
+        self._vocabulary = self.engine.parts.vocabulary
         self._head_attributes = self._attributes_of(head.module)
         self.norm_attributes = self._attributes_of(self.engine.parts.final_norm)
 

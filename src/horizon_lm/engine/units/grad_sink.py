@@ -8,7 +8,8 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.errors import StreamingError
-from horizon_lm.store.unit_slabs import Slot, SlotLayout
+from horizon_lm.layout.slabs import SlotLayout
+from horizon_lm.store.unit_slabs import Slot
 from horizon_lm.units import OUTER, block
 
 

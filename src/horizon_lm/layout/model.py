@@ -1,0 +1,201 @@
+"""A model as it is laid out: its units, and the tiles into which the experts of blocks are cut.
+
+In host memory nothing is cut: weights, gradients and moments of a block lie in its slabs as without tiles, so checkpoints do not
+depend on the size of a tile.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Generic, TypeVar
+
+from horizon_lm.layout.parts import PartLayout
+from horizon_lm.layout.ranks import Shard
+from horizon_lm.layout.units import StorageLayout, StorageT, UnitLayout
+from horizon_lm.ranges import length
+from horizon_lm.schedule.tiles import TileSlots
+from horizon_lm.units import EMBED, HEAD, Unit, block, tile
+
+MatrixShape = tuple[int, int, int]
+"""Number, rows and columns of equal matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensors:
+    """The routed experts of a block that can be computed a few at a time.
+
+    Attributes:
+        count: number of experts.
+        per_token: number of experts that a token is routed to.
+        names: full names of their weights, each of which has a row for every expert.
+    """
+
+    count: int
+    per_token: int
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLayout(Generic[StorageT]):
+    """The units of a model, laid out.
+
+    Attributes:
+        units: the slabs of table, blocks, head, outer and idle parameters. The head has no tensors if it is tied to the table.
+        num_blocks: number of decoder blocks.
+        vocabulary, hidden: rows and columns of the embedding table, V and H.
+        tied: the head uses the embedding table.
+        matrices: the trained matrices of blocks, by full name.
+        experts: the routed experts of the blocks that can be cut into tiles, by the index of the block.
+    """
+
+    units: Mapping[Unit, UnitLayout[StorageT]]
+    num_blocks: int
+    vocabulary: int
+    hidden: int
+    tied: bool
+    matrices: Mapping[str, MatrixShape] = field(default_factory=dict)
+    experts: Mapping[int, ExpertTensors] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> list[Unit]:
+        """The names of the blocks."""
+        return [block(index) for index in range(self.num_blocks)]
+
+    def of(self, unit: Unit) -> UnitLayout[StorageT]:
+        """Return the slabs by which a unit computes: for a tied head those of the table."""
+        return self.units[EMBED if unit == HEAD and self.tied else unit]
+
+    def numel(self, unit: Unit) -> int:
+        """Return the elements by which a unit computes, quantized ones and those in float32 among them."""
+        return self.of(unit).layout.num_params
+
+    def trained_numel(self, unit: Unit) -> int:
+        """Return the elements of `numel` that are trained."""
+        return self.of(unit).grad_layout.num_params
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """The elements of all units."""
+        return sum(slabs.layout.num_params for slabs in self.units.values())
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Full names of the trained tensors."""
+        return frozenset(name for slabs in self.units.values() for name in slabs.grad_layout)
+
+    @cached_property
+    def num_trained(self) -> int:
+        """The elements of all units that are trained."""
+        return sum(slabs.grad_layout.num_params for slabs in self.units.values())
+
+    def slabs(self) -> Iterator[StorageT]:
+        """Yield the slabs of weights that are not quantized."""
+        for slabs in self.units.values():
+            yield from slabs.of_weights
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if a tensor is quantized."""
+        return any(slabs.codecs for slabs in self.units.values())
+
+    def file_bytes(self, itemsize: float) -> int:
+        """Return the bytes of all weights in a checkpoint, of which quantized tensors keep their codes and scales."""
+        quantized = sum(slabs.layout.entry(name).numel for slabs in self.units.values() for name in slabs.codecs)
+        packed = sum(slabs.packed.layout.num_params for slabs in self.units.values())
+        return round((self.num_parameters - quantized) * itemsize) + packed
+
+    def matrices_of(self, unit: Unit) -> list[MatrixShape]:
+        """Return the trained matrices of a block."""
+        return [self.matrices[name] for name in self.units[unit].layout if name in self.matrices]
+
+    @cached_property
+    def on(self) -> Callable[[Shard], "ModelLayout[StorageLayout]"]:
+        """The function that returns the layout of the same model for a rank, without memory."""
+
+        def laid_out(shard: Shard) -> ModelLayout[StorageLayout]:
+            units = {unit: slabs.on(shard) for unit, slabs in self.units.items()}
+            return ModelLayout(
+                units, self.num_blocks, self.vocabulary, self.hidden, self.tied, self.matrices, self.experts
+            )
+
+        return cache(laid_out)
+
+    @cached_property
+    def tiled(self) -> Callable[[int | None], "TiledLayout[PartLayout[StorageT]]"]:
+        """The function that returns the layout with tiles of so many experts; None for whole blocks."""
+        return cache(lambda size: TiledLayout(self, size, PartLayout))
+
+
+PartT = TypeVar("PartT", bound=PartLayout[Any])
+
+
+class TiledLayout(Generic[PartT]):
+    """What has a slot on the device: units, of blocks with tiles their cores, and tiles.
+
+    Args:
+        model: the layout of the model.
+        size: number of experts in a tile; None to cut no block.
+        make: makes a part; called with the arguments of `PartLayout`.
+
+    Attributes:
+        parts: the tensors of each unit, core and tile that lie in its slot.
+        slots: the slots between which tiles alternate.
+    """
+
+    def __init__(self, model: ModelLayout[Any], size: int | None, make: Callable[..., PartT]) -> None:
+        self.model, self.size = model, size
+        self.parts: dict[Unit, PartT] = {unit: make(slabs) for unit, slabs in model.units.items()}
+        counts = [0] * model.num_blocks
+        for index, experts in model.experts.items() if size is not None else ():
+            assert size is not None
+            slabs, counts[index] = model.units[block(index)], -(-experts.count // size)
+            self.parts[block(index)] = make(slabs, frozenset(slabs.layout) - experts.names)
+            for number in range(counts[index]):
+                rows = slice(number * size, min((number + 1) * size, experts.count))
+                self.parts[tile(index, number)] = make(slabs, experts.names, rows)
+        self.slots = TileSlots(tuple(counts) if any(counts) else ())
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of tiles of each block; empty if no block has any."""
+        return tuple(self.slots.counts)
+
+    def is_cut(self, index: int) -> bool:
+        """Return whether a block has tiles."""
+        return bool(self.counts) and self.counts[index] > 0
+
+    @cached_property
+    def tiles(self) -> list[Unit]:
+        """All tiles."""
+        return [unit for unit in self.parts if unit.is_tile]
+
+    @property
+    def kept_each(self) -> int:
+        """The hidden states that a block keeps for the backward pass: its input, and with tiles what its experts return."""
+        return 1 if self.size is None else 2
+
+    def part(self, unit: Unit) -> PartT:
+        """Return the tensors in the slot of a unit, for a tied head those of the table."""
+        return self.parts[EMBED if unit == HEAD and self.model.tied else unit]
+
+    def experts_of(self, unit: Unit) -> slice:
+        """Return the experts of a tile."""
+        rows = self.parts[unit].rows
+        assert rows is not None
+        return rows
+
+    def share(self, unit: Unit) -> float:
+        """Return the share of a block's experts that are in a tile."""
+        return length(self.experts_of(unit)) / self.model.experts[unit.block_index].count
+
+    def lands_first(self, unit: Unit) -> bool:
+        """Return whether no gradients of the same slabs are landed before a unit's in a backward pass, which visits the last tile of a
+        block first, and its core last.
+        """
+        if unit.is_tile:
+            return unit.tile_number == self.counts[unit.block_index] - 1
+        if unit.is_block and self.is_cut(
+            unit.block_index
+        ):  # a core: the first, if the tiles are not trained and so land nothing
+            return self.parts[tile(unit.block_index, 0)].grad_layout.numel == 0
+        return True
