@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from horizon_lm.device import host_threads
 from horizon_lm.device.base import Task
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.host_threads import HostPool
@@ -168,3 +169,20 @@ def test_a_thread_that_has_ended_holds_no_task() -> None:
     for thread in threads:
         thread.join(10)
     assert held() is None
+
+
+def test_a_thread_that_was_not_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt that comes before its start must not be followed by another error at the interpreter's exit."""
+    stopped, started = threading.Event(), threading.Event()
+    running: dict[threading.Thread, Any] = {}
+    monkeypatch.setattr(host_threads, "_running", running)
+    monkeypatch.setattr(threading.Thread, "start", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        host_threads.start_thread("never", started.set, (), stopped.set)
+    host_threads._stop_all_threads()
+    assert stopped.is_set()
+    assert not started.is_set()
+
+
+def _interrupted(thread: threading.Thread) -> None:
+    raise KeyboardInterrupt

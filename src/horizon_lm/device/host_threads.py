@@ -60,7 +60,8 @@ def _stop_all_threads() -> None:
     until = time.monotonic() + _STOP_SECONDS
     for thread, stop in list(_running.items()):
         stop()
-        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():  # an interrupt may have come between its entry here and its start
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 @dataclass(eq=False, slots=True)
