@@ -7,14 +7,14 @@ from field_schedule import FieldSettings, FieldStep, FieldTime, field_time, most
 from simulated_models import source_of
 
 from horizon_lm.config import plan_config
-from horizon_lm.planning.catalog import Hardware, find_profile
-from horizon_lm.planning.outline import ModelOutline
-from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.residency import Residency
-from horizon_lm.planning.step_time import Simulation
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import RowShape
-from horizon_lm.preflight.this_machine import other_machine
+from horizon_lm.planning.admission.inputs import RowShape
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.planning.arithmetic.catalog import Hardware, find_profile
+from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.planning.arithmetic.residency import Residency
+from horizon_lm.planning.arithmetic.step_time import Simulation
 
 LENGTH = 1024
 PRECISIONS = ({}, {"precision": "bf16"}, {"precision": "bf16", "moments": "bfloat16"})  # ours: the first one that fits

@@ -9,10 +9,10 @@ landing a gradient in that of the parameters (stream ``copy_out``, the thread be
 from dataclasses import dataclass
 from math import ceil
 
-from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.outline import ModelOutline, Work
-from horizon_lm.planning.step import Step, StepSettings
-from horizon_lm.planning.step_cost import StepCost, rates
+from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.outline import ModelOutline, Work
+from horizon_lm.planning.arithmetic.step import Step, StepSettings
+from horizon_lm.planning.arithmetic.step_cost import StepCost, rates
 from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.simulate import Cost, step_seconds
 from horizon_lm.schedule.waits import derive_waits

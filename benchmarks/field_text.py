@@ -8,7 +8,7 @@ INTRODUCTION = """\
 
 MegaTrain (arXiv 2604.05091) trains on one GPU from host memory as we do, and has published throughput on three machines.
 Here its step is expressed as one of our schedules (`benchmarks/field_schedule.py`), priced as a plan prices ours
-(`plan.step`, `schedule.simulate`, the profiles in `planning/profiles`), and compared with the published figures. Our own step is
+(`plan.step`, `schedule.simulate`, the profiles in `planning/arithmetic/profiles`), and compared with the published figures. Our own step is
 then simulated on the same rows and machines. **Nothing was measured here**, and no constant was fitted: each machine has one
 set of assumptions. Ratios that are off by more than 25% are bold, with the reasons that we know below the table.
 

@@ -32,7 +32,7 @@ from gpu_models import toy
 from gpu_report import report
 from gpu_worker import Worker
 
-from horizon_lm.planning.catalog import Hardware, match_profile, read_profile
+from horizon_lm.planning.arithmetic.catalog import Hardware, match_profile, read_profile
 
 OUT_OF_MEMORY = 3  # exit code of a worker
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # wastes less memory, for all systems

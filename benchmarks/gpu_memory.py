@@ -147,8 +147,8 @@ def fill_and_lock(num_bytes: int, on_gpu: bool, spare: int = 2 * GIB) -> tuple[i
 
     import torch
 
+    from horizon_lm.arena import Arena
     from horizon_lm.device.page_locks import PageLocks
-    from horizon_lm.store.arena import Arena
 
     locks = PageLocks(torch.device("cuda", 0)) if on_gpu else None
     pieces: list[torch.Tensor] = []

@@ -7,15 +7,15 @@ import torch
 from gpu_cases import SUITES, Case, make_case
 from gpu_models import make_config
 
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.plan import Plan, make_plan
-from horizon_lm.planning.request import Limit, Machine, Request
+from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.plan import Plan, make_plan
+from horizon_lm.planning.arithmetic.request import Limit, Machine, Request
+from horizon_lm.planning.measure.model_outline import outline_model
 
 GIB = 2**30
-# As in horizon_lm.preflight, whose packages a machine need not have that has those of the engine.
+# As in horizon_lm.planning.admission, whose packages a machine need not have that has those of the engine.
 LIBRARIES_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES, STAGING_BYTES = GIB, GIB, 2**28, 2**28
 SCRATCH_BYTES = CudaDevice.link_bytes
 _PLANNED = ("3b", "7b", "14b", "8b-24gb")  # the suites that are predicted

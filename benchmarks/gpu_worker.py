@@ -18,7 +18,7 @@ from gpu_systems import SYSTEMS, System
 
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.model.block_template import StreamedBlock
-from horizon_lm.planning.catalog import Hardware
+from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.schedule.trace import Trace, exposed_seconds
 
 TRACED = 2

@@ -64,7 +64,7 @@ def prepare(model: str, path: Path, num_proc: int) -> None:
     from horizon_lm.data.checks import check_rows
     from horizon_lm.data.loader import Loader
     from horizon_lm.data.preprocess import prepare as prepare_rows
-    from horizon_lm.preflight.inputs import RowShape, fetch_source
+    from horizon_lm.planning.admission.inputs import RowShape, fetch_source
     from horizon_lm.training.rows import preprocess_config, training_sampler
     from horizon_lm.training.setup import load_tokenizer
 

@@ -28,7 +28,7 @@ from horizon_lm.config.load import as_config
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.data.batch import Batch
 from horizon_lm.data.loader import batch_from
-from horizon_lm.preflight.inputs import fetch_source
+from horizon_lm.planning.admission.inputs import fetch_source
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.setup import load_tokenizer
 

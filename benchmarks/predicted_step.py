@@ -22,11 +22,11 @@ from horizon_lm.config import plan_config
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.engine.opening.options import open_device
-from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.plan import Plan
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import RowShape, open_source
-from horizon_lm.preflight.this_machine import this_machine
+from horizon_lm.planning.admission.inputs import RowShape, open_source
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.admission.this_machine import this_machine
+from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.schedule.ops import UPDATES
 from horizon_lm.schedule.trace import Span, Trace, busy_seconds
 

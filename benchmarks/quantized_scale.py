@@ -20,7 +20,6 @@ import torch
 from peers_cpu import processor, versions
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.engine.opening.filling import add_adapters, with_store
 from horizon_lm.engine.opening.options import StreamArguments, open_device
 from horizon_lm.model.adapters import Adapters
@@ -28,11 +27,12 @@ from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.quantization import expected_codecs
 from horizon_lm.model.skeletons import build_skeleton
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.host_memory import host_bytes
-from horizon_lm.planning.request import Machine, Request
-from horizon_lm.planning.residency import ExpectedBatch
+from horizon_lm.planning.arithmetic.choose import choose
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.arithmetic.host_memory import host_bytes
+from horizon_lm.planning.arithmetic.request import Machine, Request
+from horizon_lm.planning.arithmetic.residency import ExpectedBatch
+from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.quantities import format_bytes, parse_bytes
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.trace import Trace, exposed_seconds

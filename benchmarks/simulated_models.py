@@ -16,13 +16,13 @@ from horizon_lm.config import plan_config
 from horizon_lm.config.load import parse_overrides
 from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.catalog import find_profile
-from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.request import Budget
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import RowShape, Source
-from horizon_lm.preflight.this_machine import other_machine
+from horizon_lm.planning.admission.inputs import RowShape, Source
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.planning.arithmetic.catalog import find_profile
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.planning.arithmetic.request import Budget
 from horizon_lm.quantities import format_bytes
 
 LENGTH = 4096
@@ -156,7 +156,7 @@ def case_lines(case: Case) -> Iterator[str]:
 def introduction() -> Iterator[str]:
     yield "# Simulated, not measured: models and machines that we do not have\n"
     yield (
-        f"{date.today().isoformat()}. Plans of `horizon-lm plan` for our schedule on published hardware figures (`planning/profiles`), rows of "
+        f"{date.today().isoformat()}. Plans of `horizon-lm plan` for our schedule on published hardware figures (`planning/arithmetic/profiles`), rows of "
         f"{LENGTH:,} tokens, blocks compiled; k = 1024. `docs/field-check.md` says how far to trust such figures: "
         "those of Hopper GPUs are probably too fast by a fifth or more."
     )

@@ -14,13 +14,13 @@ from pathlib import Path
 from simulated_models import source_of
 
 from horizon_lm.config import plan_config
-from horizon_lm.planning.catalog import find_profile
-from horizon_lm.planning.step import Step
-from horizon_lm.planning.step_cost import StepCost, rates, update_bytes
-from horizon_lm.planning.step_time import StepTime
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import RowShape
-from horizon_lm.preflight.this_machine import other_machine
+from horizon_lm.planning.admission.inputs import RowShape
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.planning.arithmetic.catalog import find_profile
+from horizon_lm.planning.arithmetic.step import Step
+from horizon_lm.planning.arithmetic.step_cost import StepCost, rates, update_bytes
+from horizon_lm.planning.arithmetic.step_time import StepTime
 from horizon_lm.schedule.ops import UPDATES
 from horizon_lm.schedule.simulate import step_seconds
 
@@ -103,7 +103,7 @@ def introduction() -> list[str]:
     return [
         "# Simulated, not measured: the time that the host optimizer adds to a step",
         "",
-        f"{date.today().isoformat()}. Every figure here is a simulation of our schedule on published hardware figures (see `planning/profiles`). "
+        f"{date.today().isoformat()}. Every figure here is a simulation of our schedule on published hardware figures (see `planning/arithmetic/profiles`). "
         "Nothing was measured on such machines; `docs/field-check.md` compares such figures with published ones.",
         "",
         f"Model: {MODEL}, {parameters:,} parameters, all trained, in {step.settings.precision}: an update moves {moved:.0f} "

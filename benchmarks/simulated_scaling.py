@@ -16,12 +16,12 @@ from horizon_lm.config.load import parse_overrides
 from horizon_lm.layout.ranks import Shard
 from horizon_lm.model.known_models import find_known, known_config
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.catalog import find_profile
-from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.step_cost import StepCost, rates
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import RowShape, Source
-from horizon_lm.preflight.this_machine import other_machine
+from horizon_lm.planning.admission.inputs import RowShape, Source
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.planning.arithmetic.catalog import find_profile
+from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.planning.arithmetic.step_cost import StepCost, rates
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.schedule.simulate import step_seconds, without
@@ -289,7 +289,7 @@ def adapter_lines() -> Iterator[str]:
 def introduction() -> Iterator[str]:
     yield "# Simulated, not measured: several GPUs and machines\n"
     yield (
-        f"{date.today().isoformat()}. Plans of `horizon-lm plan --gpus --nodes` for our schedule on published hardware figures (`planning/profiles`), rows of "
+        f"{date.today().isoformat()}. Plans of `horizon-lm plan --gpus --nodes` for our schedule on published hardware figures (`planning/arithmetic/profiles`), rows of "
         f"{LENGTH:,} tokens; k = 1024. The most exact mode and the smallest mesh that fit are shown; if nothing fits, 8-bit moments on all ranks, with "
         "what is missing. `docs/field-check.md` says how far to trust such figures: those of Hopper GPUs are probably too fast by a "
         "fifth or more, and nothing was ever run on several GPUs."

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import plan_config
-from horizon_lm.planning.catalog import find_profile
-from horizon_lm.planning.step import Step
-from horizon_lm.planning.step_cost import StepCost, rates
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import open_source
-from horizon_lm.preflight.this_machine import other_machine
+from horizon_lm.planning.admission.inputs import open_source
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.planning.arithmetic.catalog import find_profile
+from horizon_lm.planning.arithmetic.step import Step
+from horizon_lm.planning.arithmetic.step_cost import StepCost, rates
 from horizon_lm.quantities import parse_bytes
 from horizon_lm.schedule.ops import UPDATES, Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.simulate import Cost, step_seconds, without

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import plan_config
-from horizon_lm.planning.catalog import find_profile
-from horizon_lm.planning.plan import Plan
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import open_source
-from horizon_lm.preflight.this_machine import other_machine
+from horizon_lm.planning.admission.inputs import open_source
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.admission.this_machine import other_machine
+from horizon_lm.planning.arithmetic.catalog import find_profile
+from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.quantities import counted, format_bytes, parse_bytes
 
 LORA = {"use_peft": True, "lora_target_modules": r".*attn\.\w*proj\w*"}

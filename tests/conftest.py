@@ -18,8 +18,8 @@ import pytest
 import torch
 import transformers
 
-from horizon_lm.cost import block_probe, model_outline
-from horizon_lm.cost.cache_probe import CacheProbe
+from horizon_lm.planning.measure import block_probe, model_outline
+from horizon_lm.planning.measure.cache_probe import CacheProbe
 from tests.support import remembered
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control has put pytest into the background

@@ -7,6 +7,7 @@ A file is durable once it is synced, and its name once its folder is synced. Eve
 import ctypes
 import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -267,3 +268,16 @@ def _exchange(one: Path, other: Path) -> bool:
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     raise OSError(number, os.strerror(number), str(one))
+
+
+def is_of_system(error: Exception) -> bool:
+    """Return whether an error is one of the system, such as a full disk. Writers of tokenizers and safetensors raise it in types of theirs."""
+    return isinstance(error, OSError | MemoryError) or error_number(error) is not None
+
+
+def error_number(error: Exception) -> int | None:
+    """Return the system's number of an error; None if it has none. The writer of safetensors states it in its text alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    stated = re.search(r"\(os error (\d+)\)", str(error))
+    return int(stated[1]) if stated else None

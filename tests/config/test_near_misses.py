@@ -7,7 +7,7 @@ import pytest
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.known_models import known_models
 from horizon_lm.near_misses import closest_machines, closest_model, closest_path, closest_setting
-from horizon_lm.planning.catalog import find_profile, published
+from horizon_lm.planning.arithmetic.catalog import find_profile, published
 
 SETTINGS = (
     "max_steps", "max_length", "learning_rate", "precision", "eval_strategy", "save_strategy", "per_device_train_batch_size",

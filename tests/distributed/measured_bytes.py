@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.host_memory import host_bytes
-from horizon_lm.planning.outline import ModelOutline
-from horizon_lm.planning.request import Request
-from horizon_lm.planning.step_cost import StepCost
+from horizon_lm.planning.arithmetic.choose import choose
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.arithmetic.host_memory import host_bytes
+from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.arithmetic.request import Request
+from horizon_lm.planning.arithmetic.step_cost import StepCost
 from horizon_lm.schedule.ops import Kind, Op
 from tests.distributed.training import Training
 from tests.support.handmade_outlines import machine

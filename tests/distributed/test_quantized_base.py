@@ -12,12 +12,12 @@ pytest.importorskip("peft", reason="needs the whole installation")
 from torch.distributed.device_mesh import init_device_mesh
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import hf_config
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.quantization import four_bits, take_quantization
 from horizon_lm.model.source import ModelSource
+from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.store.quantized_checkpoint import Quantized
 from tests.distributed.measured_bytes import Bytes, measure
 from tests.distributed.pool import Pool

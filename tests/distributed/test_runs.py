@@ -20,8 +20,8 @@ from horizon_lm.data import preprocess
 from horizon_lm.data.loader import deal
 from horizon_lm.distributed.mesh import ProcessMesh
 from horizon_lm.errors import InterruptedRunError, NonFiniteError
-from horizon_lm.planning.request import Limit, Machine
-from horizon_lm.preflight.this_machine import agree_on_machine
+from horizon_lm.planning.admission.this_machine import agree_on_machine
+from horizon_lm.planning.arithmetic.request import Limit, Machine
 from horizon_lm.training import resume
 from tests.distributed.pool import Pool
 from tests.distributed.runs import assert_same, environment_of, free_port, outputs_of

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import horizon_lm
 from horizon_lm import cli
 from horizon_lm.cli import generate
-from horizon_lm.planning.catalog import published
+from horizon_lm.planning.arithmetic.catalog import published
 from horizon_lm.quantities import format_bytes
 from horizon_lm.store import checkpoint_loader
 from horizon_lm.training import busy_cores

@@ -19,7 +19,7 @@ from horizon_lm.doctor.machine import describe_machine
 from horizon_lm.doctor.profile import measure_machine
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
-from horizon_lm.planning.catalog import read_profile
+from horizon_lm.planning.arithmetic.catalog import read_profile
 from tests.e2e.command import run
 from tests.support.emulated_gpu import emulated_gpu
 

@@ -39,7 +39,7 @@ def arguments(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The interpreter and its libraries are not smaller, so they are left out.
     monkeypatch.setattr(resources, "resident_bytes", lambda *_: 0)
-    monkeypatch.setattr("horizon_lm.preflight.this_machine.FIRST_STEPS_BYTES", 0)
+    monkeypatch.setattr("horizon_lm.planning.admission.this_machine.FIRST_STEPS_BYTES", 0)
     known = find_known("Qwen/Qwen2.5-32B")
     assert known is not None
     own = json.loads(run("plan", "--model", model, "--device", "cpu", "--json").stdout)["model"]["parameters"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.cost import model_outline
 from horizon_lm.model import hf_config, skeletons
+from horizon_lm.planning.measure import model_outline
 from tests.e2e import tiny
 from tests.e2e.command import run
 

@@ -17,8 +17,8 @@ from horizon_lm import resources
 from horizon_lm.cli import app, planned_run
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.model.known_models import known_models
-from horizon_lm.planning.catalog import own_profile_path
-from horizon_lm.preflight.inputs import Source
+from horizon_lm.planning.admission.inputs import Source
+from horizon_lm.planning.arithmetic.catalog import own_profile_path
 from horizon_lm.quantities import format_bytes
 from horizon_lm.report.run_files import load_run, read_plan
 from horizon_lm.report.summary import summarise
@@ -563,8 +563,8 @@ def test_model_without_meta_support_runs_anyway(
     def fails(*args: Any) -> Any:
         raise RuntimeError("nothing for the meta device")
 
-    monkeypatch.setattr("horizon_lm.cost.model_outline.find_calls", fails)
-    monkeypatch.setattr("horizon_lm.cost.model_outline.outline_model", outlines)
+    monkeypatch.setattr("horizon_lm.planning.measure.model_outline.find_calls", fails)
+    monkeypatch.setattr("horizon_lm.planning.measure.model_outline.outline_model", outlines)
     content = plan(run_file)
     assert "nothing for the meta device" in content["run"]["reasons"][-1]
     assert content["step"] is None

@@ -21,8 +21,8 @@ from horizon_lm.data.batch import Batch
 from horizon_lm.errors import ConfigError, NonFiniteError
 from horizon_lm.objective import sft
 from horizon_lm.objective.base import Loss
-from horizon_lm.preflight.admission import make_request
-from horizon_lm.preflight.inputs import RowShape, fetch_source, open_source
+from horizon_lm.planning.admission.inputs import RowShape, fetch_source, open_source
+from horizon_lm.planning.admission.run_plan import make_request
 from horizon_lm.training import callbacks as run_callbacks
 from horizon_lm.training import metrics, trackers, train
 from horizon_lm.training.evaluation import Evaluation

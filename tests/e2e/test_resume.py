@@ -22,7 +22,7 @@ from horizon_lm.checkpoints.part_reader import PartReader
 from horizon_lm.checkpoints.unit_file import UnitFile
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.errors import ConfigError, DeviceFaultError, HorizonError
-from horizon_lm.planning.catalog import own_profile_path
+from horizon_lm.planning.arithmetic.catalog import own_profile_path
 from horizon_lm.training import resume as resume_module
 from horizon_lm.training import train
 from tests.e2e import resuming, tiny

@@ -20,7 +20,7 @@ from horizon_lm.checkpoints.part_reader import PartReader
 from horizon_lm.checkpoints.unit_file import UnitFile
 from horizon_lm.config.load import as_config
 from horizon_lm.errors import ConfigError, InterruptedRunError, StreamingError
-from horizon_lm.preflight.inputs import open_source
+from horizon_lm.planning.admission.inputs import open_source
 from horizon_lm.training.best_model import eval_metrics
 from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.run_checkpoints import RunCheckpoints

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.planning.catalog import own_profile_path
+from horizon_lm.planning.arithmetic.catalog import own_profile_path
 from tests.e2e import tiny
 from tests.e2e.command import run
 from tests.support.handmade_outlines import machine

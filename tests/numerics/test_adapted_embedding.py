@@ -14,15 +14,15 @@ pytest.importorskip("peft", reason="needs the whole installation")
 from peft import LoraConfig, get_peft_model
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.host_memory import host_bytes
-from horizon_lm.planning.request import Machine, Request
+from horizon_lm.planning.arithmetic.choose import choose
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.arithmetic.host_memory import host_bytes
+from horizon_lm.planning.arithmetic.request import Machine, Request
+from horizon_lm.planning.measure.model_outline import outline_model
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu

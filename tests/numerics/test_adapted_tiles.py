@@ -253,8 +253,8 @@ def test_planned_bytes() -> None:
     """Buffers have the bytes of the plan, in which adapters of all blocks lie with the outer parameters."""
     pytest.importorskip("peft")
     from horizon_lm.model.adapters import Adapters
-    from horizon_lm.planning.choose import choose
-    from horizon_lm.planning.device_memory import device_use
+    from horizon_lm.planning.arithmetic.choose import choose
+    from horizon_lm.planning.arithmetic.device_memory import device_use
     from tests.support import planned_bytes
     from tests.support.planned_bytes import DEFAULTS, HERE, Case, outline_of
 
@@ -278,8 +278,8 @@ def test_activations_fit_the_plan(family: str, tile: int) -> None:
     """A tile's weights are on the device once more, with their adapters applied. A tile of all experts is the worst case of the plan."""
     pytest.importorskip("peft")
     from horizon_lm.model.adapters import Adapters
-    from horizon_lm.planning.choose import choose
-    from horizon_lm.planning.device_memory import device_use
+    from horizon_lm.planning.arithmetic.choose import choose
+    from horizon_lm.planning.arithmetic.device_memory import device_use
     from tests.support import planned_bytes
     from tests.support.planned_bytes import DEFAULTS, HERE, Case, outline_of
 

@@ -11,7 +11,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.cuda import CudaDevice
-from horizon_lm.planning.residency import ExpectedBatch
+from horizon_lm.planning.arithmetic.residency import ExpectedBatch
 from tests.support import tiny_models
 from tests.support.emulated_gpu import EmulatedGpu, emulated_gpu
 from tests.support.thinned_cases import thinned

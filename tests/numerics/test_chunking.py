@@ -10,10 +10,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, MambaConfig
 
 import horizon_lm
-from horizon_lm.cost.block_probe import run_on_meta
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.skeletons import meta_copy
+from horizon_lm.planning.measure.block_probe import run_on_meta
 from tests.support import tiny_models
 from tests.support.gradients import assert_close_gradients, without_dropout
 from tests.support.thinned_cases import thinned

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 import horizon_lm
-from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError, StreamingError
 from horizon_lm.model.units import find_parts
+from horizon_lm.planning.measure.head_probe import head_peak
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
 

@@ -13,7 +13,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import PageLockWarning
-from horizon_lm.planning.residency import Residency
+from horizon_lm.planning.arithmetic.residency import Residency
 from tests.census.inputs import text_batch
 from tests.census.tiny_models import build
 from tests.support import tiny_models
@@ -167,9 +167,9 @@ def test_a_plan_for_the_current_gpu(gpu: EmulatedGpu, tmp_path: Path, monkeypatc
     page-locked.
     """
     from horizon_lm.config import plan_config
-    from horizon_lm.preflight.admission import apply_plan, plan_run
-    from horizon_lm.preflight.inputs import open_source
-    from horizon_lm.preflight.this_machine import this_machine
+    from horizon_lm.planning.admission.inputs import open_source
+    from horizon_lm.planning.admission.run_plan import apply_plan, plan_run
+    from horizon_lm.planning.admission.this_machine import this_machine
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "model"

@@ -8,9 +8,9 @@ import torch
 from transformers.integrations import moe
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.model.source import ModelSource
+from horizon_lm.planning.measure.model_outline import outline_model
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from horizon_lm.cost.block_probe import _written, run_on_meta
+from horizon_lm.planning.measure.block_probe import _written, run_on_meta
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.errors import DeviceMemoryError, StreamingError
 from horizon_lm.model.generation import Generation, cache_of, layer_bytes
 from horizon_lm.model.source import ModelSource
+from horizon_lm.planning.measure.cache_probe import CacheProbe
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
 from tests.support.limited_device import LimitedDevice, take_room, watch_resident_blocks

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import horizon_lm
-from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.units import find_parts
+from horizon_lm.planning.measure.head_probe import head_peak
 from tests.support import tiny_models
 from tests.support.tensor_memory import StorageMeter
 from tests.support.thinned_cases import thinned

@@ -10,11 +10,11 @@ import transformers
 from packaging.version import Version
 
 import horizon_lm
-from horizon_lm.cost.model_outline import require_packable
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import attention
 from horizon_lm.model.skeletons import build_skeleton
 from horizon_lm.model.units import find_parts
+from horizon_lm.planning.measure.model_outline import require_packable
 from tests.e2e import tiny
 from tests.support import tiny_models
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.cost import meta_recorder
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.opening import kept_in_float32
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.request import ForwardBatch, Request
+from horizon_lm.planning.arithmetic.choose import choose
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.arithmetic.request import ForwardBatch, Request
+from horizon_lm.planning.measure import meta_recorder
+from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import HEAD
 from tests.census.tiny_models import build

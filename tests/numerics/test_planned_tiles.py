@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import device_use
+from horizon_lm.planning.arithmetic.choose import choose
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.measure.model_outline import outline_model
 from tests.support import tiny_models
 from tests.support.planned_bytes import DEFAULTS, HERE, Case, draw_case, require_planned_bytes, require_planned_bytes_of
 from tests.support.tensor_memory import StorageMeter

@@ -8,7 +8,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import StreamingError
-from horizon_lm.planning.residency import Residency
+from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import HEAD, block
 from tests.support import tiny_models

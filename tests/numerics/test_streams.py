@@ -16,7 +16,7 @@ from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Task
 from horizon_lm.engine.passes import residency_planner
 from horizon_lm.errors import StreamingError
-from horizon_lm.planning.residency import Residency
+from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Trace
 from horizon_lm.units import block

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import horizon_lm
-from horizon_lm.cost.meta_recorder import Recorder
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.host_copy import HostCopy
 from horizon_lm.engine.units.token_statistics import TokenStatistics, collect_statistics
 from horizon_lm.model import compiling, functional
+from horizon_lm.planning.measure.meta_recorder import Recorder
 from tests.support import tiny_models
 from tests.support.emulated_gpu import EmulatedGpu, emulated_gpu
 from tests.support.tensor_memory import StorageMeter

@@ -7,10 +7,9 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import DoesNotFitError
-from horizon_lm.layout.buffers import BufferOptions, BufferTable
+from horizon_lm.layout.buffers import BufferOptions, BufferSettings, BufferTable, device_buffers
 from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.units import find_parts
-from horizon_lm.planning.device_buffers import BufferSettings, device_buffers
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
 

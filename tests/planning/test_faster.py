@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from horizon_lm.optim.muon import Muon
-from horizon_lm.planning.plan import Plan, make_plan
-from horizon_lm.planning.request import Limit, Machine, Request
+from horizon_lm.optimizers import OPTIMIZERS
+from horizon_lm.planning.arithmetic.plan import Plan, make_plan
+from horizon_lm.planning.arithmetic.request import Limit, Machine, Request
 from tests.support.handmade_outlines import dense, machine
 
 GIB = 2**30
@@ -82,7 +82,7 @@ def test_updates_in_the_backward_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_", [{"update_in_backward": True}, {"skips_steps": True}, {"optimizer": Muon.planned()}], ids=str
+    "request_", [{"update_in_backward": True}, {"skips_steps": True}, {"optimizer": OPTIMIZERS["muon"]}], ids=str
 )
 def test_updates_that_cannot_move_into_the_backward_pass(request_: dict[str, Any]) -> None:
     assert not said(plan(**request_), "update_in_backward: true would")

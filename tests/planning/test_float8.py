@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.catalog import Hardware, published
-from horizon_lm.planning.float8 import require_float8
-from horizon_lm.planning.outline import ModelOutline, Work
-from horizon_lm.planning.plan import make_plan
-from horizon_lm.planning.request import Machine, Request
-from horizon_lm.planning.step import Step, StepSettings
-from horizon_lm.planning.step_cost import StepCost
+from horizon_lm.planning.arithmetic.catalog import Hardware, published
+from horizon_lm.planning.arithmetic.float8 import require_float8
+from horizon_lm.planning.arithmetic.outline import ModelOutline, Work
+from horizon_lm.planning.arithmetic.plan import make_plan
+from horizon_lm.planning.arithmetic.request import Machine, Request
+from horizon_lm.planning.arithmetic.step import Step, StepSettings
+from horizon_lm.planning.arithmetic.step_cost import StepCost
+from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.units import block
 from tests.support import tiny_models

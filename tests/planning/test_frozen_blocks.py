@@ -2,9 +2,9 @@
 
 import torch
 
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.outline import ModelOutline
+from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.measure.model_outline import outline_model
 from tests.support import tiny_models
 
 

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.planning.catalog import published
-from horizon_lm.planning.interconnect import Interconnect, connect
+from horizon_lm.planning.arithmetic.catalog import published
+from horizon_lm.planning.arithmetic.interconnect import Interconnect, connect
 
 PEER, NETWORK = 300.0, 40.0
 SHAPES = [  # GPUs of a machine, machines, ranks of a copy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from horizon_lm.planning.residency import Residency, Working, lower_residency
+from horizon_lm.planning.arithmetic.residency import Residency, Working, lower_residency
 
 NUM_BLOCKS, WEIGHTS, GRAPH, BOUNDARY, PEAK = 4, 100, 1000, 10, 2000
 WORKING = Working(

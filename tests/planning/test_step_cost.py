@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from horizon_lm import AdamW, Lion
-from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.plan import Plan, make_plan
-from horizon_lm.planning.planned_optimizer import ADAMW
-from horizon_lm.planning.render import detail_lines
-from horizon_lm.planning.request import Machine, Request, Saves
-from horizon_lm.planning.residency import Residency
-from horizon_lm.planning.step import Step, StepSettings
-from horizon_lm.planning.step_cost import StepCost, rates, update_bytes
-from horizon_lm.planning.step_time import Simulation
+from horizon_lm.optim.choosing import optimizer_class
+from horizon_lm.optim.muon import Muon
+from horizon_lm.optimizers import OPTIMIZERS
+from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.plan import Plan, make_plan
+from horizon_lm.planning.arithmetic.render import detail_lines
+from horizon_lm.planning.arithmetic.request import Machine, Request, Saves
+from horizon_lm.planning.arithmetic.residency import Residency
+from horizon_lm.planning.arithmetic.step import Step, StepSettings
+from horizon_lm.planning.arithmetic.step_cost import StepCost, rates, update_bytes
+from horizon_lm.planning.arithmetic.step_time import Simulation
 from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
 from horizon_lm.schedule.simulate import step_seconds
 from horizon_lm.units import EMBED, HEAD, block
@@ -116,21 +117,29 @@ def test_update_bytes(precision: str, moments: str, grad_bytes: int, expected: i
 
 def test_update_bytes_of_another_optimizer() -> None:
     """The measured seconds are those of AdamW; one moment less is read and written."""
-    assert AdamW.planned() == ADAMW
     full = StepSettings(1, precision="fp32_master")
-    lion = replace(full, optimizer=Lion.planned())
+    lion = replace(full, optimizer=OPTIMIZERS["lion"])
     assert update_bytes(lion, machine()) == 18
     measured = machine(update_seconds={"fp32_master": 0.5e-9})
     assert update_bytes(lion, measured) / update_bytes(full, measured) == pytest.approx(18 / 26)
 
 
-@pytest.mark.parametrize(("cls", "note"), [(AdamW, "two per parameter (AdamW)"), (Lion, "one per parameter (Lion)")])
-def test_plan_has_the_moments_of_the_optimizer(cls: Any, note: str) -> None:
-    request = Request(optimizer=cls.planned(), activation_checkpoints=28)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_table_agrees_with_the_rules(name: str) -> None:
+    entry, cls = OPTIMIZERS[name], optimizer_class(name)
+    assert (entry.name, entry.num_moments) == (cls.rule.name, len(cls.rule.moments))
+    assert entry.orthogonalizes == issubclass(cls, Muon)
+
+
+@pytest.mark.parametrize(
+    ("name", "note"), [("adamw", "two per parameter (AdamW)"), ("lion", "one per parameter (Lion)")]
+)
+def test_plan_has_the_moments_of_the_optimizer(name: str, note: str) -> None:
+    request = Request(optimizer=OPTIMIZERS[name], activation_checkpoints=28)
     plan = make_plan(dense(), request, Machine("here", True, None))
     (moments,) = [item for item in plan.host.items if item.name == "moments"]
     assert moments.note == note
-    assert moments.bytes == pytest.approx(4 * cls.planned().num_moments * PARAMETERS, rel=1e-3)
+    assert moments.bytes == pytest.approx(4 * OPTIMIZERS[name].num_moments * PARAMETERS, rel=1e-3)
 
 
 def test_frozen_unit_has_no_gradient_or_update() -> None:

@@ -7,20 +7,21 @@ import pytest
 import torch
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.errors import ConfigError, ModelNotSupportedError
 from horizon_lm.layout.ranks import Shard
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning import plan as planning
-from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.choose import Choice, with_device_room
-from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.interconnect import Interconnect
-from horizon_lm.planning.outline import ModelOutline
-from horizon_lm.planning.plan import Plan, make_plan
-from horizon_lm.planning.request import Limit, Machine, Request
-from horizon_lm.planning.step import Step
-from horizon_lm.planning.step_time import Simulation, staged
+from horizon_lm.optimizers import OPTIMIZERS
+from horizon_lm.planning.arithmetic import plan as planning
+from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.choose import Choice, with_device_room
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.arithmetic.interconnect import Interconnect
+from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.arithmetic.plan import Plan, make_plan
+from horizon_lm.planning.arithmetic.request import Limit, Machine, Request
+from horizon_lm.planning.arithmetic.step import Step
+from horizon_lm.planning.arithmetic.step_time import Simulation, staged
+from horizon_lm.planning.measure.model_outline import outline_model
 from tests.support import tiny_models
 from tests.support.handmade_outlines import machine
 from tests.support.thinned_cases import thinned
@@ -148,7 +149,7 @@ def test_steps_with_other_tiles_are_compared_at_the_rates_of_the_plan(
             rates.append(hardware.link_both)
             super().__init__(step, hardware, *others)
 
-    monkeypatch.setattr("horizon_lm.planning.plan.Simulation", Recorded)
+    monkeypatch.setattr("horizon_lm.planning.arithmetic.plan.Simulation", Recorded)
     made = make_plan(outline, REQUEST, on)
     assert made.step.settings.expert_tile is not None
     assert len(rates) > 1
@@ -166,7 +167,7 @@ def test_a_device_that_is_too_small_for_any_tile(outline: ModelOutline) -> None:
     ("changes", "remedy"),
     [
         ({"compile": True}, "compile=True compiles whole blocks, .* leave one of them unset"),
-        ({"optimizer": horizon_lm.Muon.planned()}, "use AdamW, or leave it unset"),
+        ({"optimizer": OPTIMIZERS["muon"]}, "use AdamW, or leave it unset"),
     ],
     ids=str,
 )

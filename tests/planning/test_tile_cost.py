@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import device_use, memory_curve
-from horizon_lm.planning.outline import ModelOutline
-from horizon_lm.planning.request import Machine, Request
-from horizon_lm.planning.step import Step
-from horizon_lm.planning.step_cost import StepCost
-from horizon_lm.planning.step_time import Simulation
+from horizon_lm.planning.arithmetic.choose import choose
+from horizon_lm.planning.arithmetic.device_memory import device_use, memory_curve
+from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.arithmetic.request import Machine, Request
+from horizon_lm.planning.arithmetic.step import Step
+from horizon_lm.planning.arithmetic.step_cost import StepCost
+from horizon_lm.planning.arithmetic.step_time import Simulation
+from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.schedule.ops import Kind, Stream
 from tests.support import tiny_models
 from tests.support.handmade_outlines import machine

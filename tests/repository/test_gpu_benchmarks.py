@@ -111,7 +111,7 @@ def _case(**changes: Any) -> Case:
 def test_the_planned_step_is_the_one_that_runs(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the plan cuts a batch into micro-batches, which the engine does not do by itself."""
     case = _case(options={"compile": False, "precision": "float32"})
-    monkeypatch.setattr("horizon_lm.planning.choose._ENOUGH_TOKENS", at_once * case.length)
+    monkeypatch.setattr("horizon_lm.planning.arithmetic.choose._ENOUGH_TOKENS", at_once * case.length)
     with emulated_gpu(free_bytes=10**9):
         plan = describe_plan(plan_case(case, free=10**9))
         worker = Worker(case, None, None)

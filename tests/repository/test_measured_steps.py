@@ -9,12 +9,12 @@ import pytest
 import torch
 from gpu_models import MODELS, make_config
 
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.source import ModelSource
-from horizon_lm.planning.catalog import Hardware, read_profile
-from horizon_lm.planning.outline import ModelOutline
-from horizon_lm.planning.plan import make_plan
-from horizon_lm.planning.request import Limit, Machine, Request
+from horizon_lm.planning.arithmetic.catalog import Hardware, read_profile
+from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.arithmetic.plan import make_plan
+from horizon_lm.planning.arithmetic.request import Limit, Machine, Request
+from horizon_lm.planning.measure.model_outline import outline_model
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 ROWS, LENGTH = 16, 4096

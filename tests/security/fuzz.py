@@ -25,7 +25,7 @@ from horizon_lm.errors import HorizonError
 from horizon_lm.gguf_header import read_gguf_header
 from horizon_lm.model.config_limits import require_sane_config
 from horizon_lm.objective.reference import PairFile
-from horizon_lm.planning.catalog import published, read_profile
+from horizon_lm.planning.arithmetic.catalog import published, read_profile
 from horizon_lm.report.page import write_report
 from horizon_lm.report.run_files import PLAN, SETTINGS, load_run
 from horizon_lm.run_folders import MANIFEST

@@ -111,7 +111,7 @@ class Folders:
     def read_model(self, folder: Path) -> None:
         """Read all that a run reads of a model before it reads the rows, and encode a text."""
         from horizon_lm.config import SftConfig
-        from horizon_lm.preflight.inputs import fetch_source
+        from horizon_lm.planning.admission.inputs import fetch_source
         from horizon_lm.training.setup import check_weights, load_tokenizer
 
         config = SftConfig(model_name_or_path=str(folder), datasets=str(self.rows))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from horizon_lm.config import RunConfig, SftConfig
 from horizon_lm.errors import HorizonError
-from horizon_lm.preflight.inputs import fetch_source
+from horizon_lm.planning.admission.inputs import fetch_source
 from horizon_lm.training.setup import check_weights, load_tokenizer
 from tests.e2e import tiny
 from tests.e2e.command import run

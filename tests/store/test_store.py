@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import horizon_lm
+from horizon_lm.arena import Arena
 from horizon_lm.constants import PAGE, SLAB_ALIGNMENT
 from horizon_lm.errors import CheckpointWarning, ConfigError, ModelNotSupportedError
 from horizon_lm.layout.slabs import SlabLayout
-from horizon_lm.store.arena import Arena
 from horizon_lm.store.precision import join_master, split_master
 from tests.support import tiny_models
 from tests.support.tensor_memory import StorageMeter

@@ -7,8 +7,8 @@ from typing import Any
 from horizon_lm.layout.model import ModelLayout
 from horizon_lm.layout.ranks import WHOLE
 from horizon_lm.layout.units import StorageLayout, UnitLayout
-from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.outline import BlockKind, Footprint, HeadCosts, Linear, ModelOutline, Work
+from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.outline import BlockKind, Footprint, HeadCosts, Linear, ModelOutline, Work
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 # The shape of Qwen2.5-7B.

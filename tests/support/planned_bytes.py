@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 import horizon_lm
-from horizon_lm.cost.model_outline import outline_model
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.freezing import freeze
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.units import find_parts
 from horizon_lm.optimizers import OPTIMIZERS
-from horizon_lm.planning.choose import choose
-from horizon_lm.planning.device_memory import device_use
-from horizon_lm.planning.host_memory import host_bytes
-from horizon_lm.planning.request import Machine, Request
+from horizon_lm.planning.arithmetic.choose import choose
+from horizon_lm.planning.arithmetic.device_memory import device_use
+from horizon_lm.planning.arithmetic.host_memory import host_bytes
+from horizon_lm.planning.arithmetic.request import Machine, Request
+from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.units import EMBED, HEAD, OUTER
 from tests.support import tiny_models
 
@@ -60,7 +60,7 @@ class Case:
         grad_bytes = 4 if self.options["grad_dtype"] == torch.float32 or self.options["precision"] == "float32" else 2
         return Request(
             per_device_train_batch_size=self.rows,
-            optimizer=self.optimizer.planned(),
+            optimizer=next(each for each in OPTIMIZERS.values() if each.name == self.optim),
             moments=self.moments,
             update_in_backward=self.in_backward,
             grad_bytes=grad_bytes,

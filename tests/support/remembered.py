@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from horizon_lm.cost import block_probe, model_outline
-from horizon_lm.cost.cache_probe import CacheProbe
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
 from horizon_lm.model.generation import Generation
+from horizon_lm.planning.measure import block_probe, model_outline
+from horizon_lm.planning.measure.cache_probe import CacheProbe
 
 Outliner = Callable[..., Any]
 

@@ -8,13 +8,13 @@ from weakref import WeakKeyDictionary
 
 import xxhash
 
+from horizon_lm.arena import as_array
 from horizon_lm.checkpoints.finding import require_same_kind
 from horizon_lm.checkpoints.manifest import Manifest
 from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.distributed.whole_units import borrowing, lend
 from horizon_lm.errors import ConfigError
 from horizon_lm.resources import usable_cores
-from horizon_lm.store.arena import as_array
 from horizon_lm.store.store import Store
 from horizon_lm.store.unit_slabs import Slab
 from horizon_lm.units import Unit

@@ -1,12 +1,11 @@
 """Write a model into a folder: what an error of the system means, and what happens to files that are not ours."""
 
 import errno
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from horizon_lm.disk import Disk, is_new, part_of, replace
+from horizon_lm.disk import Disk, error_number, is_new, is_of_system, part_of, replace
 from horizon_lm.errors import ConfigError, DoesNotFitError, HorizonError, first_line, warn
 from horizon_lm.quantities import format_bytes
 from horizon_lm.resources import disk_free
@@ -24,7 +23,7 @@ def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) ->
         num_bytes: bytes of the model; 0 if they are not known.
     """
     reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
-    if _number_of(error) == errno.EFBIG:
+    if error_number(error) == errno.EFBIG:
         return DoesNotFitError(
             f"{name}: {folder} takes no file of this size ({reason}); raise the limit: ulimit -f unlimited."
         )
@@ -39,22 +38,9 @@ def unwritable(name: str, folder: Path, error: Exception, num_bytes: int = 0) ->
     return DoesNotFitError(f"{name}: no space is left for {folder} ({reason}): {needed}{free}.")
 
 
-def is_of_system(error: Exception) -> bool:
-    """Return whether an error is one of the system, such as a full disk. Writers of tokenizers and safetensors raise it in types of theirs."""
-    return isinstance(error, OSError | MemoryError) or _number_of(error) is not None
-
-
-def _number_of(error: Exception) -> int | None:
-    """Return the system's number of an error; None if it has none. The writer of safetensors states it in its text alone."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    stated = re.search(r"\(os error (\d+)\)", str(error))
-    return int(stated[1]) if stated else None
-
-
 def _is_full(folder: Path, error: Exception, num_bytes: int) -> bool:
     """Return whether a folder could not be written because there was no space, judging by the free space if no error says so."""
-    number = _number_of(error)
+    number = error_number(error)
     if number is not None:
         return number in _NO_SPACE
     with suppress(OSError):

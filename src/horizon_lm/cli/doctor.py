@@ -31,7 +31,7 @@ def doctor(
     from dataclasses import asdict
 
     from horizon_lm.doctor.profile import check_folder, check_writable, keep
-    from horizon_lm.planning.catalog import own_profile_path
+    from horizon_lm.planning.arithmetic.catalog import own_profile_path
 
     chosen = None if output is None else file_to_write(output, "the profile is JSON", ".json")
     path = None if no_save else chosen or own_profile_path()

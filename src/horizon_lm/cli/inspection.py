@@ -15,7 +15,7 @@ from horizon_lm.data.batch import Batch
 from horizon_lm.data.findings import reject_errors
 from horizon_lm.data.tokenize import RowFlag
 from horizon_lm.model.positions import positions_of
-from horizon_lm.preflight.inputs import fetch_source
+from horizon_lm.planning.admission.inputs import fetch_source
 from horizon_lm.quantities import counted
 from horizon_lm.training.rows import RunData, load_data
 from horizon_lm.training.samples import end_line

@@ -11,11 +11,11 @@ from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.known_models import KnownModel, known_models
 from horizon_lm.model.routed_experts import num_experts
-from horizon_lm.optim.choosing import optimizer_class
-from horizon_lm.planning.host_memory import SAVED_BYTES
-from horizon_lm.planning.request import Machine
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import Source, open_source
+from horizon_lm.optimizers import OPTIMIZERS
+from horizon_lm.planning.admission.inputs import Source, open_source
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.arithmetic.host_memory import SAVED_BYTES
+from horizon_lm.planning.arithmetic.request import Machine
 from horizon_lm.quantities import counted, format_bytes
 
 MODES: dict[str, dict[str, str]] = {
@@ -130,5 +130,5 @@ def _least_bytes(run: RunConfig, parameters: int) -> int:
     """Return a lower bound of the host memory that a run needs, to rule out most models without planning them."""
     if run.use_peft:
         return parameters // 2  # codes of 4 bits
-    moments = optimizer_class(run.optim).planned().moment_bytes(run.moments)
+    moments = OPTIMIZERS[run.optim].moment_bytes(run.moments)
     return parameters * (SAVED_BYTES[run.precision] + moments + (0 if run.update_in_backward else 2))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from horizon_lm.model.known_models import known_models
-from horizon_lm.planning.catalog import published
+from horizon_lm.planning.arithmetic.catalog import published
 
 
 def name_lines() -> Iterator[str]:

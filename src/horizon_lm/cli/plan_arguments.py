@@ -8,7 +8,7 @@ from horizon_lm.cli.common import read_size, run_arguments
 from horizon_lm.config import RunConfig
 from horizon_lm.config.load import parse_overrides, read_run_config
 from horizon_lm.errors import ConfigError
-from horizon_lm.planning.catalog import Hardware, find_profile
+from horizon_lm.planning.arithmetic.catalog import Hardware, find_profile
 from horizon_lm.training.early_mistakes import mistakes_in_plan
 
 

@@ -11,14 +11,14 @@ from horizon_lm.errors import HorizonError, QuantizedWeightsError
 from horizon_lm.layout.ranks import WHOLE, Shard
 from horizon_lm.model.folder import code_remedy
 from horizon_lm.model.known_models import find_known
-from horizon_lm.planning.catalog import Hardware
-from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.remedies import Remedy
-from horizon_lm.planning.request import Machine, Saves
-from horizon_lm.preflight.admission import plan_run
-from horizon_lm.preflight.inputs import Source, open_source
-from horizon_lm.preflight.remedies import remedies_of
-from horizon_lm.preflight.this_machine import other_machine, this_machine
+from horizon_lm.planning.admission.inputs import Source, open_source
+from horizon_lm.planning.admission.remedies import remedies_of
+from horizon_lm.planning.admission.run_plan import plan_run
+from horizon_lm.planning.admission.this_machine import other_machine, this_machine
+from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.planning.arithmetic.remedies import Remedy
+from horizon_lm.planning.arithmetic.request import Machine, Saves
 from horizon_lm.store.checkpoint_reader import Checkpoint
 from horizon_lm.training.intervals import Intervals
 from horizon_lm.training.ranks import mesh_shape, reject_unsupported

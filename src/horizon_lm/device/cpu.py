@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.arena import Arena, as_array
 from horizon_lm.codecs.base import Codec
 from horizon_lm.device.base import Device, Task
 from horizon_lm.device.host_threads import DISK_THREADS, HOST_STREAMS, HostPool, complete_updates
@@ -15,7 +16,6 @@ from horizon_lm.ranges import pieces
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Trace
-from horizon_lm.store.arena import Arena, as_array
 
 _PACKED_BYTES = 1 << 19  # codes and scales that one thread decodes: a millisecond of work
 _LANDED_ELEMENTS = 1 << 19  # elements that one thread lands: a millisecond of work

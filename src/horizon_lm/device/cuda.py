@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.arena import Arena
 from horizon_lm.codecs.base import Codec
 from horizon_lm.device.async_device import StreamDevice
 from horizon_lm.device.base import Meter
@@ -20,7 +21,6 @@ from horizon_lm.errors import ConfigError, PageLockWarning, warn
 from horizon_lm.kernels.decoding import warm_up
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.schedule.ops import Stream
-from horizon_lm.store.arena import Arena
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -6,12 +6,12 @@ from statistics import harmonic_mean
 import torch
 from torch.nn import functional
 
+from horizon_lm.arena import Arena
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.model.float8.casting import cast_rows, multiply, multiply_gradients
-from horizon_lm.planning.float8 import CAPABILITY
-from horizon_lm.store.arena import Arena
+from horizon_lm.planning.arithmetic.float8 import CAPABILITY
 
 # Number of tokens, input width and output width of each projection.
 _CPU_PRODUCTS = ((1024, 576, 1536), (1024, 1536, 576), (1024, 2048, 2048))

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
+from horizon_lm.arena import Arena, as_array
 from horizon_lm.device.base import Device
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
 from horizon_lm.ranges import pieces
-from horizon_lm.store.arena import Arena, as_array
 
 _MOST_HOST_BYTES = 2**30  # several times the largest caches
 _PIECE = 1 << 22  # elements of 4 bytes, about the size of an update task

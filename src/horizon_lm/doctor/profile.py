@@ -22,7 +22,7 @@ from horizon_lm.doctor.host_benchmarks import disk_rates, host_bandwidth, update
 from horizon_lm.doctor.machine import available_memory, host_memory, processor
 from horizon_lm.doctor.timing import Rounds
 from horizon_lm.errors import ConfigError
-from horizon_lm.planning.catalog import DTYPES, Hardware
+from horizon_lm.planning.arithmetic.catalog import DTYPES, Hardware
 from horizon_lm.quantities import format_bytes
 from horizon_lm.resources import usable_cores
 

@@ -26,7 +26,7 @@ from horizon_lm.integrations.trainer_rows import longest_row
 from horizon_lm.optim.choosing import decay_groups, make_optimizer
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
 from horizon_lm.optimizers import by_other_name
-from horizon_lm.planning.render import summary_lines
+from horizon_lm.planning.arithmetic.render import summary_lines
 
 # Settings of a Trainer that a streamed model does not support, with the values that leave them off, and the remedy.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {

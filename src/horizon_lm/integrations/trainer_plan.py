@@ -18,12 +18,12 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.source import ModelSource
 from horizon_lm.model.tying import true_config
 from horizon_lm.optimizers import by_other_name
-from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.request import Machine, Saves
-from horizon_lm.preflight.admission import does_not_fit, plan_run
-from horizon_lm.preflight.inputs import RowShape, Source
-from horizon_lm.preflight.remedies import remedies_of
-from horizon_lm.preflight.this_machine import agree_on_machine, this_machine
+from horizon_lm.planning.admission.inputs import RowShape, Source
+from horizon_lm.planning.admission.remedies import remedies_of
+from horizon_lm.planning.admission.run_plan import does_not_fit, plan_run
+from horizon_lm.planning.admission.this_machine import agree_on_machine, this_machine
+from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.planning.arithmetic.request import Machine, Saves
 from horizon_lm.quantities import counted, format_bytes, format_seconds
 from horizon_lm.units import block
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.arena import as_array
 from horizon_lm.codecs.base import Codec
 from horizon_lm.codecs.bnb4bit import Bnb4Bit
 from horizon_lm.codecs.fp8 import Fp8
@@ -18,7 +19,6 @@ from horizon_lm.codecs.mxfp4 import VALUES, Mxfp4
 from horizon_lm.codecs.rows import Rows
 from horizon_lm.codecs.stack import Stack
 from horizon_lm.kernels.bits import F32, U32, float_of, inlined, kernel, nearest, widen
-from horizon_lm.store.arena import as_array
 
 Components = Mapping[str, torch.Tensor]
 

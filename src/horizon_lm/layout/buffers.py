@@ -1,4 +1,4 @@
-"""The engine's buffers on the device: a table that the engine allocates, and that the planner adds up."""
+"""List the engine's buffers on the device: slots, which the engine allocates, and buffers that grow with the batch."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from horizon_lm.layout.model import TiledLayout
 from horizon_lm.layout.parts import PartLayout
 from horizon_lm.layout.units import UnitLayout
 from horizon_lm.ranges import length
-from horizon_lm.units import HEAD, OUTER
+from horizon_lm.units import EMBED, HEAD, OUTER
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
 """Bytes of an element, by the name of its dtype."""
@@ -29,6 +29,27 @@ class BufferOptions:
     grad_dtype: str = "bfloat16"
     in_micro_batches: bool = False
     chunked_head: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSettings:
+    """The settings that determine the sizes of the engine's device buffers.
+
+    Attributes:
+        options: those that determine the sizes of slots.
+        tokens: sequences of a step times the longest length.
+        offloaded: number of blocks whose boundaries pass through a ring on the device.
+        resident: number of last blocks with resident weights.
+        table_rows, forward_table_rows: maximum number of distinct table rows read by a step, and by a batch without
+            gradients, on all ranks; None for one per token.
+    """
+
+    options: BufferOptions
+    tokens: int
+    offloaded: int = 0
+    resident: int = 0
+    table_rows: int | None = None
+    forward_table_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +158,37 @@ def _largest(sizes: Iterable[list[int]]) -> list[int]:
 def _typed(numels: list[int], dtype: str) -> tuple[tuple[int, str], ...]:
     """Return the buffers of a slot: the first has this dtype, the other float32."""
     return tuple(zip(numels, (dtype, "float32"), strict=True))
+
+
+def device_buffers(layout: TiledLayout[Any], table: BufferTable, settings: BufferSettings) -> Mapping[str, int]:
+    """Return the bytes of each kind of buffer in a training step, for the worst case of the tokens in a batch.
+
+    Args:
+        layout: the parts of the model that have slots.
+        table: their slots.
+        settings: settings of the step.
+    """
+    resident = range(layout.model.num_blocks - settings.resident, layout.model.num_blocks)
+    buffers = {
+        "weight_slots": table.streamed_weights(resident).num_bytes,
+        "resident_weights": sum(table.block_weights[index].num_bytes for index in resident),
+    }
+    buffers |= {kind: slots.num_bytes for kind, slots in table.slots.items() if kind not in buffers}
+    buffers |= _activation_buffers(layout, settings)
+    return {kind: num_bytes for kind, num_bytes in buffers.items() if num_bytes}
+
+
+def _activation_buffers(layout: TiledLayout[Any], settings: BufferSettings) -> dict[str, int]:
+    """Return the bytes of the rows of the embedding, and of the ring of offloaded boundaries."""
+    model, compute_bytes = layout.model, ITEMSIZE[settings.options.compute_dtype]
+    num_rows = min(settings.tokens, model.vocabulary) if settings.table_rows is None else settings.table_rows
+    boundary = layout.kept_each * settings.tokens * model.hidden * compute_bytes
+    grad_bytes = ITEMSIZE[settings.options.grad_dtype] if model.trained_numel(EMBED) else 0
+    return {
+        "table_rows": max(num_rows, settings.forward_table_rows) * model.hidden * compute_bytes,
+        "table_row_grads": num_rows * model.hidden * grad_bytes,
+        "boundary_ring": 2 * boundary if settings.offloaded else 0,
+    }
 
 
 def landing_numels(units: Iterable[UnitLayout[Any]]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from horizon_lm.arena import as_array
 from horizon_lm.data.batch import Batch
 from horizon_lm.data.loader import batch_from
 from horizon_lm.data.token_dataset import TokenTable
@@ -20,7 +21,6 @@ from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective.base import evaluation_mode, without_adapters
 from horizon_lm.objective.dpo import answer_logprobs
 from horizon_lm.resources import usable_cores
-from horizon_lm.store.arena import as_array
 from horizon_lm.store.unit_slabs import Slab
 
 _MAGIC = b"HLMPAIR1"

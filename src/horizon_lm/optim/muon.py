@@ -20,9 +20,7 @@ from horizon_lm.kernels.bits import F32, fma, inlined
 from horizon_lm.kernels.updates import Moment, OnDevice, Rule
 from horizon_lm.optim.adamw import AdamW
 from horizon_lm.optim.slab_optimizer import SlabOptimizer
-from horizon_lm.planning.matrices import NO_MATRICES
-from horizon_lm.planning.planned_optimizer import PlannedOptimizer
-from horizon_lm.planning.tile_sizes import NO_MATRICES_OF_TILES
+from horizon_lm.optimizers import NO_MATRICES, NO_MATRICES_OF_TILES
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial, with the steepest slope at zero
 _EPS = 1e-7
@@ -185,10 +183,6 @@ class Muon(SlabOptimizer):
         loss = super().step(closure)
         self.zero_grad()
         return loss
-
-    @classmethod
-    def planned(cls) -> PlannedOptimizer:
-        return replace(super().planned(), orthogonalizes=True)
 
     @staticmethod
     def hyperparameters(settings: Any) -> dict[str, Any]:

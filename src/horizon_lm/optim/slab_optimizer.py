@@ -21,7 +21,6 @@ from horizon_lm.optim.moments import Moments
 from horizon_lm.optim.saved_state import LOW_HALF, STEPS, check_scalars, check_settings, check_state, plain
 from horizon_lm.optim.unit_updates import UnitUpdates
 from horizon_lm.optim.update_tasks import StepUpdate, TableRows
-from horizon_lm.planning.planned_optimizer import PlannedOptimizer
 from horizon_lm.store.store import Store
 from horizon_lm.store.unit_slabs import Slab
 from horizon_lm.units import Unit
@@ -96,11 +95,6 @@ class SlabOptimizer(torch.optim.Optimizer):
     def rule_of(self, name: str) -> Rule:
         """Return the rule by which a parameter is updated, by its full name."""
         return self.rule
-
-    @classmethod
-    def planned(cls) -> PlannedOptimizer:
-        """Return what a plan must know of this optimizer."""
-        return PlannedOptimizer(cls.rule.name, len(cls.rule.moments))
 
     @staticmethod
     def hyperparameters(settings: Any) -> dict[str, Any]:

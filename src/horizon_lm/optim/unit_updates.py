@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from horizon_lm.arena import as_array
 from horizon_lm.device.transfers import Move, chained
 from horizon_lm.engine.host.updates import TableGrads
 from horizon_lm.engine.passes.machinery import Machinery
@@ -23,7 +24,6 @@ from horizon_lm.optim.update_tasks import (
     span_pieces,
 )
 from horizon_lm.schedule import build
-from horizon_lm.store.arena import as_array
 from horizon_lm.store.unit_slabs import Slab
 from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 

@@ -1,1 +1,1 @@
-"""Compute the memory and time of a run by arithmetic, without running it."""
+"""Plan a run before it starts: the memory and time that it takes, and whether its machine has them."""

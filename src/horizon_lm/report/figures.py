@@ -9,8 +9,8 @@ from typing import Any
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
 
-from horizon_lm.planning.plan_file import PlanFile
-from horizon_lm.planning.request import Budget
+from horizon_lm.planning.arithmetic.plan_file import PlanFile
+from horizon_lm.planning.arithmetic.request import Budget
 from horizon_lm.quantities import format_bytes
 from horizon_lm.report.palette import (
     FIRST,

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from horizon_lm.config import RunConfig
 from horizon_lm.errors import ConfigError
-from horizon_lm.planning.render import setting_text
+from horizon_lm.planning.arithmetic.render import setting_text
 from horizon_lm.quantities import counted, format_bytes
 from horizon_lm.report import run_files
 from horizon_lm.report.figures import run_figures, step_memory_figure, timeline_figure, waterfall_figure

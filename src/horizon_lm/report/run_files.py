@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from horizon_lm.errors import ConfigError
 from horizon_lm.paths import near_path
-from horizon_lm.planning.plan_file import PlanFile
+from horizon_lm.planning.arithmetic.plan_file import PlanFile
 from horizon_lm.schedule.trace import Trace
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horizon_lm.planning.plan_file import PlannedStep
+from horizon_lm.planning.arithmetic.plan_file import PlannedStep
 from horizon_lm.report.palette import FIRST, KINDS, SECOND
 from horizon_lm.report.run_files import Run
 from horizon_lm.report.summary import count, duration, median_step

@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
+from horizon_lm.arena import Arena
 from horizon_lm.codecs.base import Codec
 from horizon_lm.errors import StreamingError
 from horizon_lm.layout.ranks import WHOLE, Shard
 from horizon_lm.layout.units import StorageLayout, UnitLayout
 from horizon_lm.quantities import page_aligned
 from horizon_lm.ranges import length
-from horizon_lm.store.arena import Arena
 from horizon_lm.store.precision import Precision, join_master, split_master
 from horizon_lm.store.unit_slabs import Slab, UnitSlabs
 from horizon_lm.units import EMBED, OUTER, Unit

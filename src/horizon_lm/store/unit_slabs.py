@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from horizon_lm.arena import Arena
 from horizon_lm.layout.ranks import Shard
 from horizon_lm.layout.slabs import SlabLayout
 from horizon_lm.layout.units import FLOAT32, PACKED, StorageLayout, UnitLayout
-from horizon_lm.store.arena import Arena
 from horizon_lm.store.precision import PRECISIONS, Precision
 from horizon_lm.units import Unit
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from horizon_lm.device.faults import is_out_of_device_memory
 from horizon_lm.engine.streamed import engine_of, forward_of
 from horizon_lm.errors import first_line
-from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.render import summary_lines
+from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.planning.arithmetic.render import summary_lines
 from horizon_lm.training.resume import rounding_warnings, settings_of
 from horizon_lm.training.run import Run, Training
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from horizon_lm.config import RunConfig
-from horizon_lm.planning.request import Saves
+from horizon_lm.planning.arithmetic.request import Saves
 
 
 def num_steps_of(number_or_share: float, num_steps: int) -> int:

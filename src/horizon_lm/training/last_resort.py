@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizon_lm.checkpoints.new_folder import is_of_system
+from horizon_lm.disk import is_of_system
 from horizon_lm.errors import ConfigError, DisagreementError, DoesNotFitError, InterruptedRunError, RankLostError
 from horizon_lm.quantities import format_seconds
 from horizon_lm.training.run_dir import RunDir

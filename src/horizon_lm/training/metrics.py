@@ -11,7 +11,7 @@ import horizon_lm
 from horizon_lm.data.batch import Batch
 from horizon_lm.energy import UNKNOWN, Energy, EnergyMeter
 from horizon_lm.objective.base import Loss
-from horizon_lm.planning.plan import Plan
+from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.resources import resident_bytes
 
 

@@ -15,7 +15,7 @@ from horizon_lm.config.rules import OnResume
 from horizon_lm.config.run import RunConfig, settings_with
 from horizon_lm.data.chat_template import today
 from horizon_lm.errors import ConfigError
-from horizon_lm.planning.request import Request
+from horizon_lm.planning.arithmetic.request import Request
 from horizon_lm.training.output_folder import output_folder
 from horizon_lm.training.resumable import (
     begins_anew,

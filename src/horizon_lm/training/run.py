@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from horizon_lm.config import RunConfig
-from horizon_lm.planning.plan import Plan
-from horizon_lm.preflight.admission import Admission, apply_plan
+from horizon_lm.planning.admission.run_plan import Admission, apply_plan
+from horizon_lm.planning.arithmetic.plan import Plan
 from horizon_lm.training.callbacks import Callbacks
 from horizon_lm.training.interrupts import Interrupts
 from horizon_lm.training.intervals import Intervals

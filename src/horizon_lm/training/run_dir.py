@@ -16,8 +16,8 @@ from horizon_lm.disk import Disk, free_path, part_of, publish_folder, restore_fo
 from horizon_lm.errors import ConfigError, HorizonError, first_line
 from horizon_lm.model.adapter_config import ADAPTER_CONFIG, convert_weights, share_weights
 from horizon_lm.model.generation import write_generation_config
-from horizon_lm.planning.plan import Plan
-from horizon_lm.planning.render import write_plan
+from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.planning.arithmetic.render import write_plan
 from horizon_lm.training.line_file import LineFile
 from horizon_lm.training.output_folder import holds_a_run, output_folder, reject_finished_run, require_usable
 from horizon_lm.training.ranks import Ranks

@@ -15,10 +15,10 @@ from horizon_lm.distributed.rendezvous import failing_together
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.model.generation import add_end_tokens
 from horizon_lm.model.positions import Positions, positions_of
-from horizon_lm.planning.render import summary_lines
-from horizon_lm.planning.residency import ExpectedBatch
-from horizon_lm.preflight.admission import Admission, apply_plan
-from horizon_lm.preflight.this_machine import agree_on_machine
+from horizon_lm.planning.admission.run_plan import Admission, apply_plan
+from horizon_lm.planning.admission.this_machine import agree_on_machine
+from horizon_lm.planning.arithmetic.render import summary_lines
+from horizon_lm.planning.arithmetic.residency import ExpectedBatch
 from horizon_lm.training import resume, setup
 from horizon_lm.training.best_model import require_known_metric
 from horizon_lm.training.callbacks import Callbacks

@@ -25,7 +25,7 @@ from horizon_lm.engine.units.outer import OuterParameters
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.generation import cache_of
 from horizon_lm.model.trial import answering, answers_of
-from horizon_lm.planning.residency import BatchSize
+from horizon_lm.planning.arithmetic.residency import BatchSize
 
 Compute = Callable[[list[Call], dict[str, torch.Tensor]], list[Any]]  # calls and outer parameters -> outputs
 

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from horizon_lm.cost.head_probe import head_peak
 from horizon_lm.device.base import Device
 from horizon_lm.engine.calls.chunked_losses import WANTED
 from horizon_lm.engine.calls.model_forward import ModelForward
@@ -24,7 +23,8 @@ from horizon_lm.model.adapter_layers import is_adapter_model
 from horizon_lm.model.examination import Examined
 from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.planning.residency import Residency, head_chunk_tokens
+from horizon_lm.planning.arithmetic.residency import Residency, head_chunk_tokens
+from horizon_lm.planning.measure.head_probe import head_peak
 from horizon_lm.store.store import Store
 from horizon_lm.streaming_options import StreamingOptions
 

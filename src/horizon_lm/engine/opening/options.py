@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from horizon_lm.cost.block_probe import find_written
 from horizon_lm.device.base import Device
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
@@ -19,7 +18,8 @@ from horizon_lm.model.parts import ModelParts
 from horizon_lm.model.proven import warn_of_other_version
 from horizon_lm.model.routed_experts import find_divisible_experts
 from horizon_lm.model.units import find_parts
-from horizon_lm.planning.tile_sizes import NOT_COMPILED, no_experts
+from horizon_lm.planning.arithmetic.tile_sizes import NOT_COMPILED, no_experts
+from horizon_lm.planning.measure.block_probe import find_written
 from horizon_lm.store.precision import Precision, get_precision
 from horizon_lm.streaming_options import StreamingOptions
 

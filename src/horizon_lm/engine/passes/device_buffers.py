@@ -13,8 +13,8 @@ import torch
 from horizon_lm.device.base import Device
 from horizon_lm.engine.passes.expert_tiles import ExpertTiles
 from horizon_lm.layout.buffers import BufferOptions, BufferTable, SlotSizes
-from horizon_lm.planning.outline import Linear
-from horizon_lm.planning.residency import Residency
+from horizon_lm.planning.arithmetic.outline import Linear
+from horizon_lm.planning.arithmetic.residency import Residency
 from horizon_lm.store.store import Store
 from horizon_lm.store.unit_slabs import Slot
 from horizon_lm.streaming_options import StreamingOptions, chosen

@@ -23,7 +23,7 @@ from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.update_pass import UpdateMoves, UpdatePass, compute_on_device
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.planning.residency import ExpectedBatch, Residency
+from horizon_lm.planning.arithmetic.residency import ExpectedBatch, Residency
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit

@@ -19,7 +19,7 @@ from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
 from horizon_lm.engine.passes.saves import Saves
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts, ParamRef
-from horizon_lm.planning.residency import ExpectedBatch, Residency
+from horizon_lm.planning.arithmetic.residency import ExpectedBatch, Residency
 from horizon_lm.schedule import build
 from horizon_lm.store.store import Store
 from horizon_lm.store.unit_slabs import UnitSlabs

@@ -12,14 +12,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from horizon_lm.constants import DEVICE_MARGIN
-from horizon_lm.cost.block_probe import measured_footprint, run_on_meta
-from horizon_lm.cost.core_probe import run_core_on_meta
 from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.device_buffers import buffer_options
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.passes.tree import Tree
-from horizon_lm.layout.buffers import BufferTable
+from horizon_lm.layout.buffers import BufferSettings, BufferTable, device_buffers
 from horizon_lm.layout.model import TiledLayout
 from horizon_lm.layout.parts import PartLayout
 from horizon_lm.layout.units import StorageLayout
@@ -28,10 +26,9 @@ from horizon_lm.model.attention import Segments, attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.trial import TrialDoneError
-from horizon_lm.planning.device_buffers import BufferSettings, device_buffers
-from horizon_lm.planning.device_memory import working
-from horizon_lm.planning.outline import Footprint
-from horizon_lm.planning.residency import (
+from horizon_lm.planning.arithmetic.device_memory import working
+from horizon_lm.planning.arithmetic.outline import Footprint
+from horizon_lm.planning.arithmetic.residency import (
     BatchSize,
     DevicePlan,
     Residency,
@@ -39,6 +36,8 @@ from horizon_lm.planning.residency import (
     choose_residency,
     lower_residency,
 )
+from horizon_lm.planning.measure.block_probe import measured_footprint, run_on_meta
+from horizon_lm.planning.measure.core_probe import run_core_on_meta
 
 
 def plan_device(

@@ -3,7 +3,7 @@
 import torch
 
 from horizon_lm.errors import ConfigError
-from horizon_lm.planning.float8 import CAPABILITY, LEAVE_OUT, NEEDS_BFLOAT16, needs_capability
+from horizon_lm.model.float8.requirements import CAPABILITY, LEAVE_OUT, NEEDS_BFLOAT16, needs_capability
 
 
 def require_float8(device: torch.device | None, compute_dtype: torch.dtype) -> None:

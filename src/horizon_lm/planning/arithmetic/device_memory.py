@@ -1,0 +1,210 @@
+"""Device memory of a step: the engine's buffers exactly, the peak of temporary activations, and the course
+over time.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from horizon_lm.layout.buffers import device_buffers
+from horizon_lm.planning.arithmetic.matrices import orthogonalizing_bytes
+from horizon_lm.planning.arithmetic.outline import Footprint, Linear
+from horizon_lm.planning.arithmetic.plan_file import PlannedMemory
+from horizon_lm.planning.arithmetic.request import ForwardBatch
+from horizon_lm.planning.arithmetic.residency import Working
+from horizon_lm.planning.arithmetic.step import Step
+from horizon_lm.schedule.ops import Kind, Stream
+from horizon_lm.schedule.trace import Span
+from horizon_lm.units import HEAD
+
+
+def working(
+    footprints: Sequence[Sequence[Footprint]], *, hidden: int, boundary: int, tokens: int, head_peak: Linear[int],
+    chunk_tokens: int | None, first: int = 0,
+) -> Working:  # fmt: skip
+    """Return the bytes that computations need, excluding weights and gradients.
+
+    Args:
+        footprints: footprints of the blocks for each micro-batch, largest first.
+        hidden: bytes of a block's input for the whole batch.
+        boundary: bytes that a block keeps for the backward pass.
+        tokens: tokens of the whole batch.
+        head_peak: peak bytes of norm, head and loss, as a function of tokens.
+        chunk_tokens: tokens per chunk of logits; None if Hugging Face's code computes all logits together.
+        first: the first block with a gradient.
+    """
+    blocks = [_block_bytes(micro_batches, hidden) for micro_batches in zip(*footprints, strict=True)]
+    graphs, peaks, backward_peaks = zip(*blocks, strict=True)
+    return Working(
+        graphs=graphs, peaks=peaks, backward_peaks=backward_peaks, boundary=boundary, first=first,
+        head=_head_bytes(head_peak, hidden, tokens, chunk_tokens),
+        tiled=frozenset(index for index, each in enumerate(footprints[0]) if each.experts),
+    )  # fmt: skip
+
+
+def _head_bytes(head_peak: Linear[int], hidden: int, tokens: int, chunk_tokens: int | None) -> int:
+    """Return the bytes that norm, head and loss need. The arguments are those of `working`."""
+    # Also the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
+    if chunk_tokens is None:
+        return head_peak.at(tokens) + hidden
+    chunk = min(tokens, chunk_tokens)
+    return head_peak.at(chunk) + 2 * hidden + chunk * (hidden // tokens)
+
+
+def _block_bytes(micro_batches: Sequence[Footprint], hidden: int) -> tuple[int, int, int]:
+    """Return the bytes of a block's graph, its peak, and the peak of its backward pass if the graph is kept."""
+    if len(micro_batches) > 1:
+        # They are concatenated: the output of a block in the forward pass, the gradient of its input in the backward pass.
+        concatenated, counted_output = 2 * hidden, 0
+    else:
+        # The output is counted elsewhere: it is the next block's boundary, or the head's input.
+        concatenated, counted_output = 0, hidden
+    largest = micro_batches[0]
+    peak = _peak(micro_batches) + concatenated + largest.casts
+    if largest.experts:  # with tiles no graph is kept
+        return 0, peak, peak
+    graph = sum(each.graph for each in micro_batches) - counted_output
+    # A kept graph has the weights for the gradients of inputs, and the backward pass casts all of them again.
+    return graph + largest.casts // 2, peak, peak - largest.graph + counted_output
+
+
+def _peak(micro_batches: Sequence[Footprint]) -> int:
+    """Return the peak of a block's forward and backward pass, for micro-batches from the largest on.
+
+    With tiles, each micro-batch is computed as far as its experts, and holds ``held`` bytes there, before the first tile. A single one
+    keeps its graph meanwhile; several are computed again.
+    """
+    largest = micro_batches[0]
+    graph = largest.graph if len(micro_batches) == 1 else 0
+    with_experts = graph + largest.experts if largest.experts else 0
+    return max(largest.peak, with_experts) + sum(each.held for each in micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Device memory of a step in bytes.
+
+    Attributes:
+        buffers: the engine's buffers, by kind.
+        checkpoints: activation checkpoints that stay on the device between the forward and backward pass.
+        activations: peak of computations and resident graphs on top of them.
+        shared: masks and rotary tables.
+    """
+
+    buffers: Mapping[str, int]
+    checkpoints: int
+    activations: int
+    shared: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.buffers.values()) + self.checkpoints + self.activations + self.shared
+
+
+def step_working(step: Step) -> Working:
+    """Return the bytes that the computations of a step need."""
+    outline, settings = step.outline, step.settings
+    return working(
+        [outline.footprints(rows, settings.expert_tile) for rows in settings.slices],
+        hidden=step.hidden, boundary=step.boundary, tokens=step.tokens, head_peak=step.head.peak,
+        chunk_tokens=settings.chunk_tokens, first=outline.first_differentiated,
+    )  # fmt: skip
+
+
+def device_use(step: Step) -> DeviceUse:
+    """Return the device memory of a step in bytes."""
+    residency = step.settings.residency
+    checkpoints = step.staying * step.boundary
+    in_training = step_working(step).step_peak(residency.boundaries, residency.graphs)
+    in_update = max((orthogonalizing_bytes(step.outline.layout.matrices_of(u)) for u in step.orthogonalized), default=0)
+    most = max([in_training, in_update, *(_evaluation_peak(step, batch) for batch in step.settings.forwards)])
+    return DeviceUse(
+        buffers=device_buffers(step.tiled, step.buffer_table, step.buffer_settings()),
+        checkpoints=checkpoints, activations=most - checkpoints, shared=step.outline.shared.at(step.settings.rows),
+    )  # fmt: skip
+
+
+def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
+    """Return the bytes of a batch without gradients: it keeps no boundary, and uses the micro-batches of training."""
+    outline, settings = step.outline, step.settings
+    relative_length = batch.length / outline.length
+    # Sequences of the outline that take as much memory as one of the batch. Eager attention has scores of T x T for each head.
+    per_row = relative_length * max(1.0, relative_length) if outline.attention == "eager" else relative_length
+    rows_at_once = settings.rows_at_once(batch.rows)
+    tokens = batch.rows * batch.length
+    hidden = tokens * outline.layout.hidden * outline.compute_bytes
+    in_block = max(kind.forward_peak.at(max(1.0, rows_at_once * per_row)) for kind in outline.kinds)
+    if settings.expert_tile is not None:  # all micro-batches come as far as the experts before any goes on
+        in_block += max(
+            (kind.core.footprint.at(batch.rows * per_row).held for kind in outline.kinds if kind.core), default=0
+        )
+    at_head = step.head.peak.at(min(tokens, settings.chunk_tokens or tokens))
+    # Those of training are in `DeviceUse.shared`.
+    masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
+    # Of the whole batch, a block's input, its output in micro-batches, and these concatenated.
+    return int(3 * hidden + max(in_block, at_head) + max(0, masks) + batch.kept_bytes)
+
+
+def weights_of_blocks(step: Step) -> Sequence[int]:
+    """Return the device bytes of each block's weights."""
+    return [slots.num_bytes for slots in step.buffer_table.block_weights]
+
+
+def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> PlannedMemory:
+    """Return the memory in use during a step.
+
+    Buffers exist throughout. Activation checkpoints are added in the forward pass and freed in the backward pass;
+    activations exist while they are in use. Host memory is constant: a checkpoint's host buffer is reused by the next
+    step.
+
+    Args:
+        step: the step.
+        spans: spans of the step, which starts at 0.
+        host_base: bytes of host memory, including activation checkpoints.
+    """
+    use = device_use(step)
+    base = sum(use.buffers.values()) + use.shared
+    seconds: list[float] = [0.0]
+    device: list[float] = [base]
+    for moment, change in sorted(_changes(step, spans)):  # at the same moment, memory is freed first
+        seconds.append(moment)
+        device.append(max(base, device[-1] + change))
+    return PlannedMemory(seconds, device, [host_base] * len(seconds))
+
+
+def _changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
+    """Yield the moments at which computations change the memory in use on the device, and the changes in bytes."""
+    outline, settings, needed = step.outline, step.settings, step_working(step)
+    of_slices = [outline.footprints(rows, settings.expert_tile) for rows in settings.slices]
+    for span in spans:
+        unit = span.op.unit
+        if span.op.stream != Stream.COMPUTE:
+            continue
+        if unit == HEAD and span.end > span.start:
+            yield span.start, needed.head
+            yield span.end, -needed.head
+        if unit.is_block:
+            yield from _changes_by_block(step, needed, [each[unit.block_index] for each in of_slices], span)
+
+
+def _changes_by_block(
+    step: Step, needed: Working, footprints: Sequence[Footprint], span: Span
+) -> Iterator[tuple[float, int]]:
+    """Yield the changes by an operation of a block, whose micro-batches have these footprints."""
+    index, kind, num_blocks = span.op.unit.block_index, span.op.kind, step.outline.num_blocks
+    residency = step.settings.residency
+    is_tiled, has_graph = index in needed.tiled, residency.keeps_graph(index, num_blocks)
+    forward = footprints[0].casts + (sum(each.held for each in footprints) if is_tiled else footprints[0].graph)
+    backward = needed.backward_peaks[index] if has_graph else needed.peaks[index]
+    kept = 0  # from the forward pass to the end of the backward pass
+    if index >= step.outline.first_differentiated:
+        kept += step.boundary if residency.keeps_boundary(index, num_blocks) else 0
+        kept += needed.graphs[index] if has_graph else 0
+    # The experts' tiles are computed between two operations of the block, of which the first allocates.
+    if kind == (Kind.ROUTE if is_tiled else Kind.FORWARD):
+        yield span.start, forward
+    if kind == Kind.FORWARD:
+        yield span.end, kept - forward
+    if kind == (Kind.RECOMPUTE if is_tiled else Kind.BACKWARD):
+        yield span.start, backward
+    if kind == Kind.BACKWARD:
+        yield span.end, -kept - backward

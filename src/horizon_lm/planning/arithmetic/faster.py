@@ -1,0 +1,89 @@
+"""Find the changes with which a step that waits for its optimizer or for its loads is faster, and state the cost of each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from horizon_lm.planning.arithmetic.request import Request
+from horizon_lm.planning.arithmetic.step_time import StepTime
+from horizon_lm.schedule.ops import CAUSE_TITLES
+
+RateOf = Callable[[Request], float | None]
+"""Return the tokens per second of a run with other settings; None if it does not fit."""
+
+_NOTABLE_GAIN = 0.02  # for which a change of how a step is computed is worth a remark
+_NOTABLE_GAIN_OF_ROWS = 0.05  # for which another batch is, with which a run has other steps
+_MOST_ROWS = 64  # times those of the run; with more, it would be another run
+
+
+def faster_reasons(request: Request, time: StepTime, tokens: int, rate_of: RateOf) -> Iterator[str]:
+    """Yield a sentence about each change with which a run is notably faster.
+
+    Args:
+        request: settings of the run, without open moments and tiles.
+        time: time of its step.
+        tokens: tokens of a step, of each rank.
+        rate_of: finds the tokens per second with other settings.
+    """
+    if time.limited_by == "update":
+        yield from _lighter_moments(request, time, rate_of)
+        yield from _updates_in_backward(request, time, rate_of)
+    if time.limited_by != "compute":
+        yield from _more_tokens(request, time, tokens, rate_of)
+
+
+def _lighter_moments(request: Request, time: StepTime, rate_of: RateOf) -> Iterator[str]:
+    if request.moments != "float32":
+        return
+    rate = rate_of(replace(request, moments="bfloat16"))
+    if rate is None or (saved := 1 - time.tokens_per_second / rate) < _NOTABLE_GAIN:
+        return
+    yield f"optimizer updates are not fully overlapped: moments: bfloat16 would make a step {saved:.0%} shorter"
+
+
+def _updates_in_backward(request: Request, time: StepTime, rate_of: RateOf) -> Iterator[str]:
+    if request.update_in_backward or request.skips_steps or not request.optimizer.updates_in_backward:
+        return
+    rate = rate_of(replace(request, update_in_backward=True))
+    if rate is None or rate < (1 + _NOTABLE_GAIN) * time.tokens_per_second:
+        return
+    clipping = ", but gradients could not be clipped (max_grad_norm: 0)" if request.clips_gradients else ""
+    yield f"update_in_backward: true would give {_instead(rate, time)}: updates also run under the backward pass{clipping}"
+
+
+def _more_tokens(request: Request, time: StepTime, tokens: int, rate_of: RateOf) -> Iterator[str]:
+    """Yield what the largest useful batch that fits gives: the smallest one with which all is hidden that waits now, or a part of it."""
+    waiting = {what: least for what, least in time.hidden_from_tokens.items() if least > tokens}
+    for times in _factors(max(waiting.values(), default=0), tokens):
+        rate = rate_of(_with_rows(request, times))
+        if rate is None:  # it does not fit
+            continue
+        if rate < (1 + _NOTABLE_GAIN_OF_ROWS) * time.tokens_per_second:
+            return
+        hidden = [CAUSE_TITLES[what] for what, least in waiting.items() if least <= times * tokens]
+        overlapped = f", {' and '.join(hidden)} fully overlapped" if hidden else ""
+        batch = f"per_device_train_batch_size: {request.per_device_train_batch_size * times}, {times * tokens:,} tokens a step,"
+        yield f"{batch} would give {_instead(rate, time)}{overlapped}; a larger batch may need another learning rate"
+        return
+
+
+def _factors(least: int, tokens: int) -> list[int]:
+    """Return the factors of a step's tokens to try, largest first: the one that makes them ``least``, unless it is too large, and smaller
+    powers of two.
+    """
+    factor = -(-least // tokens)
+    powers = [2**power for power in range(_MOST_ROWS.bit_length() - 1, 0, -1)]
+    return [factor] * (1 < factor <= _MOST_ROWS) + [power for power in powers if power < factor]
+
+
+def _with_rows(request: Request, times: int) -> Request:
+    """Return a request with so many times the rows of a step."""
+    typical = request.tokens_per_step
+    return replace(
+        request,
+        per_device_train_batch_size=request.per_device_train_batch_size * times,
+        tokens_per_step=None if typical is None else typical * times,
+    )
+
+
+def _instead(rate: float, time: StepTime) -> str:
+    return f"{rate:,.0f} tokens/s instead of {time.tokens_per_second:,.0f}"

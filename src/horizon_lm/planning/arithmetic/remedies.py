@@ -1,0 +1,284 @@
+"""Find the changes of settings with which a run would fit, and state the cost of each change."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from horizon_lm.errors import ConfigError
+from horizon_lm.optimizers import OptimizerEntry
+from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.arithmetic.plan import Plan, make_plan
+from horizon_lm.planning.arithmetic.request import Request
+from horizon_lm.quantities import parse_bytes
+
+OutlineFor = Callable[..., ModelOutline]
+"""Outline the same model again, with another ``length`` or ``mlp_chunk_tokens``."""
+
+_SHORTEST_ROWS, _LONG_ROWS = 512, 4096  # tokens
+_MOST_CHUNKS = 256  # of a row: each is traced for the plan
+_MOST = 3  # maximum number of remedies, and of changes per remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of a run's settings.
+
+    Attributes:
+        settings: changed settings by their names in a run file; those that a `Request` has are changed in it, too.
+        cost: drawback of the change, for the message.
+        of_request: fields of a `Request` that follow from them.
+        of_outline: the same change as arguments of `OutlineFor`.
+    """
+
+    settings: Mapping[str, Any]
+    cost: str
+    of_request: Mapping[str, Any] = field(default_factory=dict)
+    of_outline: Mapping[str, Any] = field(default_factory=dict)
+
+    def request_fields(self) -> dict[str, Any]:
+        """Return all that changes in a request, by name."""
+        return {name: self.settings[name] for name in Request.names() if name in self.settings} | dict(self.of_request)
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A set of changes with which the run fits.
+
+    Attributes:
+        settings: all changed settings.
+        cost: drawbacks of the changes, for the message.
+        plan: plan of the changed run.
+    """
+
+    settings: Mapping[str, Any]
+    cost: str
+    plan: Plan
+
+
+def find_remedies(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
+    """Return up to three smallest sets of changes with which a run fits into memory; empty if no set suffices.
+
+    Sets of up to three changes are tried, then all changes together, without unnecessary ones, then rows of less than half
+    their length. No setting helps if the disk is full.
+    """
+    if not plan.memory_deficit:
+        return []
+    changes = list(_changes(plan))
+    return (
+        _small_remedies(plan, changes, outline_for)
+        or _minimal_remedy(plan, changes, outline_for)
+        or _minimal_remedy(plan, [*changes, _ONE_ROW], outline_for)
+        or _much_shorter_rows(plan, outline_for)
+    )
+
+
+def _small_remedies(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
+    """Return the first remedies of one change, of two, and of three, none of which has all changes of another."""
+    found: dict[frozenset[int], Remedy] = {}  # by the indices of the changes
+    for count in range(1, min(_MOST, len(changes)) + 1):
+        for chosen in combinations(range(len(changes)), count):
+            parts = [changes[i] for i in chosen]
+            if len({name for part in parts for name in part.settings}) < sum(len(part.settings) for part in parts):
+                continue  # two values of one setting
+            if any(smaller <= set(chosen) for smaller in found):
+                continue  # a subset suffices
+            if (remedy := _remedy_of(plan, parts, outline_for)) is not None:
+                found[frozenset(chosen)] = remedy
+            if len(found) == _MOST:
+                return list(found.values())
+    return list(found.values())
+
+
+def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
+    """Return the strongest change of each setting, which is its last one, without unnecessary changes; none if they do not suffice."""
+    parts: list[Change] = []
+    for change in reversed(changes):
+        if not any(change.settings.keys() & part.settings.keys() for part in parts):
+            parts.insert(0, change)
+    best = _remedy_of(plan, parts, outline_for)
+    # The costliest is dropped first. This may help even if all together are no remedy: the model may not support one of them.
+    for unnecessary in reversed(parts):
+        fewer = [part for part in parts if part is not unnecessary]
+        if (remedy := _remedy_of(plan, fewer, outline_for)) is not None:
+            best, parts = remedy, fewer
+    return [best] if best else []
+
+
+def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
+    """Return the longest rows of 2^n tokens with which a run of long rows fits, and the changes that it needs even with the shortest ones.
+
+    These are changes of the bytes per parameter, if the run fits with none: rows are shortened as little as possible.
+    """
+    length = plan.step.outline.length
+    if length <= _LONG_ROWS:
+        return []
+    # Below half of the length: `_shorter_rows` has the half itself.
+    shortest_power = _SHORTEST_ROWS.bit_length() - 1
+    lengths = [2**power for power in range(shortest_power, (length // 2 - 1).bit_length())]
+    # The remedy for the shortest rows, if they need one. Its changes are made for all lengths.
+    others = Remedy({}, "", _shortened(plan, plan.request, lengths[0], outline_for))
+    if others.plan.memory_deficit:
+        found = find_remedies(others.plan, partial(outline_for, length=lengths[0]))
+        if not found or "max_length" in found[0].settings:
+            return []
+        others = found[0]
+    outline_for = partial(outline_for, mlp_chunk_tokens=others.settings.get("mlp_chunk_tokens"))
+
+    def fits_not(tokens: int) -> bool:
+        return bool(_shortened(plan, others.plan.request, tokens, outline_for).memory_deficit)
+
+    # Longer rows take more memory, and the run fits with the shortest: search for the first length with which it does not fit.
+    longest = lengths[bisect_left(lengths, True, lo=1, key=fits_not) - 1]
+    cost = "; ".join(filter(None, ["longer examples are truncated", others.cost]))
+    shortened = _shortened(plan, others.plan.request, longest, outline_for)
+    return [Remedy({"max_length": longest, **others.settings}, cost, shortened)]
+
+
+def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFor) -> Plan:
+    """Return the plan of ``request``, which is that of ``plan`` or has further changes, with rows, also in batches without gradients, of at
+    most this many tokens.
+    """
+    forwards = tuple(
+        replace(each, length=min(before.length, tokens))
+        for each, before in zip(request.forwards, plan.request.forwards, strict=True)
+    )
+    return make_plan(outline_for(length=tokens), replace(request, forwards=forwards), plan.machine, priced=False)
+
+
+def smallest(plan: Plan) -> Remedy:
+    """Return the same run with the fewest bytes per parameter, even if it does not fit."""
+    settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit"}
+    request = replace(plan.request, precision="bf16", grad_bytes=2, moments="8bit")
+    for optimizer in _lighter_optimizers(request):  # the last one keeps the fewest bytes
+        settings |= optimizer.settings
+        request = replace(request, **optimizer.request_fields())
+    if request.optimizer.updates_in_backward and not request.skips_steps:
+        settings |= {"update_in_backward": True, "max_grad_norm": 0}
+        request = replace(request, update_in_backward=True)
+    return Remedy(settings, "", make_plan(plan.step.outline, request, plan.machine, priced=False))
+
+
+def _remedy_of(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> Remedy | None:
+    """Return these changes as a remedy; None if the run does not fit with them, or its model does not support one of them."""
+    of_request: dict[str, Any] = {}
+    of_outline: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for each in changes:
+        of_request |= each.request_fields()
+        of_outline |= each.of_outline
+        settings |= each.settings
+    request = replace(plan.request, **of_request)
+    if request.update_in_backward and not request.optimizer.updates_in_backward:
+        return None
+    try:
+        changed = make_plan(outline_for(**of_outline), request, plan.machine, priced=False)
+    except ConfigError:
+        return None
+    lacks_matrices = request.optimizer.orthogonalizes and not changed.step.orthogonalized
+    if changed.memory_deficit or lacks_matrices:
+        return None
+    return Remedy(settings, "; ".join(each.cost for each in changes), changed)
+
+
+def _changes(plan: Plan) -> Iterator[Change]:
+    """Yield changes that may help, cheapest first."""
+    on_device = plan.device.deficit or plan.buffers.deficit or plan.machine.on_host
+    if on_device:
+        yield from _less_at_once(plan)
+    if plan.host.deficit:
+        yield from _fewer_bytes_per_parameter(plan.request)
+    if on_device:
+        yield from _shorter_rows(plan)
+    yield from _fewer_rows(plan.request)
+
+
+def _fewer_rows(request: Request) -> Iterator[Change]:
+    """Yield a smaller batch."""
+    # A smaller batch helps, because block inputs of the whole batch exist between blocks.
+    cost = "a quarter of the examples per step, so another learning rate may be needed"
+    if request.gradient_accumulation_steps >= 4:
+        yield Change({"gradient_accumulation_steps": request.gradient_accumulation_steps // 4}, cost)
+    elif request.per_device_train_batch_size >= 4:
+        yield Change({"per_device_train_batch_size": request.per_device_train_batch_size // 4}, cost)
+
+
+_ONE_ROW = Change(
+    {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+    "one example per step, so a much smaller learning rate is needed",
+)
+
+
+def _less_at_once(plan: Plan) -> Iterator[Change]:
+    """Yield the changes by which less of a batch is on the device at once, or more of the device is used."""
+    request, micro_batch = plan.request, plan.step.settings.slices[0]
+    if request.head == "whole":
+        yield Change({"head": "chunked"}, "loss over chunks of tokens, so no logits are returned")
+    for size in sorted({max(1, micro_batch // 4), 1}, reverse=True):  # a quarter, and one row
+        if size < micro_batch:
+            yield Change({"device_micro_batch_size": size}, "more and smaller micro-batches: slightly slower")
+    for index, batch in enumerate(request.forwards):
+        if batch.setting and batch.rows > request.sequences:  # it has more than one example
+            size = max(1, batch.rows // request.sequences // 8)
+            others = list(request.forwards)
+            others[index] = replace(batch, rows=size * request.sequences)
+            cost = "smaller batches in passes without gradients"
+            yield Change({batch.setting: size}, cost, {"forwards": tuple(others)})
+    keeps_checkpoints = request.activation_checkpoints == "device" and not plan.machine.on_host
+    if request.resident_blocks or request.resident_graphs or keeps_checkpoints:
+        settings = {"activation_checkpoints": "host", "resident_blocks": 0, "resident_graphs": 0}
+        yield Change(settings, "more transfers and recomputation")
+    if plan.buffers.deficit:
+        needed = f"{-(-plan.buffers.bytes // 2**20)}MiB"
+        yield Change({"device_memory": needed}, "more device memory in use", {"device_memory": parse_bytes(needed)})
+
+
+def _fewer_bytes_per_parameter(request: Request) -> Iterator[Change]:
+    """Yield the changes that store a parameter, its moments and its gradient in fewer bytes."""
+    moment_bytes = request.optimizer.moment_bytes
+    if request.moments == "float32":
+        less = moment_bytes("float32") - moment_bytes("bfloat16")
+        cost = f"moments in bf16 with stochastic rounding: {less} bytes less per parameter"
+        yield Change({"moments": "bfloat16"}, cost)
+    if request.moments != "8bit":
+        less = moment_bytes(request.moments) - moment_bytes("8bit")
+        yield Change({"moments": "8bit"}, f"8-bit moments: {less} bytes less per parameter, but less exact updates")
+    if request.precision != "bf16":
+        grad_bytes = 2 if request.grad_dtype is None else request.grad_bytes
+        less = 2 + request.grad_bytes - grad_bytes  # a weight takes 4 bytes in both other precisions
+        cost = f"bf16 weights with stochastic rounding instead of exact fp32 masters: {less} bytes less per parameter"
+        yield Change({"precision": "bf16"}, cost, {"grad_bytes": grad_bytes})
+    if request.optimizer.updates_in_backward and not (request.update_in_backward or request.skips_steps):
+        cost = f"no gradient store: {request.grad_bytes} bytes less per parameter, but no clipping of the global norm"
+        yield Change({"update_in_backward": True, "max_grad_norm": 0}, cost)
+    yield from _lighter_optimizers(request)
+
+
+def _lighter_optimizers(request: Request) -> Iterator[Change]:
+    """Yield the optimizers with fewer moments than that of the run, the one that leaves the fewest bytes per parameter last."""
+    own = request.optimizer
+
+    def weight(named: tuple[str, OptimizerEntry]) -> tuple[int, bool]:
+        """Return the bytes of an optimizer's moments, and whether it needs gradients of the whole model beside them."""
+        return named[1].moment_bytes(request.moments), not named[1].updates_in_backward
+
+    lighter = [each for each in request.optimizers.items() if weight(each)[0] < own.moment_bytes(request.moments)]
+    for name, optimizer in sorted(lighter, key=weight, reverse=True):
+        held = f"{optimizer.name} instead of {own.name}, with fewer moments: {optimizer.moments_held}"
+        cost = f"{held}; its updates differ, so another learning rate is needed"
+        yield Change({"optim": name}, cost, {"optimizer": optimizer})
+
+
+def _shorter_rows(plan: Plan) -> Iterator[Change]:
+    """Yield the changes by which a block computes fewer tokens of a sequence at once."""
+    length = plan.step.outline.length
+    large = max(4096, length // _MOST_CHUNKS)
+    chunk_tokens = large if large < length else 1024
+    if chunk_tokens < length:
+        cost = "feed-forward layers run in chunks of tokens, and again in the backward pass"
+        yield Change({"mlp_chunk_tokens": chunk_tokens}, cost, of_outline={"mlp_chunk_tokens": chunk_tokens})
+    if length >= 512:
+        half = length // 2
+        yield Change({"max_length": half}, "longer examples are truncated", of_outline={"length": half})

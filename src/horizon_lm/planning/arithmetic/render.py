@@ -1,0 +1,335 @@
+"""Render a plan as text for people and as JSON for programs."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from horizon_lm.disk import Disk, write_file
+from horizon_lm.planning.arithmetic.outline import ModelOutline
+from horizon_lm.planning.arithmetic.plan import Plan
+from horizon_lm.planning.arithmetic.plan_file import PlanFile, PlannedModel, PlannedRun, PlannedStep
+from horizon_lm.planning.arithmetic.remedies import Remedy, smallest
+from horizon_lm.planning.arithmetic.request import Budget
+from horizon_lm.quantities import counted, format_bytes, format_seconds
+from horizon_lm.schedule.ops import CAUSE_TITLES, STREAM_TITLES
+from horizon_lm.schedule.trace import write_chrome
+
+_TITLES = {
+    "host": "host memory", "device": "device memory", "buffers": "device buffers", "disk": "disk", "download": "download disk",
+}  # fmt: skip
+_TOKENS = 1_000_000  # whose hours are stated if the number of steps is unknown
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the answer of a plan in about five lines: whether it fits, the bytes in each place, and the time."""
+    adapters = ", adapters" if plan.step.outline.base_is_frozen else ""
+    yield f"{'fits' if plan.fits else 'does not fit'}: {plan.step.outline.name}{adapters}, on {plan.machine.name}"
+    for place, budget in plan.budgets.items():
+        if place == "device" and plan.machine.on_host:
+            yield _row("device", "part of host memory")
+        elif _is_shown(place, budget):
+            yield _row(place, f"{_of_limit(budget)}{_of_each(plan, place)}")
+    yield _row("time", _time(plan))
+    yield from (f"note: {note}" for note in (*plan.machine.notes, plan.step.outline.unproven) if note)
+
+
+def _row(place: str, text: str) -> str:
+    return f"{_TITLES.get(place, place):15}{text}"
+
+
+def _is_shown(place: str, budget: Budget) -> bool:
+    """Return whether something is needed in a place, and for the buffers, whether they are limited themselves."""
+    return bool(budget.items) and (place != "buffers" or bool(budget.limits))
+
+
+def _of_limit(budget: Budget) -> str:
+    """Return the needed bytes of a place beside those that it has; if they are too few, also what limits them."""
+    if budget.limit is None:
+        return format_bytes(budget.bytes)
+    of_limit = f"{format_bytes(budget.bytes)} of {format_bytes(budget.limit.bytes)}"
+    return f"{of_limit} ({budget.limit.name}), {format_bytes(budget.deficit)} short" if budget.deficit else of_limit
+
+
+def _of_each(plan: Plan, place: str) -> str:
+    """Return " for each of 8 processes" if the processes of a machine share the place; empty otherwise."""
+    num_processes = plan.machine.num_processes
+    return f" for each of {num_processes} processes" if place == "host" and num_processes > 1 else ""
+
+
+def _time(plan: Plan) -> str:
+    """Return the rate of a plan, and the time of all steps or of a million tokens; or why they are unknown."""
+    time, steps = plan.time, plan.request.num_steps
+    if time is None:
+        return _why_unknown(plan)
+    rate = f"{time.tokens_per_second:,.0f} tokens/s, {_seconds(time.seconds)}/step"
+    if time.run_seconds is not None and steps is not None:
+        return f"{rate}; {counted(steps, 'step')}: {format_seconds(time.run_seconds)}"
+    return f"{rate}; a million tokens: {format_seconds(_TOKENS / time.tokens_per_second)}"
+
+
+def _why_unknown(plan: Plan) -> str:
+    """Return why a plan has no times."""
+    if plan.step.outline.unknown:
+        return "unknown, as the model cannot be tried without weights"
+    if plan.request.num_ranks > 1:
+        return "the links between the GPUs are unknown; name a profile with --device"
+    return "unknown, as this machine was not measured; run horizon-lm doctor"
+
+
+def detail_lines(plan: Plan) -> Iterator[str]:
+    """Yield the items of all places, the settings that were chosen, and the times of a step."""
+    outline, request = plan.step.outline, plan.request
+    active = f" ({_billions(outline.active)} active)" if outline.active < 0.8 * outline.layout.num_parameters else ""
+    yield (
+        f"{outline.name}: {_billions(outline.layout.num_parameters)} parameters{active} in {counted(outline.num_blocks, 'block')}; "
+        f"{request.precision}, {request.rows} × {outline.length:,} tokens per step{_and_process(plan)}"
+    )
+    if outline.routed_tokens and plan.request.num_ranks == 1:
+        yield (
+            f"passes without gradients of at most {counted(outline.routed_tokens, 'token')}, as in generation, stream those of the "
+            f"{outline.experts} experts that their tokens are routed to; larger ones stream all"
+        )
+    for batch in request.forwards:
+        if batch.kept_bytes:
+            rows = counted(batch.rows, "row")
+            yield f"key-value cache of sample_prompts: {format_bytes(batch.kept_bytes)} for {rows} of {batch.length:,} tokens"
+    yield f"on {plan.machine.name}"
+    for place, budget in plan.budgets.items():
+        if _is_shown(place, budget):
+            yield ""
+            yield from _budget_lines(place, budget, plan.machine.num_processes if place == "host" else 1)
+    yield ""
+    yield "settings"
+    yield from (f"  {reason}" for reason in plan.reasons)
+    yield ""
+    yield from _time_lines(plan)
+
+
+def _and_process(plan: Plan) -> str:
+    """Return the end of "... tokens per step and process; 4 processes share the model". Empty for one process."""
+    ranks, shard = plan.request.num_ranks, plan.request.shard
+    if ranks == 1:
+        return ""
+    copies = plan.request.num_replicas
+    shared = (
+        f"{ranks} processes share the model"
+        if copies == 1
+        else f"{copies} copies of the model, shared by {shard.count} processes each"
+    )
+    return f" and process; {shared}"
+
+
+def _budget_lines(place: str, budget: Budget, num_processes: int) -> Iterator[str]:
+    """Yield the items of a place, of one of the processes that share it."""
+    yield _TITLES[place] + (" of each process" if num_processes > 1 else "")
+    of_all = f"all {num_processes} processes of a machine"
+    width = max(map(len, (*(item.name for item in budget.items), of_all if num_processes > 1 else "total")))
+    for item in budget.items:
+        yield f"  {item.name:{width}} {format_bytes(item.bytes):>12}  {item.note}".rstrip()
+    limit = budget.limit
+    if limit is None:
+        verdict = ""
+    elif budget.deficit:
+        verdict = f"of {format_bytes(limit.bytes)} ({limit.name}): DOES NOT FIT, {format_bytes(budget.deficit)} short"
+    else:
+        left = limit.bytes - budget.bytes
+        verdict = f"of {format_bytes(limit.bytes)} ({limit.name}): fits, {format_bytes(left)} left"
+    yield f"  {'total':{width}} {format_bytes(budget.bytes):>12}  {verdict}".rstrip()
+    if num_processes > 1:
+        yield f"  {of_all:{width}} {format_bytes(budget.bytes * num_processes):>12}"
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    """Yield the times of a step, of a checkpoint, of loading the weights and of the run, or why they are unknown."""
+    time, hardware = plan.time, plan.machine.hardware
+    if time is None or hardware is None:
+        yield f"time: {_why_unknown(plan)}"
+        return
+    yield f"time, simulated with the rates of {hardware.name}{_links(plan)}"
+    on_each = " per GPU" if plan.request.num_ranks > 1 else ""
+    yield (
+        f"  {_seconds(time.seconds)}/step, {time.tokens_per_second:,.0f} tokens/s, {time.model_tflops:,.1f} model TFLOP/s{on_each}; "
+        f"bottleneck: {CAUSE_TITLES[time.limited_by]}"
+    )
+    stalls = ", ".join(
+        f"{CAUSE_TITLES[cause]} {_seconds(s)}" for cause, s in time.exposed_seconds.items() if s > 5e-4 * time.seconds
+    )
+    yield f"  compute stalls: {stalls or 'none'}"
+    yield "  stream utilization: " + ", ".join(
+        f"{title} {time.busy[stream]:.0%}" for stream, title in STREAM_TITLES.items() if stream in time.busy
+    )
+    for what, tokens in time.hidden_from_tokens.items():
+        reached = f"from {tokens:,} tokens/step{on_each}; this run has {plan.step.tokens:,}"
+        yield f"  {CAUSE_TITLES[what]} fully overlapped {reached if tokens > 1 else 'with any number of tokens'}"
+    if plan.save is not None:
+        yield (
+            f"  a checkpoint: {format_bytes(plan.save.num_bytes)} in {format_seconds(plan.save.seconds)}, while training goes on; "
+            f"the steps lose {_seconds(plan.save.stall_seconds)}{_save_advice(plan)}"
+        )
+    if plan.load_seconds is not None:
+        yield f"  loading the weights: {format_seconds(plan.load_seconds)}"
+    if time.run_seconds is not None:
+        yield f"  all {plan.request.num_steps:,} steps: {format_seconds(time.run_seconds)}"
+
+
+def _links(plan: Plan) -> str:
+    """Return the rates of the links between GPUs and machines; empty for one GPU."""
+    links = plan.machine.interconnect
+    if links is None:
+        return ""
+    within = (
+        f"{links.peer / 1e9:,.0f} GB/s between its GPUs" if links.peer else "GPUs reach each other through host memory"
+    )
+    parts = [within] if links.gpus > 1 else []
+    if links.machines > 1:
+        parts.append(f"{links.network / 1e9:,.0f} GB/s between machines")
+    return "; " + ", ".join(parts)
+
+
+_SAVE_SHARE = 0.02  # of a run's time that checkpoints may cost without a remark
+
+
+def _save_advice(plan: Plan) -> str:
+    """Return the advice to save less often if checkpoints cost more than `_SAVE_SHARE` of the time; empty if they do not."""
+    assert plan.save is not None
+    assert plan.time is not None
+    save_steps = math.ceil(plan.save.stall_seconds / (_SAVE_SHARE * plan.time.seconds))
+    steps, saves = plan.request.num_steps, plan.request.saves
+    num_regular = saves.num - saves.of_best
+    # Regular saves cut the steps of the run into one interval more than there are saves.
+    if steps is None or not num_regular or save_steps <= steps / (num_regular + 1):
+        return ""
+    return f"; save_steps: {save_steps} would keep that below {_SAVE_SHARE:.0%} of the time"
+
+
+def summary_lines(plan: Plan) -> Iterator[str]:
+    """Yield the summary of a plan that a run logs before it starts."""
+    yield from plan.reasons
+    for place, budget in plan.budgets.items():
+        if budget.items and budget.limit is not None:
+            yield (
+                f"{_TITLES[place]}: {format_bytes(budget.bytes)} planned{_of_each(plan, place)}, "
+                f"{format_bytes(budget.limit.bytes)} available ({budget.limit.name})"
+            )
+    if plan.time is not None and plan.time.run_seconds is not None:
+        yield (
+            f"expected: {_seconds(plan.time.seconds)}/step, bottleneck: {CAUSE_TITLES[plan.time.limited_by]}; "
+            f"{format_seconds(plan.time.run_seconds)} for all steps, without evaluation, sample prompts and exports"
+        )
+
+
+def remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
+    """Yield the changes that would make a run fit."""
+    yield from plan.problems
+    if plan.disk.deficit or plan.download.deficit:
+        yield "Make room on the disk, or choose another output_dir."
+    if plan.memory_deficit and not remedies:
+        yield "No settings make it fit: use a smaller model (horizon-lm plan --largest lists those that fit) or more memory."
+    if plan.memory_deficit and all("use_peft" in each.settings for each in remedies):  # full training does not fit
+        yield from _least_lines(plan)
+    if remedies:
+        yield "It would fit with" if len(remedies) == 1 else "It would fit with any of"
+    for remedy in remedies:
+        sizes = ", ".join(
+            f"{_TITLES[place]} {format_bytes(remedy.plan.budgets[place].bytes)}"
+            for place in ("host", "device")
+            if remedy.plan.budgets[place].items
+        )
+        yield f"  {_arguments(remedy)}\n    {sizes}; cost: {remedy.cost}"
+
+
+def _least_lines(plan: Plan) -> Iterator[str]:
+    """Yield the memory that the run would take with the fewest bytes per parameter."""
+    least = smallest(plan)
+    lacking = {place: each for place, each in least.plan.lacking.items() if place in ("host", "device")}
+    if lacking and least.plan.host.bytes < plan.host.bytes:
+        needed = " and ".join(f"{format_bytes(each.bytes)} of {_TITLES[place]}" for place, each in lacking.items())
+        yield f"Even with {_arguments(least)} it would take {needed}."
+
+
+def _arguments(remedy: Remedy) -> str:
+    return " ".join(f"--{name} {setting_text(value)}" for name, value in remedy.settings.items())
+
+
+def setting_text(value: Any) -> str:
+    """Return a value as written in a run file."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return ", ".join(map(setting_text, value))
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {setting_text(each)}" for key, each in value.items()) + "}"
+    return str(value)
+
+
+def _billions(number: float) -> str:
+    if number < 1e6:
+        return f"{number / 1e3:.0f}K"
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 100:
+        return format_seconds(seconds)
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def plan_as_json(plan: Plan, device: str, remedies: Sequence[Remedy] = ()) -> dict[str, Any]:
+    """Return everything in a plan as JSON values, with the run's setting ``device``."""
+    machine, time = plan.machine, plan.time
+    step = (
+        None if time is None else PlannedStep(**{each.name: getattr(time, each.name) for each in fields(PlannedStep)})
+    )
+    content = PlanFile(
+        fits=plan.fits, model=_model(plan.step.outline), run=_run(plan, device),
+        host=plan.host, device=plan.device, buffers=plan.buffers, disk=plan.disk, download=plan.download,
+        hardware=None if machine.hardware is None else asdict(machine.hardware),
+        interconnect=None if machine.interconnect is None else asdict(machine.interconnect),
+        save=None if plan.save is None else asdict(plan.save),
+        step=step, memory=plan.curve, problems=list(plan.problems), remedies=[_remedy(remedy) for remedy in remedies],
+    )  # fmt: skip
+    return asdict(content)
+
+
+def _model(outline: ModelOutline) -> PlannedModel:
+    layout = outline.layout
+    return PlannedModel(
+        outline.name, layout.num_parameters, outline.active, outline.num_blocks, layout.hidden, layout.vocabulary
+    )
+
+
+def _run(plan: Plan, device: str) -> PlannedRun:
+    outline, request, settings = plan.step.outline, plan.request, plan.step.settings
+    return PlannedRun(
+        rows=request.rows, length=outline.length, tokens=plan.step.tokens, num_steps=request.num_steps,
+        num_ranks=request.num_ranks, dp_shard_size=request.shard.count, processes_per_machine=plan.machine.num_processes,
+        precision=request.precision, device=device, reasons=list(plan.reasons),
+        settings={**settings.choices(), "slices": settings.slices, "attn_implementation": outline.attention},
+    )  # fmt: skip
+
+
+def _remedy(remedy: Remedy) -> dict[str, Any]:
+    return {
+        "settings": dict(remedy.settings),
+        "cost": remedy.cost,
+        "bytes": {place: budget.bytes for place, budget in remedy.plan.budgets.items()},
+    }
+
+
+def write_plan(plan: Plan, device: str, folder: Path) -> None:
+    """Write ``plan.json`` and, for a simulated step, ``predicted_trace.json`` into a run's folder."""
+    write_file(Disk(), folder / "plan.json", (json.dumps(plan_as_json(plan, device), indent=2) + "\n").encode())
+    if plan.time is None:
+        return
+    curve = plan.curve
+    assert curve is not None
+    # If the device computes in host memory, a trace counts only the engine's buffers: nothing reports other allocations.
+    buffers = plan.buffers.bytes
+    samples = [
+        (at, {"device bytes": buffers if plan.machine.on_host else device_bytes, "host bytes": host_bytes})
+        for at, device_bytes, host_bytes in zip(curve.seconds, curve.device, curve.host, strict=True)
+    ]
+    write_chrome(folder / "predicted_trace.json", plan.time.spans, samples, [(1, 0.0, plan.time.seconds)])

@@ -1,0 +1,214 @@
+"""A training step as run by the engine: its settings and its passes."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
+
+from horizon_lm.layout.buffers import BufferOptions, BufferSettings, BufferTable
+from horizon_lm.layout.model import TiledLayout
+from horizon_lm.layout.parts import PartLayout
+from horizon_lm.layout.units import StorageLayout
+from horizon_lm.planning.arithmetic.outline import HeadCosts, ModelOutline
+from horizon_lm.planning.arithmetic.request import Request
+from horizon_lm.planning.arithmetic.residency import Residency
+from horizon_lm.schedule import build
+from horizon_lm.schedule.ops import Schedule
+from horizon_lm.streaming_options import chosen
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings(Request):
+    """A request whose open settings are chosen.
+
+    Attributes:
+        head_chunk_tokens: tokens of a chunk of logits.
+        expert_tile: number of experts in a tile; None for whole blocks.
+    """
+
+    head_chunk_tokens: int = chosen(64)
+    activation_checkpoints: int = chosen(0)
+    resident_blocks: int = chosen(0)
+    resident_graphs: int = chosen(0)
+    expert_tile: int | None = chosen(None)
+
+    @property
+    def residency(self) -> Residency:
+        """The data that stays on the device."""
+        return Residency.of(self)
+
+    @property
+    def grad_slots(self) -> tuple[bool, int]:
+        """As in `Shard.grad_slots`."""
+        return self.shard.grad_slots(self.in_micro_batches, self.grad_bytes)
+
+    def keeping(self, residency: Residency) -> Self:
+        """Return these settings with another residency."""
+        return replace(self, **residency.options())
+
+    @property
+    def slices(self) -> list[int]:
+        """Sizes of the device micro-batches."""
+        size = self.rows_at_once(self.rows)
+        return [min(size, self.rows - start) for start in range(0, self.rows, size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step of a model with given settings."""
+
+    outline: ModelOutline
+    settings: StepSettings
+
+    @property
+    def head(self) -> HeadCosts:
+        """The costs of norm, head and loss."""
+        is_compiled = self.settings.chunked_head and self.settings.compiled
+        return self.outline.heads["compiled" if is_compiled else self.settings.head]
+
+    @property
+    def tokens(self) -> int:
+        return self.settings.rows * self.outline.length
+
+    @property
+    def counted_tokens(self) -> float:
+        """Tokens of all ranks in a typical step, without padding."""
+        return (self.settings.tokens_per_step or self.tokens) * self.settings.num_ranks
+
+    @property
+    def table_rows(self) -> int:
+        """Upper bound on the number of distinct table rows that the step reads."""
+        return self._distinct(self.tokens * self.settings.num_ranks)
+
+    def _distinct(self, tokens: int) -> int:
+        vocabulary = self.outline.layout.vocabulary
+        return min(tokens, vocabulary, self.settings.distinct_tokens or vocabulary)
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of one block's input for the whole batch (B, T, H)."""
+        return self.tokens * self.outline.layout.hidden * self.outline.compute_bytes
+
+    @property
+    def boundary(self) -> int:
+        """Bytes that a block keeps for the backward pass: its input, and with tiles as much that experts return."""
+        return self.hidden * self.tiled.kept_each
+
+    @property
+    def offloaded(self) -> int:
+        """Number of first blocks with their boundary in host memory, as in the schedule."""
+        return self.outline.num_blocks - self.settings.residency.boundaries
+
+    @property
+    def waiting(self) -> int:
+        """Number of boundaries in host memory, not counting blocks without a gradient, which keep none."""
+        return max(0, self.offloaded - self.outline.first_differentiated)
+
+    @property
+    def staying(self) -> int:
+        """Number of boundaries that stay on the device."""
+        return min(self.settings.residency.boundaries, self.outline.num_blocks - self.outline.first_differentiated)
+
+    @property
+    def moments(self) -> list[frozenset[str]]:
+        """The full names of the trained parameters that have each moment."""
+        layout = self.outline.layout
+        return self.settings.optimizer.moments_of(layout.trained, layout.matrices)
+
+    @property
+    def tiled(self) -> TiledLayout[PartLayout[StorageLayout]]:
+        """The parts of the model that have slots, as they are laid out for this rank."""
+        return self.outline.layout.on(self.settings.shard).tiled(self.settings.expert_tile)
+
+    @property
+    def buffer_options(self) -> BufferOptions:
+        """The settings that determine the sizes of slots."""
+        settings = self.settings
+        return BufferOptions(
+            compute_dtype=_DTYPE[self.outline.compute_bytes], grad_dtype=_DTYPE[settings.grad_bytes],
+            in_micro_batches=settings.in_micro_batches, chunked_head=settings.chunked_head,
+        )  # fmt: skip
+
+    @property
+    def buffer_table(self) -> BufferTable:
+        """The slots of the engine."""
+        return _table_of(self.tiled, self.buffer_options)
+
+    def buffer_settings(self) -> BufferSettings:
+        """Return the settings that determine the engine's device buffers."""
+        settings = self.settings
+        return BufferSettings(
+            options=self.buffer_options, tokens=self.tokens, offloaded=self.waiting, resident=settings.residency.weights,
+            table_rows=self.table_rows,
+            forward_table_rows=max(
+                (self._distinct(each.rows * each.length * settings.num_ranks) for each in settings.forwards), default=0
+            ),
+        )  # fmt: skip
+
+    @property
+    def layout(self) -> build.Layout:
+        """The properties of the step that shape its schedule."""
+        settings = self.settings
+        accumulates, _slot_bytes = settings.grad_slots
+        return build.Layout(
+            num_blocks=self.outline.num_blocks, tied=self.outline.layout.tied, offloaded=self.offloaded,
+            resident=settings.residency.weights, accumulates=accumulates, update_in_backward=settings.update_in_backward,
+            adapters=self.outline.has_adapters, sharded=settings.num_ranks > 1, packed=self.buffer_table.gathers_packed, tiles=self.tiled.counts,
+        )  # fmt: skip
+
+    def passes(self) -> list[Schedule]:
+        """Return the forward, backward and update passes of one step among many."""
+        settings, model, layout = self.settings, self.outline.layout, self.layout
+        differentiated = range(self.outline.first_differentiated, layout.num_blocks)
+        units = [OUTER, *map(block, range(layout.num_blocks)), HEAD]
+        is_trained = {unit: model.trained_numel(unit) > 0 for unit in (EMBED, *units)}
+        # The table, and with it a tied head, is updated in the next forward pass.
+        updated = [u for u in units if is_trained[u] and not (u == HEAD and model.tied)]
+        head_grads = settings.chunked_head and is_trained[HEAD]
+        forward = build.forward(
+            layout,
+            keeps=differentiated,
+            blocks_changed=any(is_trained[block(u)] for u in range(layout.num_blocks)),
+            table_update=is_trained[EMBED],
+            head_grads=head_grads,
+        )
+        backward = build.backward(
+            layout,
+            blocks=differentiated,
+            trainable=[u for u in (EMBED, *units) if is_trained[u]],
+            head_grads=head_grads,
+        )
+        if settings.update_in_backward:
+            return [forward, backward]
+        return [forward, backward, build.update(layout, updated, self.orthogonalized)]
+
+    @property
+    def orthogonalized(self) -> list[Unit]:
+        """The blocks whose update is orthogonalized on the device."""
+        blocks = self.outline.layout.blocks if self.settings.optimizer.orthogonalizes else ()
+        return [unit for unit in blocks if self.outline.layout.matrices_of(unit)]
+
+    def passes_with_save(self) -> list[Schedule]:
+        """Return the passes of a whole step, and among them those of a checkpoint that is begun before it."""
+        forward, *others = self.passes()
+        if not self.outline.layout.trained_numel(EMBED):
+            return [build.save(self.layout, self.saved_units), forward, *others]
+        # The table is saved once its last update is over, which runs in the forward pass.
+        save = build.save(self.layout, [unit for unit in self.saved_units if unit != EMBED])
+        return [save, forward, build.save_table(self.layout), *others]
+
+    @property
+    def saved_units(self) -> list[Unit]:
+        """The units of a checkpoint: all that have slabs, or only the trained ones if the base of adapters is frozen."""
+        layout = self.outline.layout
+        numel = layout.trained_numel if self.outline.base_is_frozen else layout.numel
+        return [unit for unit in (EMBED, *layout.blocks, *([] if layout.tied else [HEAD]), OUTER) if numel(unit)]
+
+
+_DTYPE = {2: "bfloat16", 4: "float32"}  # by the bytes of an element
+
+
+@lru_cache(256)  # a plan tries many settings of the same few layouts
+def _table_of(tiled: TiledLayout[PartLayout[StorageLayout]], options: BufferOptions) -> BufferTable:
+    """Return the slots of the engine."""
+    return BufferTable(tiled, options)

@@ -1,0 +1,365 @@
+"""The cost of each operation of a planned step on a machine, and the rates of that machine."""
+
+import math
+from dataclasses import replace
+
+from horizon_lm.layout.model import MatrixShape
+from horizon_lm.layout.parts import PartLayout
+from horizon_lm.layout.units import StorageLayout
+from horizon_lm.optimizers import ADAMW, MOMENT_BYTES
+from horizon_lm.planning.arithmetic.catalog import Hardware
+from horizon_lm.planning.arithmetic.host_memory import SAVED_BYTES, WEIGHT_BYTES
+from horizon_lm.planning.arithmetic.interconnect import Interconnect
+from horizon_lm.planning.arithmetic.matrices import orthogonalizing_work
+from horizon_lm.planning.arithmetic.outline import Work
+from horizon_lm.planning.arithmetic.request import Request
+from horizon_lm.planning.arithmetic.step import Step, StepSettings
+from horizon_lm.planning.arithmetic.tile_cost import TileCost
+from horizon_lm.schedule.ops import UPDATES, Kind, Op, Stream
+from horizon_lm.schedule.simulate import Rates
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit
+
+FUSED = 0.4
+"""Share of elementwise traffic that remains when compiled blocks fuse chains of operations: an assumption."""
+_WEIGHT_TRAFFIC = {"fp32_master": 8, "bf16": 4, "float32": 8}  # bytes read and written by an update, per parameter
+_OF_MATRICES = (Kind.STREAM_MATRICES, Kind.GATHER_MATRICES, Kind.RETURN_MATRICES)
+_OF_GRADS = (Kind.STREAM_OUT, Kind.REDUCE, *_OF_MATRICES)
+
+
+class StepCost:
+    """The cost of each operation, for `schedule.simulate`: seconds of a computation, bytes of a transfer, host bytes of an update.
+
+    Args:
+        step: the step.
+        hardware: the machine, or one rank's share of it.
+        interconnect: the links between several ranks; None for one rank.
+    """
+
+    def __init__(self, step: Step, hardware: Hardware, interconnect: Interconnect | None = None) -> None:
+        self._step, self._hardware, self._interconnect = step, hardware, interconnect
+        self._outline, self._settings = step.outline, step.settings
+        self._tiles, self._tiled = TileCost(step), step.tiled
+        self._dtype = "float32" if step.outline.compute_bytes == 4 else "bfloat16"
+        # Seconds of a computation, by what they depend on: its kind, the block's kind, whether its graph is kept, and the share of experts.
+        self._known: dict[tuple[Kind, int, bool, float], float] = {}
+        self._costs: dict[tuple[Kind, Unit], float] = {}  # an operation is repeated in every step that is simulated
+
+    def __call__(self, op: Op) -> float:
+        key = (op.kind, op.unit)
+        if key not in self._costs:
+            self._costs[key] = self._cost(op)
+        return self._costs[key]
+
+    def _cost(self, op: Op) -> float:
+        if op.kind in UPDATES:
+            return self._update(op)
+        if op.stream == Stream.COMPUTE:
+            return self._compute(op)
+        if op.kind == Kind.SAVE:
+            return float(self._saved(op.unit))
+        return float(self._transfer(op))
+
+    def blocks_seconds(self, tokens: float, backward: bool) -> float:
+        """Return the seconds of the forward pass, or of recomputation and backward pass, of all blocks over this many
+        tokens.
+        """
+        rows, total = tokens / self._outline.length, 0.0
+        for kind in self._outline.kinds:
+            work = kind.recompute.at(rows) + kind.backward.at(rows) if backward else kind.forward.at(rows)
+            total += self._seconds(work, self._settings.compiled) * len(kind.indices)
+        return total
+
+    # Transfers
+
+    def _transfer(self, op: Op) -> float:
+        """Return the bytes that a transfer moves: those of a rank's share, or those that it receives from other ranks. Of a tile, or of a
+        block without its tiles, those of the rank with the largest share, which sends more than it receives.
+        """
+        if op.kind in (Kind.OFFLOAD, Kind.FETCH):
+            return self._step.boundary
+        ranks, share = self._settings.shard.count, self._tiled.part(op.unit).largest_share()
+        if op.kind == Kind.GATHER:
+            return self._gathered(op, ranks, share)
+        if op.kind == Kind.GATHER_MATRICES:
+            return self._grad_bytes(op, self._summed_bytes(op.unit)) * (ranks - 1) / ranks
+        if op.kind == Kind.REDUCE:
+            copies = self._settings.num_replicas
+            received = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
+            return self._grad_bytes(op, self._summed_bytes(op.unit)) * received * share
+        if op.kind in _OF_GRADS:
+            return self._grad_bytes(op, self._settings.grad_bytes) * share
+        return self._streamed_in(op, share)
+
+    def _grad_bytes(self, op: Op, itemsize: int) -> float:
+        """Return the bytes of the gradients, of all ranks, that an operation moves; in float32 for weights that are kept in it."""
+        if op.unit == EMBED:
+            return self._rows_numel * itemsize
+        plain, in_float32 = (buffer.num_params for buffer in self._tiled.part(op.unit).grad_layout.buffers)
+        return plain * itemsize + in_float32 * 4
+
+    def _weight_bytes(self, op: Op, itemsize: int) -> float:
+        """Return the bytes of the weights, of all ranks, that an operation moves: quantized ones as codes and scales."""
+        if op.unit == EMBED:
+            return self._rows_numel * itemsize
+        part = self._tiled.part(op.unit)
+        plain, in_float32 = (buffer.num_params for buffer in part.layout.buffers)
+        return (plain - _decoded_numel(part)) * itemsize + in_float32 * 4 + part.packed.num_params
+
+    # An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
+
+    def _gathered(self, op: Op, ranks: int, share: float) -> float:
+        """Return the bytes of weights that a rank receives from the others, with the seconds of decoding them as bytes."""
+        decoding = self._decoding_seconds(op) * self._gather_rate(ranks)
+        return self._weight_bytes(op, self._outline.compute_bytes) * (ranks - 1) * share + decoding
+
+    def _streamed_in(self, op: Op, share: float) -> float:
+        """Return the bytes of weights that cross the link to the device, with the seconds of decoding them as bytes."""
+        own = self._weight_bytes(op, WEIGHT_BYTES[self._settings.precision]) * share
+        if self._step.buffer_table.gathers_packed:  # they are decoded once they are gathered
+            return own
+        hardware = self._hardware
+        decoding = self._decoding_seconds(op) * min(hardware.link_in, hardware.host_rate)
+        # A GPU decodes a part while the next one crosses the link.
+        return own + decoding if hardware.on_host else max(own, decoding)
+
+    @property
+    def _rows_numel(self) -> int:
+        """The elements of the rows of the table that the step reads."""
+        return self._step.table_rows * self._outline.layout.hidden
+
+    def _summed_bytes(self, unit: Unit) -> int:
+        """Return the bytes of an element of a unit's gradients on the device, where ranks sum them."""
+        settings = self._settings
+        if unit == HEAD:
+            return 4 if settings.chunked_head else self._outline.compute_bytes
+        _accumulates, slot_bytes = settings.grad_slots
+        return settings.grad_bytes if unit == EMBED else slot_bytes
+
+    def _decoding_seconds(self, op: Op) -> float:
+        """Return the seconds that decoding the quantized weights of an operation takes."""
+        part, hardware = self._tiled.part(op.unit), self._hardware
+        rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
+        return (part.packed.num_params + _decoded_numel(part) * self._outline.compute_bytes) / rate
+
+    def _gather_rate(self, ranks: int) -> float:
+        """Return the bytes per second of a gather: those of the links between devices or, without any, of the links to the host.
+        0 if there is nothing to gather, or the links are not known: decoding then takes no time.
+        """
+        links = self._interconnect
+        if links is None or ranks == 1:
+            return 0.0
+        rate = links.gather_rate(ranks)
+        return rate if math.isfinite(rate) else min(self._hardware.link_in, self._hardware.link_out)
+
+    # Checkpoints
+
+    def _saved(self, unit: Unit) -> int:
+        """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
+        settings, slabs = self._settings, self._outline.layout.of(unit)
+        held = sum(
+            buffer.entries[name].numel
+            for names in self._step.moments
+            for buffer in slabs.grad_layout.buffers
+            for name in buffer
+            if name in names
+        )
+        plain, in_float32 = (buffer.num_params for buffer in slabs.layout.buffers)
+        saved = plain * SAVED_BYTES[settings.precision] + in_float32 * 4 + held * MOMENT_BYTES[settings.moments]
+        return saved // settings.shard.count
+
+    # Updates
+
+    def _update(self, op: Op) -> float:
+        """Return the host bytes of an update of this rank's range, or of the part of it before or after orthogonalization."""
+        parameters, in_float32 = (buffer.num_params for buffer in self._outline.layout.of(op.unit).grad_layout.buffers)
+        if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
+            rows = self._rows_numel
+            parameters = rows if op.kind == Kind.UPDATE_ROWS else parameters - rows
+        settings, hardware = self._settings, self._hardware
+        in_matrices = sum(map(math.prod, self._matrices(op.unit)))
+        before, after = matrix_update_bytes(settings, hardware)
+        if op.kind == Kind.ADVANCE:
+            return in_matrices * before / settings.shard.count
+        moved = (parameters - in_matrices) * update_bytes(settings, hardware) + in_matrices * after
+        moved += in_float32 * update_bytes(replace(settings, precision="float32", grad_bytes=4), hardware)
+        of_unit = hardware.unit_update_seconds.get(settings.precision, 0.0) * hardware.host_rate
+        return of_unit + moved / settings.shard.count
+
+    def _matrices(self, unit: Unit) -> list[MatrixShape]:
+        """Return the matrices of a unit that are orthogonalized."""
+        return self._outline.layout.matrices_of(unit) if unit in self._step.orthogonalized else []
+
+    # Computation
+
+    def _compute(self, op: Op) -> float:
+        """Return the seconds of a computation."""
+        if op.kind == Kind.ORTHOGONALIZE:
+            return self._seconds(orthogonalizing_work(self._matrices(op.unit)), compiled=False, dtype="bfloat16")
+        if op.unit == OUTER:
+            return 0.0
+        if op.unit == EMBED:
+            return self._embedding_bytes(op.kind) / self._hardware.device_bandwidth
+        if op.unit == HEAD:
+            return self._seconds(self._head(op), compiled=False)
+        return self._block_seconds(op)
+
+    def _embedding_bytes(self, kind: Kind) -> int:
+        """Return the device bytes read and written in looking up the rows of tokens, or in adding up their gradients."""
+        rows = self._rows_numel * self._outline.compute_bytes
+        return rows + self._step.hidden * (2 if kind == Kind.FORWARD else 6)
+
+    def _block_seconds(self, op: Op) -> float:
+        """Return the seconds of a block, its core or a tile, computed once for all blocks of a kind."""
+        index, is_cut = op.unit.block_index, self._tiled.is_cut(op.unit.block_index)
+        kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
+        has_graph = self._settings.residency.keeps_graph(index, self._outline.num_blocks)
+        share = self._tiles.share(op) if is_cut else 1.0
+        key = (op.kind, kind, has_graph, share)
+        if key not in self._known:
+            work = self._tiles.work(op, self._outline.kinds[kind]) if is_cut else self._block(op.kind, index, has_graph)
+            if not op.unit.is_tile:
+                work += self._casts(op.kind, index)
+            own_code = self._seconds(work, self._settings.compiled)
+            self._known[key] = own_code + self._engine_bytes(op) / self._hardware.device_bandwidth
+        return self._known[key]
+
+    def _casts(self, op_kind: Kind, index: int) -> Work:
+        """Return the work of casting a block's weights to FP8 before an operation, once for all micro-batches."""
+        casts = self._outline.kind(index).casts
+        if op_kind == Kind.FORWARD and not self._settings.compiled:  # without a graph, for the outputs alone
+            return casts * 0.5
+        return casts if op_kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) else Work()
+
+    def _block(self, op_kind: Kind, index: int, has_graph: bool) -> Work:
+        """Return the work of a block's own code, summed over micro-batches. A backward pass with a kept graph recomputes nothing."""
+        kind, total = self._outline.kind(index), Work()
+        if op_kind == Kind.STAGE:  # rounds gradients, which `_engine_bytes` has
+            return total
+        for rows in self._settings.slices:
+            if op_kind == Kind.FORWARD:
+                total += kind.forward.at(rows)
+                continue
+            total += kind.backward.at(rows)
+            if not has_graph:
+                total += kind.recompute.at(rows)
+        return total
+
+    def _engine_bytes(self, op: Op) -> float:
+        """Return the device bytes that the engine moves around a block, its core or a tile: gradients into their slot, micro-batches
+        into whole tensors, and the rows of a tile.
+        """
+        if op.kind in (Kind.ROUTE, Kind.RECOMPUTE):
+            return 0.0
+        parameters, num_slices = self._tiled.part(op.unit).grad_layout.num_params, len(self._settings.slices)
+        if op.kind == Kind.STAGE:
+            return parameters * (4 + self._settings.grad_bytes)
+        # fp32 accumulation reads the gradient and the sum, and writes the sum: 3 x 4 bytes.
+        each = 12 if num_slices > 1 else self._outline.compute_bytes + self._settings.grad_bytes
+        into_slot = parameters * each * num_slices if op.kind == Kind.BACKWARD else 0.0
+        if op.unit.is_tile:
+            return into_slot + self._tiles.rows_bytes(op)
+        return into_slot + (2 * self._step.hidden if num_slices > 1 else 0)
+
+    def _head(self, op: Op) -> Work:
+        """Return the work of norm, head and loss.
+
+        In chunks, the forward pass of a trained head computes its gradients, too, which the backward pass only scales. The backward
+        pass of a frozen head computes the chunks again.
+        """
+        outline, tokens, chunk_tokens = self._outline, self._step.tokens, self._settings.chunk_tokens
+        forward, backward = self._step.head.forward, self._step.head.backward
+        if chunk_tokens is None:
+            return (forward if op.kind == Kind.FORWARD else backward).at(tokens)
+        is_trained = outline.layout.trained_numel(HEAD) > 0
+        grad_bytes = 8.0 * outline.layout.numel(HEAD)  # of reading and writing all gradients of the head in fp32
+        if op.kind == Kind.BACKWARD and is_trained:
+            return Work(moved_bytes=grad_bytes + 2 * self._step.hidden)
+        num_chunks = -(-tokens // chunk_tokens)
+        work = forward.at(tokens / num_chunks) * num_chunks
+        if is_trained or op.kind == Kind.BACKWARD:
+            work += backward.at(tokens / num_chunks) * num_chunks
+        num_added = num_chunks - 1 if is_trained else 0  # chunks whose gradients are added to those of the first
+        return work + Work(moved_bytes=grad_bytes * num_added)
+
+    def _seconds(self, work: Work, compiled: bool, dtype: str | None = None) -> float:
+        """Return the seconds that the device takes for work, with products in a dtype; None for that of training."""
+        hardware, dtype = self._hardware, dtype or self._dtype
+        products = work.products / hardware.matmul[dtype]
+        if work.float8:  # of which `require_float8` has made sure
+            products += work.float8 / hardware.float8
+        products = max(products, work.product_bytes / hardware.device_bandwidth)
+        moved = work.moved_bytes * (FUSED if compiled else 1.0) / hardware.device_bandwidth
+        seconds = products + work.attention / hardware.attention[dtype] + moved
+        overhead = work.num_ops * hardware.op_seconds * (FUSED if compiled else 1.0)
+        # A GPU computes while the host enqueues the next operations; a CPU does both in one thread.
+        return seconds + overhead if hardware.on_host else max(seconds, overhead)
+
+
+def _decoded_numel(part: PartLayout[StorageLayout]) -> int:
+    """Return the elements of the quantized weights of a part, once they are decoded."""
+    return sum(part.layout.entry(name).numel for name in part.packed)
+
+
+def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
+    """Return the host traffic of an update per parameter, or the bytes corresponding to its measured seconds."""
+    moments = 2 * settings.optimizer.num_moments * MOMENT_BYTES[settings.moments]
+    return _measured(_traffic(settings) + moments, settings, hardware)
+
+
+def matrix_update_bytes(settings: StepSettings, hardware: Hardware) -> tuple[float, float]:
+    """Return the bytes of an update as in `update_bytes`, for an element of a matrix that is orthogonalized on the device: of the part
+    before that, and of the part after it.
+    """
+    before = 2 * (settings.grad_bytes + MOMENT_BYTES[settings.moments])
+    return _measured(before, settings, hardware), _measured(_traffic(settings), settings, hardware)
+
+
+def _traffic(settings: StepSettings) -> int:
+    """Return the bytes read and written of a gradient and its weight."""
+    return settings.grad_bytes + _WEIGHT_TRAFFIC[settings.precision]
+
+
+def _measured(num_bytes: int, settings: StepSettings, hardware: Hardware) -> float:
+    """Return the bytes corresponding to the measured seconds of an update by AdamW, in proportion to the traffic."""
+    seconds = hardware.update_seconds.get(settings.precision)
+    if seconds is None:
+        return float(num_bytes)
+    of_adamw = _traffic(settings) + 2 * ADAMW.moment_bytes("float32")
+    return seconds * hardware.host_rate * num_bytes / of_adamw
+
+
+def rates(
+    hardware: Hardware, computing_threads: int | None = None, interconnect: Interconnect | None = None,
+    settings: Request | None = None,
+) -> Rates:  # fmt: skip
+    """Return the rates of a machine for `schedule.simulate`.
+
+    Args:
+        hardware: the machine, or one rank's share of it.
+        computing_threads: threads of computation, if updates share the cores; None for all cores.
+        interconnect, settings: the links between several ranks, and the settings of their step; None for one rank.
+    """
+    found = Rates(
+        hardware.link_in, hardware.link_out, hardware.host_rate, hardware.link_both,
+        disk=hardware.disk_write or float("inf"),
+    )  # fmt: skip
+    if hardware.on_host:
+        found = _sharing_cores(found, hardware, computing_threads or hardware.cores)
+    if interconnect is not None and settings is not None:
+        ranks = settings.shard.count
+        found = replace(
+            found, gather=interconnect.gather_rate(ranks), through_host=interconnect.through_host,
+            reduce=interconnect.reduce_rate(ranks, settings.num_replicas, settings.grad_bytes),
+        )  # fmt: skip
+    return found
+
+
+def _sharing_cores(found: Rates, hardware: Hardware, computing: int) -> Rates:
+    """Return the rates of a machine whose cores run both ``computing`` threads of computation and, on the others, the updates."""
+    updating = max(1, hardware.cores - computing)
+    share = min(1.0, hardware.cores / (computing + updating))  # of a core that each thread gets
+    bandwidths = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
+    of_updates = max(bandwidths, default=hardware.host_rate)
+    return replace(
+        found, link_both=None, inline=True, compute_share=share, update_share=share * of_updates / hardware.host_rate
+    )

@@ -1,0 +1,261 @@
+"""Derive a `ModelOutline` for the planner from a model without weights."""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from horizon_lm.codecs.base import Codec
+from horizon_lm.codecs.bnb4bit import Bnb4Bit
+from horizon_lm.codecs.stack import Stack
+from horizon_lm.errors import ConfigError, HorizonError, ModelNotSupportedError, first_line
+from horizon_lm.layout.model import ModelLayout
+from horizon_lm.layout.units import StorageLayout
+from horizon_lm.model import attention
+from horizon_lm.model.adapter_layers import adapted_model
+from horizon_lm.model.adapters import Adapters
+from horizon_lm.model.compiling import chunk_mlps
+from horizon_lm.model.examination import examine
+from horizon_lm.model.float8.layers import use_float8
+from horizon_lm.model.freezing import freeze
+from horizon_lm.model.head_path import ChunkedPath, find_chunked_path
+from horizon_lm.model.laid_out import model_layout
+from horizon_lm.model.parts import ModelParts
+from horizon_lm.model.routed_experts import (
+    RoutedExperts,
+    experts_per_token,
+    find_divisible_experts,
+    find_experts,
+    num_experts,
+)
+from horizon_lm.model.source import ModelSource
+from horizon_lm.model.units import find_parts
+from horizon_lm.planning.arithmetic.outline import (
+    BlockKind,
+    CoreCosts,
+    Footprint,
+    HeadCosts,
+    Linear,
+    ModelOutline,
+    Work,
+)
+from horizon_lm.planning.measure.block_calls import BlockCalls, call_of_each_block, find_calls, shared_bytes
+from horizon_lm.planning.measure.head_probe import head_costs
+from horizon_lm.units import HEAD, block
+
+
+class QuantizedWeights(Protocol):
+    """The quantized weights of a model."""
+
+    def codecs(self, parts: ModelParts) -> dict[str, Codec]:
+        """Return their codecs, by full name."""
+        ...
+
+
+def outline_model(
+    source: ModelSource, *, length: int, dtype: torch.dtype, masked: bool = True, on_accelerator: bool = False,
+    mlp_chunk_tokens: int | None = None, products: str = "plain", trainable: str | None = None, adapters: Adapters | None = None,
+    quantized: QuantizedWeights | None = None, packed: bool = False, allow_unproven_model: bool = False,
+    head_values: Sequence[str] = (),
+) -> ModelOutline:  # fmt: skip
+    """Return the outline of a model.
+
+    Args:
+        source: the model.
+        length: tokens of a sequence, T.
+        dtype: dtype of weights and hidden states on the device.
+        masked: rows are padded, so attention needs a mask.
+        on_accelerator: choose attention as for a GPU.
+        mlp_chunk_tokens, products: as in `horizon_lm.stream`.
+        trainable: patterns of the names of trainable weights, as in `model.freezing.freeze`.
+        adapters: adapters that are trained on the frozen model; None for none.
+        quantized: the model's quantized weights; None for none.
+        packed: rows are packed, so the model must keep them apart.
+        allow_unproven_model: as in `horizon_lm.stream`.
+        head_values: per-token values that the loss uses, as in `cost.head_probe.head_peak`.
+
+    Raises:
+        ConfigError: a setting does not suit the model.
+        ModelNotSupportedError: the model cannot be streamed exactly.
+    """
+    parts = _trained_parts(source, trainable, adapters, quantized)
+    examined = examine(
+        parts, attn_implementation=source.attn_implementation, on_accelerator=on_accelerator,
+        allow_unproven_model=allow_unproven_model,
+    )  # fmt: skip
+    if packed:
+        require_packable(parts, examined.attention)
+    found, layout = find_chunked_path(parts), model_layout(parts)
+    path = found if isinstance(found, ChunkedPath) else None
+    try:
+        costs = _costs(parts, path, length, dtype, masked, on_accelerator, mlp_chunk_tokens, products, head_values)
+    except HorizonError:
+        raise
+    except Exception as error:  # the model's own code may raise any exception on the meta device
+        costs = _unknown(parts, error)
+    return ModelOutline(
+        name=source.place,
+        layout=layout,
+        active=_parameters_per_token(parts, layout),
+        experts=num_experts(parts.model.config.get_text_config()),
+        routed_tokens=min((each.most_tokens for each in find_experts(parts).values()), default=0),
+        length=length,
+        compute_bytes=dtype.itemsize,
+        attention=examined.attention,
+        first_differentiated=parts.first_differentiated(),
+        has_adapters=bool(parts.adapters),
+        base_is_frozen=bool(parts.frozen_base()),
+        trains_decoded=any(not _is_of_bitsandbytes(codec) for codec in parts.codecs.values()),
+        whole_head_only="" if path is not None else str(found),
+        whole_batch_only=examined.whole_batch_only,
+        unproven=examined.unproven,
+        **costs,
+    )
+
+
+def _trained_parts(
+    source: ModelSource, trainable: str | None, adapters: Adapters | None, quantized: QuantizedWeights | None
+) -> ModelParts:
+    """Return the parts of a model as it is trained: with frozen weights, adapters, and the codecs of quantized weights."""
+    model = copy.deepcopy(source.skeleton()).train()
+    freeze(model, trainable)
+    codecs: dict[int, Codec] = {}
+    if quantized is not None:
+        # Codecs have the names of the model without adapters, which rename the weights around them.
+        base = find_parts(model)
+        by_name = quantized.codecs(base)
+        codecs = {id(ref.param): by_name[ref.name] for ref in base.refs() if ref.name in by_name}
+    if adapters is not None:
+        model = adapted_model(adapters.add_to(model, draw=False))
+    parts = find_parts(model)
+    parts.codecs = {ref.name: codecs[id(ref.param)] for ref in parts.refs() if id(ref.param) in codecs}
+    return parts
+
+
+def published_layout(source: ModelSource, quantized: QuantizedWeights | None) -> ModelLayout[StorageLayout]:
+    """Return the layout of a model's weights before they are trained or decoded."""
+    return model_layout(_trained_parts(source, None, None, quantized))
+
+
+def _costs(
+    parts: ModelParts, path: ChunkedPath | None, length: int, dtype: torch.dtype, masked: bool, accelerated: bool,
+    mlp_chunk_tokens: int | None, products: str, head_values: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the costs of blocks and head, as fields of an outline."""
+    calls = find_calls(parts, dtype, length, masked, accelerated)
+    if mlp_chunk_tokens is not None:
+        for each in calls:
+            if not chunk_mlps(each.block, mlp_chunk_tokens):
+                raise ConfigError(f"mlp_chunk_tokens: {type(each.block).__name__} has no feed-forward layer to chunk")
+    if products == "float8":
+        use_float8(parts, {each.indices[0]: each.block for each in calls}.items())
+    trunk = parts.trunks()[-1] if path is None else path.trunk
+    in_chunks = path is not None  # a head without a chunked path computes the whole either way
+    experts = find_divisible_experts(parts)
+    return {
+        "kinds": [_kind(each, experts.get(each.indices[0])) for each in calls],
+        "shared": Linear(shared_bytes(calls, 1), shared_bytes(calls, 2)),
+        "heads": {
+            "chunked": head_costs(parts, trunk, dtype, in_chunks, compiled=False, values=head_values),
+            "compiled": head_costs(parts, trunk, dtype, in_chunks, compiled=in_chunks, values=head_values),
+            "whole": head_costs(parts, trunk, dtype, chunked=False, compiled=False, values=head_values),
+        },
+    }  # fmt: skip
+
+
+def _unknown(parts: ModelParts, error: Exception) -> dict[str, Any]:
+    """Return costs of 0 as fields of an outline, and the reason why they are unknown."""
+    nothing, no_work = Linear(0, 0), Linear(Work(), Work())
+    no_bytes = Linear(Footprint(0, 0), Footprint(0, 0))
+    return {
+        "kinds": [BlockKind(range(parts.num_blocks), no_bytes, nothing, no_work, no_work, no_work)],
+        "shared": nothing,
+        "heads": dict.fromkeys(("chunked", "compiled", "whole"), HeadCosts(nothing, no_work, no_work)),
+        "unknown": f"{type(parts.model).__name__} cannot be tried without weights ({first_line(error)})",
+    }
+
+
+def _kind(calls: BlockCalls, experts: RoutedExperts | None) -> BlockKind:
+    """Measure blocks of one structure, and return their memory and work as functions of the rows."""
+    # Memory and work are linear in the rows, so two runs suffice.
+    one, two = calls.run(1), calls.run(2)
+    core = None if experts is None else _core(calls, experts)
+    return BlockKind(
+        calls.indices, core=core, casts=one.casts, **_linear(one, two, "footprint", "forward_peak", "forward", "recompute", "backward")
+    )  # fmt: skip
+
+
+def _core(calls: BlockCalls, experts: RoutedExperts) -> CoreCosts:
+    """Measure blocks of one structure without their experts, and the experts alone, as `_kind` does."""
+    one, two = calls.run_core(experts, 1), calls.run_core(experts, 2)
+    # The gradients are of weights, so they are the same for all numbers of rows.
+    return CoreCosts(
+        experts.count, one.grad, **_linear(one, two, "footprint", "before", "forward", "recompute", "backward")
+    )
+
+
+def _linear(one: object, two: object, *names: str) -> dict[str, Any]:
+    """Return these attributes of a run with one row and of one with two, as functions of the rows."""
+    return {name: Linear(getattr(one, name), getattr(two, name)) for name in names}
+
+
+def _is_of_bitsandbytes(codec: Codec) -> bool:
+    """Return whether a format, or that of stacked tensors, is one of bitsandbytes."""
+    return isinstance(codec.of if isinstance(codec, Stack) else codec, Bnb4Bit)
+
+
+def _parameters_per_token(parts: ModelParts, layout: ModelLayout[StorageLayout]) -> int:
+    """Return the number of parameters in blocks and head that compute a token; of its experts, those of the chosen ones."""
+    config = parts.model.config.get_text_config()
+    experts = num_experts(config)
+    chosen = experts_per_token(config) or experts
+    active = layout.numel(HEAD)
+    for index in range(parts.num_blocks):
+        for ref in parts.units[block(index)]:
+            of_experts = ref.param.ndim == 3 and ref.param.shape[0] == experts
+            active += ref.param.numel() * chosen // experts if of_experts else ref.param.numel()
+    return active
+
+
+_FIRST, _SECOND = 5, 8  # tokens of the two sequences in a packed row
+
+
+def require_packable(parts: ModelParts, used: str) -> None:
+    """Raise ModelNotSupportedError if tokens could attend to earlier sequences of a packed row.
+
+    The model's outer code is run on a row of two packed sequences, and the arguments of each block are examined.
+
+    Args:
+        parts: parts of a skeleton.
+        used: attention implementation of the run.
+    """
+    name = type(parts.model).__name__
+    if "position_ids" not in inspect.signature(type(parts.model).forward).parameters:
+        raise ModelNotSupportedError(f"{name}: packing is not possible: the model takes no position_ids")
+    if used == attention.NAME:
+        attention.require_varlen(parts.model)
+        return
+    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
+    inputs = {"input_ids": torch.zeros_like(positions), "position_ids": positions}
+    for index, (args, kwargs) in call_of_each_block(parts, torch.float32, inputs).items():
+        # Flash attention in transformers finds the sequences of a row by its positions.
+        finds_sequences = used.startswith("flash") and kwargs.get("position_ids") is not None
+        if not finds_sequences and not _is_masked(args, kwargs):
+            raise ModelNotSupportedError(
+                f"{name}: packing is not possible: block {index} ({type(parts.blocks[index]).__name__}) gets no mask that "
+                f"separates packed rows with attn_implementation={used!r}; remove packing"
+            )
+
+
+def _is_masked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an input is a mask (B, heads, T, T) by which tokens of the second sequence see their own, but not the first."""
+    length = _FIRST + _SECOND
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim == 4 and leaf.shape[-2:] == (length, length):
+            seen = leaf if leaf.dtype == torch.bool else leaf > torch.finfo(leaf.dtype).min / 2
+            if not seen[..., _FIRST:, :_FIRST].any() and seen[..., _FIRST:, _FIRST:].any():
+                return True
+    return False
