@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from horizon_lm.checkpoints.export import export_checkpoint
     from horizon_lm.checkpoints.merge import merge_adapter
     from horizon_lm.config import DatasetConfig, DpoConfig, PretrainConfig, RunConfig, SftConfig
-    from horizon_lm.engine.calls.chunked_losses import token_logprobs
+    from horizon_lm.engine.calls.token_logprobs import token_logprobs
     from horizon_lm.engine.opening.loading import from_config, from_pretrained, stream
     from horizon_lm.engine.opening.streamed_model import named_weights, stats, synchronize
     from horizon_lm.engine.passes.lockstep import run_together
@@ -75,7 +75,7 @@ _HOME = {
     "stats": "horizon_lm.engine.opening.streamed_model",
     "stream": "horizon_lm.engine.opening.loading",
     "synchronize": "horizon_lm.engine.opening.streamed_model",
-    "token_logprobs": "horizon_lm.engine.calls.chunked_losses",
+    "token_logprobs": "horizon_lm.engine.calls.token_logprobs",
     "train": "horizon_lm.training.train",
     "trainer": "horizon_lm.integrations.trainer",
 }

@@ -4,6 +4,7 @@ import copy
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,7 +193,8 @@ def head_grad(unrounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     for number in range(2):
         hidden, grad = (torch.randn((1, 9, size), generator=generator).bfloat16() for size in (16, 5000))
         leaf = hidden.requires_grad_()
-        logits = chunk_linear.ChunkLinear.apply(leaf, weight, None, {"weight": total}, number == 0, unrounded)
+        target = partial(tuple, (total, number > 0))
+        logits = chunk_linear.ChunkLinear.apply(leaf, weight, None, {"weight": target}, unrounded)
         logits.backward(grad)
         exact += grad[0].double().t() @ hidden[0].detach().double()
     return total, exact

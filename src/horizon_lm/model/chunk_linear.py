@@ -3,6 +3,7 @@
 Shapes: N tokens of a chunk, H hidden size, V vocabulary.
 """
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -14,21 +15,23 @@ from horizon_lm.ranges import pieces
 _ROW_BLOCK = 4096  # rows of the head's gradient (V, H) computed at a time if its buffer has another dtype
 
 
+Target = Callable[[], tuple[torch.Tensor, bool]]
+"""Function that returns the buffer of a gradient, and whether to add to what is in it."""
+
+
 class ChunkLinear(torch.autograd.Function):
     """A replacement of ``F.linear`` whose backward pass adds the gradients of weight and bias to buffers.
 
     Autograd would compute a gradient (V, H) for each chunk and add it to the sum, which takes two more tensors of the
     head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned.
 
-    Its arguments are those of ``F.linear``, the buffers by the names ``weight`` and ``bias``, whether to overwrite the buffers, and
-    whether a chunk's product may be added to a float32 buffer unrounded, where the device can do that: it is more exact than plain
-    autograd, which rounds products to the dtype of the logits.
+    Its arguments are those of ``F.linear``; the targets of gradients, by the names ``weight`` and ``bias``; and whether a chunk's product may be added to a float32 buffer unrounded, where the device can do that: it is
+    more exact than plain autograd, which rounds products to the dtype of the logits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grads: dict[str, torch.Tensor],
-        overwrite: bool, unrounded: bool,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, grads: Mapping[str, Target], unrounded: bool
     ) -> torch.Tensor:  # fmt: skip
         # Cast explicitly, because autocast does not apply inside of an autograd function. The meta device, on which a plan tries
         # this, has no autocast.
@@ -36,7 +39,7 @@ class ChunkLinear(torch.autograd.Function):
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         ctx.save_for_backward(x, weight)
-        ctx.grads, ctx.overwrite, ctx.unrounded = grads, overwrite, unrounded
+        ctx.grads, ctx.unrounded = grads, unrounded
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
@@ -44,29 +47,28 @@ class ChunkLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, V), (N, H)
         if "weight" in ctx.grads:
-            _add_product(ctx.grads["weight"], flat, inputs, ctx.overwrite, ctx.unrounded)
+            total, adds = ctx.grads["weight"]()
+            _add_product(total, adds, flat, inputs, ctx.unrounded)
         bias_grad = None
         if "bias" in ctx.grads:
-            total = ctx.grads["bias"]
-            total.copy_(flat.sum(0) if ctx.overwrite else total + flat.sum(0))
+            total, adds = ctx.grads["bias"]()
+            total.copy_(total + flat.sum(0) if adds else flat.sum(0))
         elif ctx.needs_input_grad[2]:
             bias_grad = flat.sum(0)
-        return grad.matmul(weight.to(grad.dtype)), None, bias_grad, None, None, None  # (1, N, V) x (V, H) -> (1, N, H)
+        return grad.matmul(weight.to(grad.dtype)), None, bias_grad, None, None  # (1, N, V) x (V, H) -> (1, N, H)
 
 
-def _add_product(
-    total: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, overwrite: bool, unrounded: bool
-) -> None:
-    """Add ``grad^T inputs`` to ``total`` (V, H), from grad (N, V) and inputs (N, H), without a second (V, H) tensor.
+def _add_product(total: torch.Tensor, adds: bool, grad: torch.Tensor, inputs: torch.Tensor, unrounded: bool) -> None:
+    """Put ``grad^T inputs`` into ``total`` (V, H), from grad (N, V) and inputs (N, H), without a second (V, H) tensor.
 
     Args:
         total: the sum over chunks.
+        adds: add the product to what is in ``total``.
         grad: gradient of the chunk's logits.
         inputs: inputs of the projection.
-        overwrite: put the product into ``total`` instead of adding it.
         unrounded: as in `ChunkLinear`.
     """
-    beta = 0 if overwrite else 1
+    beta = 1 if adds else 0
     if total.dtype == grad.dtype == inputs.dtype:
         torch.addmm(total, grad.t(), inputs, beta=beta, out=total)
         return
@@ -76,10 +78,10 @@ def _add_product(
     # A product that is rounded to another dtype than that of the sum is computed some rows at a time.
     for rows in pieces(total.shape[0], _ROW_BLOCK):
         product = grad[:, rows].t().matmul(inputs)
-        if overwrite:
-            total[rows].copy_(product)
-        else:
+        if adds:
             total[rows].add_(product)
+        else:
+            total[rows].copy_(product)
 
 
 @cache

@@ -44,7 +44,7 @@ def require_each_block_once(parts: ModelParts, found: OuterTrial | None) -> None
     """Raise ModelNotSupportedError if a model does not call each block once, in order: in a trial, or because it has LayerDrop."""
     if found is not None and found.order != tuple(range(parts.num_blocks)):
         raise ModelNotSupportedError(
-            f"{type(parts.model).__name__}: its forward calls the blocks of {parts.block_prefix} in the order "
+            f"{type(parts.model).__name__}: its forward calls the blocks of {parts.block_names[0].rpartition('.')[0]} in the order "
             f"{', '.join(map(str, found.order))}; a model is streamed whose blocks are called once each, in order"
         )
     for module in parts.trunks():

@@ -40,8 +40,8 @@ class ModelParts:
 
     Attributes:
         decoder: module that contains the list of blocks.
-        blocks: list of decoder blocks.
-        block_prefix: name of the list of blocks in the model.
+        blocks: the blocks, in the order in which the model calls them.
+        block_names: full name of each of them.
         embed, head: input embedding and output projection; the head of a classifier is its `score`. PEFT may have wrapped them.
         tables: modules with an embedding table, of which the first is in unit ``embed``. There are several if PEFT trains a copy
             of the embedding: the others, which are not trained, are in ``idle`` or, if tied, in ``head``.
@@ -60,8 +60,8 @@ class ModelParts:
 
     _model: Any
     decoder: nn.Module
-    blocks: nn.ModuleList
-    block_prefix: str
+    blocks: Sequence[nn.Module]
+    block_names: Sequence[str]
     embed: nn.Module
     tables: list[nn.Module]
     head: nn.Module
@@ -84,7 +84,7 @@ class ModelParts:
 
     def trunks(self) -> list[nn.Module]:
         """Return the modules around the blocks, outermost first; the model calls one of them for hidden states."""
-        names = self.block_prefix.split(".")[:-1]
+        names = self.block_names[-1].split(".")[:-2]  # without the list of blocks, and the place in it
         return [self.model.get_submodule(".".join(names[:depth])) for depth in range(1, len(names) + 1)]
 
     def refer_weakly(self) -> None:

@@ -120,7 +120,7 @@ def expert_tensors(parts: ModelParts) -> dict[int, ExpertTensors]:
     """Return the experts that can be computed a few at a time, as they are laid out, by the index of their block."""
     return {
         index: ExpertTensors(
-            each.count, each.per_token, frozenset(f"{parts.block_prefix}.{index}.{name}" for name in each.names)
+            each.count, each.per_token, frozenset(f"{parts.block_names[index]}.{name}" for name in each.names)
         )
         for index, each in find_divisible_experts(parts).items()
     }
@@ -139,7 +139,7 @@ def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int)
     names = []
     for attribute, weight in module.named_parameters(recurse=False):
         name = f"{path}.{attribute}"
-        codec = parts.codecs.get(f"{parts.block_prefix}.{index}.{name}")
+        codec = parts.codecs.get(f"{parts.block_names[index]}.{name}")
         if weight.ndim > 1 and weight.shape[0] == count and isinstance(codec, _IN_PARTS):
             names.append(name)
     # PEFT adapts a tensor (E, O) as a matrix of all experts.

@@ -1,7 +1,7 @@
 """Find the units of a Hugging Face decoder, and reject models that cannot be streamed exactly."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ def find_parts(model: Any) -> ModelParts:
     """
     name = type(model).__name__
     head, classifies = _find_head(name, model)
-    prefix, blocks = _find_blocks(model, model.get_decoder())
+    prefix, found = _find_blocks(model, model.get_decoder())
     decoder = model.get_submodule(prefix.rpartition(".")[0])
-    _reject_cross_layer_state(name, model, prefix, blocks)
+    blocks = {f"{prefix}.{index}": module for index, module in enumerate(found)}
+    _reject_cross_layer_state(name, model)
     embed = model.get_input_embeddings()
     final_norm = next((m for n, m in decoder.named_children() if n in _FINAL_NORM_NAMES and _is_norm(m)), None)
 
@@ -35,16 +36,16 @@ def find_parts(model: Any) -> ModelParts:
     _reject_unusual_tables(name, tables)
     tied = _active_projection(head)._parameters.get("weight") is tables[0]._parameters.get("weight")
     adapted = adapter_params(model)
-    units, adapters = _find_units(name, model, blocks, embed, tables, head, tied, adapted)
+    units, adapters = _find_units(name, model, list(blocks.values()), embed, tables, head, tied, adapted)
     if len(units[EMBED]) != 1 or (tables[0], "weight") not in units[EMBED][0].places:
         raise ModelNotSupportedError(f"{name}: the input embedding is not one table of rows, which streaming needs")
-    _reject_encoder(name, model, blocks)
+    _reject_encoder(name, model, found)
     if tied and units[HEAD]:
         raise ModelNotSupportedError(
             f"{name}: PEFT trains a copy of the head, or adapters of it, and ties it to the embedding; leave ensure_weight_tying out"
         )
     return ModelParts(
-        _model=model, decoder=decoder, blocks=blocks, block_prefix=prefix, embed=embed, tables=tables, head=head,
+        _model=model, decoder=decoder, blocks=list(blocks.values()), block_names=list(blocks), embed=embed, tables=tables, head=head,
         final_norm=final_norm, units=units, tied=tied, classifies=classifies, adapters=adapters, is_adapted=bool(adapted),
         in_float32=_find_in_float32(model, units, adapted),
     )  # fmt: skip
@@ -110,7 +111,7 @@ def _active_projection(head: nn.Module) -> nn.Module:
 
 
 def _find_units(
-    name: str, model: Any, blocks: nn.ModuleList, embed: nn.Module, tables: list[nn.Module], head: nn.Module, tied: bool,
+    name: str, model: Any, blocks: Sequence[nn.Module], embed: nn.Module, tables: list[nn.Module], head: nn.Module, tied: bool,
     adapted: set[int],
 ) -> tuple[dict[Unit, list[ParamRef]], dict[int, frozenset[str]]]:  # fmt: skip
     """Return the parameters by unit, in the order of the model, and the names of adapters in each block, as in `ModelParts`."""
@@ -199,7 +200,7 @@ def _find_in_float32(model: Any, units: Mapping[Unit, list[ParamRef]], adapted: 
     return frozenset(names[name] for name in kept)
 
 
-def _reject_shared_modules(name: str, model: Any, blocks: nn.ModuleList, owner: Mapping[int, Unit]) -> None:
+def _reject_shared_modules(name: str, model: Any, blocks: Sequence[nn.Module], owner: Mapping[int, Unit]) -> None:
     """Raise ModelNotSupportedError if a module with parameters is in several blocks, as in some methods of PEFT."""
     inside = [(block(i), module) for i, each in enumerate(blocks) for module in each.modules()]
     shared = {
@@ -238,7 +239,7 @@ def _find_blocks(model: Any, decoder: nn.Module) -> tuple[str, nn.ModuleList]:
     )
 
 
-def _reject_cross_layer_state(name: str, model: Any, prefix: str, blocks: nn.ModuleList) -> None:
+def _reject_cross_layer_state(name: str, model: Any) -> None:
     """Raise ModelNotSupportedError if blocks use the state of other blocks or of an encoder."""
     config = model.config.get_text_config()
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):

@@ -4,7 +4,7 @@ from typing import Any
 
 from horizon_lm.data.batch import Batch
 from horizon_lm.device.host_copy import HostCopy
-from horizon_lm.engine.calls.chunked_losses import token_logprobs
+from horizon_lm.engine.calls.token_logprobs import token_logprobs
 from horizon_lm.engine.units.token_statistics import TokenStatistics, collect_statistics
 from horizon_lm.objective.base import Loss, TokenSums, add_aux_loss, num_targets, share_aux_loss
 

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
+from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.engine.calls.calls import Call
-from horizon_lm.engine.calls.chunked_losses import LogprobRun, LossRun, TokenLogprobs, WantedLogprobs
-from horizon_lm.engine.calls.chunked_outputs import as_token_logprobs, aux_losses, with_loss
 from horizon_lm.engine.calls.row_probe import RowProbe
+from horizon_lm.engine.calls.token_logprobs import TokenLogprobs, WantedLogprobs, as_token_logprobs, aux_losses
 from horizon_lm.engine.passes.lockstep import run_together
 from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead
-from horizon_lm.engine.units.chunked_runs import compute
+from horizon_lm.engine.units.chunked_runs import ChunkedRun, LogprobRun, LossRun
+from horizon_lm.engine.units.lm_head import compute_runs
 from horizon_lm.engine.units.loss_inputs import LossInputs
 from horizon_lm.engine.units.token_statistics import TokenStatistics
+from horizon_lm.errors import MissingLogitsError, TokenError
 from horizon_lm.model.block_template import has_foreign_hooks
 from horizon_lm.model.head_path import AUXILIARY
 
@@ -69,7 +71,7 @@ class ChunkedForward:
             LossRun(self.head, each, self._head_options(call), statistics)
             for call, each in zip(calls, inputs, strict=True)
         ]
-        losses = compute(runs, hidden, outer)
+        losses = self._compute(runs, hidden, outer)
         # A run returns a tuple of tensors for autograd; that of a loss has one.
         return [with_loss(output, loss) for output, (loss,) in zip(outputs, losses, strict=True)]
 
@@ -84,11 +86,24 @@ class ChunkedForward:
             LogprobRun(self.head, each, self._head_options(call), temperature, names, statistics)
             for call, each in zip(calls, inputs, strict=True)
         ]
-        results = compute(runs, hidden, outer)
+        results = self._compute(runs, hidden, outer)
         return [
             as_token_logprobs(names, values, each.labels.shape, aux_losses(self._parts.model, output))
             for output, values, each in zip(outputs, results, inputs, strict=True)
         ]
+
+    def _compute(
+        self, runs: Sequence[ChunkedRun], hidden: Sequence[torch.Tensor], outer: dict[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Compute the chunks of all batches, from their hidden states (B, T, H). Return the results of each run."""
+        for run, states in zip(runs, hidden, strict=True):
+            if states.shape[:2] != run.inputs.labels.shape:
+                raise TokenError(
+                    f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed "
+                    f"{tuple(states.shape[:2])} tokens"
+                )
+        used = {name: outer[name] for name in self.head.outer_names()}
+        return compute_runs(self.head.head, self.head.engine.recording, runs, hidden, used)
 
     def _run_trunk(self, calls: Sequence[Call]) -> tuple[list[Any], list[torch.Tensor]]:
         """Run the model without its head for each call. Return the outputs, and the hidden states (B, T, H)."""
@@ -121,3 +136,39 @@ class ChunkedForward:
         # The pass over the whole batch has added the auxiliary loss already; each chunk would add it again.
         without_aux = {name: False for name in AUXILIARY if name in self._parameters}
         return options | without_aux | {"use_cache": False}
+
+
+class MissingLogits:
+    """A placeholder for logits that were computed only in chunks; using it raises MissingLogitsError."""
+
+    # With None in its place, code that uses logits would fail without a word about head='chunked'.
+    def __getattr__(self, name: str) -> Any:
+        raise MissingLogitsError
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MissingLogitsError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise MissingLogitsError
+
+    def __repr__(self) -> str:
+        return "no logits with head='chunked'"
+
+
+def without_labels(inputs: LossInputs) -> dict[str, Any]:
+    """Return arguments of a call whose loss the chunks compute.
+
+    With one ignored token instead of all labels, the model's own loss has no cross-entropy: it is the auxiliary loss of
+    experts, or zero.
+    """
+    # One token is enough, as `ChunkedLmHead.head_forward` gives logits (1, 1, V) for the whole batch.
+    ignored = inputs.labels.new_full((1, 1), IGNORE_INDEX)
+    return {"labels": ignored, "shift_labels": ignored, "num_items_in_batch": inputs.num_items}
+
+
+def with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """Return a model's output with the loss of the chunks added to its own, and without logits."""
+    # A model output leaves out None, so this copies what the model gave, router logits for example, and no more.
+    fields = {k: v for k, v in output.items() if k not in ("loss", "logits")}
+    return type(output)(loss=loss + output.loss, logits=MissingLogits(), **fields)

@@ -16,14 +16,13 @@ from torch import nn
 
 from horizon_lm.device.slow_products import warn_of_slow_products
 from horizon_lm.engine.calls.calls import Call, arguments_of, modal_inputs, put_ignored_before, shape_of
-from horizon_lm.engine.calls.chunked_forward import ChunkedForward
-from horizon_lm.engine.calls.chunked_losses import TokenLogprobs, WantedLogprobs
-from horizon_lm.engine.calls.chunked_outputs import as_token_logprobs, aux_losses, without_labels
+from horizon_lm.engine.calls.chunked_forward import ChunkedForward, without_labels
 from horizon_lm.engine.calls.generation import GenerationMemory
 from horizon_lm.engine.calls.joint_calls import JointCalls, require_joint
 from horizon_lm.engine.calls.merging import MergingLayers
 from horizon_lm.engine.calls.pass_runner import Compute, PassRunner
 from horizon_lm.engine.calls.replaced_forwards import ReplacedForwards, own_forward, weakly
+from horizon_lm.engine.calls.token_logprobs import TokenLogprobs, WantedLogprobs, as_token_logprobs, aux_losses
 from horizon_lm.engine.passes.ambient import outside_inference_mode
 from horizon_lm.engine.passes.device_buffers import EngineOptions
 from horizon_lm.engine.passes.executor import Engine

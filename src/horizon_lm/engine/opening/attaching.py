@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 
 from horizon_lm.device.base import Device
-from horizon_lm.engine.calls.chunked_losses import WANTED
 from horizon_lm.engine.calls.model_forward import ModelForward
+from horizon_lm.engine.calls.token_logprobs import WANTED
 from horizon_lm.engine.opening.generating_model import GeneratingModel
 from horizon_lm.engine.opening.late_adapters import are_adapters_changed, take_in_adapters
 from horizon_lm.engine.opening.options import StreamArguments, open_device

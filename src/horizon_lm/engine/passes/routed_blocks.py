@@ -31,7 +31,7 @@ class RoutedBlocks:
     """
 
     def __init__(self, parts: ModelParts, store: Store) -> None:
-        self._prefix, self._store = parts.block_prefix, store
+        self._names_of_blocks, self._store = parts.block_names, store
         self.experts = find_experts(parts)
 
     def for_tokens(self, count: int) -> frozenset[int]:
@@ -60,4 +60,4 @@ class RoutedBlocks:
     def _names(self, unit: Unit) -> frozenset[str]:
         """Return the full names of the weights of a block's experts."""
         index = unit.block_index
-        return frozenset(f"{self._prefix}.{index}.{name}" for name in self.experts[index].names)
+        return frozenset(f"{self._names_of_blocks[index]}.{name}" for name in self.experts[index].names)

@@ -70,7 +70,7 @@ class BlockComputation:
             use_float8(parts, enumerate(parts.blocks))
         self.blocks = [
             StreamedBlock(
-                f"{parts.block_prefix}.{index}",
+                parts.block_names[index],
                 module,
                 buffers,
                 options.compile,

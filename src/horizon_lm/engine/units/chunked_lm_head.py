@@ -10,20 +10,24 @@ Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V v
 of them would be (B, T, V), often the largest tensor of a step. Only trained tokens, whose label is not ignored, are in chunks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from horizon_lm.engine.passes.lockstep import member_id
-from horizon_lm.engine.units.lm_head import LmHead
+from horizon_lm.engine.units.grad_sink import GradSlot
+from horizon_lm.engine.units.lm_head import LmHead, Outer
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.chunk_linear import ChunkLinear
 from horizon_lm.model.functional import in_place
 from horizon_lm.model.head_path import ChunkedPath
 from horizon_lm.model.outer_trial import is_same
 from horizon_lm.model.trial import Decoded, hidden_of
+
+T = TypeVar("T")
 
 
 class ChunkedLmHead:
@@ -128,9 +132,9 @@ class ChunkedLmHead:
             return self._chunk.project(hidden)
         return hidden.new_zeros((1, 1, self._vocabulary))
 
-    def by_attribute(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors of the head by the attributes of its Linear, ``weight`` and ``bias``, instead of their full names."""
-        return {self._head_attributes[name]: tensor for name, tensor in tensors.items()}
+    def by_attribute(self, values: Mapping[str, T]) -> dict[str, T]:
+        """Return values of the head's parameters by the attributes of its Linear, ``weight`` and ``bias``, instead of their full names."""
+        return {self._head_attributes[name]: value for name, value in values.items()}
 
     @contextmanager
     def computing(self, chunk: "Chunk") -> Iterator[None]:
@@ -149,15 +153,11 @@ class Chunk:
         owner: the chunked head.
         hidden: hidden states, shape (1, N, H): the model sees the chunk as a batch of one row.
         outer: the outer parameters of `ChunkedLmHead.outer_names`, by full name.
-        grads: the buffers that the head's gradients are added to, by full name.
-        overwrite: the gradients overwrite the buffers instead of being added.
+        slot: the slot of the gradients of the head's weights; None if they have none, or if there is no backward pass.
     """
 
-    def __init__(
-        self, owner: ChunkedLmHead, hidden: torch.Tensor, outer: dict[str, torch.Tensor], grads: dict[str, torch.Tensor],
-        overwrite: bool,
-    ) -> None:  # fmt: skip
-        self.owner, self.hidden, self.outer, self.grads, self.overwrite = owner, hidden, outer, grads, overwrite
+    def __init__(self, owner: ChunkedLmHead, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None) -> None:
+        self.owner, self.hidden, self.outer, self.slot = owner, hidden, outer, slot
 
     def normalise(self) -> torch.Tensor:
         """Return the normed hidden states (1, N, H), or unchanged hidden states if the norm is not left to
@@ -175,10 +175,12 @@ class Chunk:
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (1, N, V) of hidden states (1, N, H)."""
-        head = self.owner.head
+        head, slot = self.owner.head, self.slot
         # The bias of a tied head is an outer parameter.
         weights = self.owner.by_attribute(head.weights() | {name: self.outer[name] for name in head.outer_places})
-        grads = self.owner.by_attribute(self.grads)
+        targets = {} if slot is None else {name: partial(slot.write, name) for name in slot.trained}
         # Without compiled code, gradients have the bits of plain autograd.
         unrounded = head.engine.options.compile
-        return ChunkLinear.apply(hidden, weights["weight"], weights.get("bias"), grads, self.overwrite, unrounded)
+        return ChunkLinear.apply(
+            hidden, weights["weight"], weights.get("bias"), self.owner.by_attribute(targets), unrounded
+        )

@@ -1,28 +1,26 @@
-"""Computations over the chunks of each batch of a pass, as one autograd node: losses, or log-probabilities.
+"""Losses and log-probabilities over chunks of tokens, which avoids computing all logits of a batch.
 
 Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V vocabulary.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from horizon_lm.engine.passes.ambient import RecomputeAmbient, no_autocast_cache
 from horizon_lm.engine.units.chunked_lm_head import Chunk, ChunkedLmHead
+from horizon_lm.engine.units.grad_sink import GradSlot
+from horizon_lm.engine.units.lm_head import Grads, HeadRun, Outer
 from horizon_lm.engine.units.loss_inputs import LossInputs
-from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.engine.units.token_statistics import TokenStatistics
-from horizon_lm.errors import TokenError
-from horizon_lm.ranges import pieces
-from horizon_lm.schedule.ops import Kind
-from horizon_lm.units import HEAD
-
-Grads = tuple[torch.Tensor, list[torch.Tensor]]  # of hidden states (B, T, H), and of outer parameters
+from horizon_lm.model.compiled_loss import compiled_loss
+from horizon_lm.model.functional import logprobs_of_logits
 
 
-class ChunkedRun(ABC):
+class ChunkedRun(HeadRun):
     """A computation over the chunks of one batch: a loss, or log-probabilities.
 
     Args:
@@ -30,164 +28,199 @@ class ChunkedRun(ABC):
         inputs: labels and the like.
         options: further arguments of the model's forward method.
         statistics: collects statistics of the tokens in the forward pass; None for none.
-
-    Attributes:
-        context: autocast and the like in the forward pass.
     """
 
     def __init__(
-        self,
-        owner: ChunkedLmHead,
-        inputs: LossInputs,
-        options: dict[str, Any],
-        statistics: TokenStatistics | None = None,
-    ) -> None:
-        self.owner, self.engine, self.inputs, self.forward_state = owner, owner.engine, inputs, owner.engine.recording
-        self.outer_names = owner.outer_names()
-        self._options, self.statistics = options, statistics
+        self, owner: ChunkedLmHead, inputs: LossInputs, options: dict[str, Any], statistics: TokenStatistics | None = None
+    ) -> None:  # fmt: skip
+        self.owner, self.inputs, self._options, self.statistics = owner, inputs, options, statistics
+        self.forward_state, self.is_compiled = owner.engine.recording, owner.engine.options.compile
         if statistics is not None:
-            statistics.begin(inputs.labels, self.engine.options.compile)
-        self.context = RecomputeAmbient()
+            statistics.begin(inputs.labels, self.is_compiled)
+        self.context = RecomputeAmbient()  # autocast and the like in the forward pass
+        self._results: list[torch.Tensor] = []  # of the running forward pass
 
     @abstractmethod
-    def forward(self, hidden: torch.Tensor, outer: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Compute all chunks from hidden states (B, T, H) and the outer parameters of `outer_names`."""
+    def values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return named values of the tokens of a chunk, whose positions (N,) in the flattened batch are given."""
 
     @abstractmethod
-    def backward(
-        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: list[torch.Tensor], overwrite: bool
+    def collect(self, index: torch.Tensor, values: list[torch.Tensor]) -> None:
+        """Put the values of a chunk into the results of the running forward pass, of which the backward pass has none."""
+
+    def take_results(self) -> tuple[torch.Tensor, ...]:
+        """Return the results, and forget them, because autograd lets them refer to this run."""
+        results, self._results = self._results, []
+        self.statistics = None  # collected once: the backward pass may compute the same logits again
+        return tuple(results)
+
+    def call_model(self, chunk: Chunk, **arguments: Any) -> Any:
+        """Run the model's forward method on a chunk."""
+        with self.owner.computing(chunk):
+            return self.owner.call_model(**arguments, **self._options)
+
+    def compute(self, hidden: torch.Tensor, outer: Outer, names: Sequence[str]) -> None:
+        """Compute named values of all chunks from hidden states (B, T, H), without gradients."""
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])  # (B * T, H)
+        with torch.no_grad(), no_autocast_cache():
+            for index in self._chunks():
+                # All values of a chunk come from the same logits, which are gone after it.
+                self.collect(index, self.values(Chunk(self.owner, flat[index][None], outer, None), index, names))
+
+    def differentiate(
+        self, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None, grads: dict[str, torch.Tensor | None]
     ) -> Grads:
-        """Return the gradients of the arguments of `forward` from the gradients of its results. Those of the head go to its buffers.
+        """Compute and differentiate chunk by chunk, so that only one chunk's logits and graph exist at a time.
 
         Args:
-            grads: the gradient of each result; None for a result that no loss depends on.
-            hidden, outer: the arguments of `forward`.
-            overwrite: overwrite the buffers of the head's gradients, because no other batch has written to them.
+            hidden, outer, slot: as in `HeadRun.forward`.
+            grads: by the names of values, their gradient: that of each token (B * T,), or of a sum over chunks; None for one.
         """
+        flat, chunks = hidden.detach().reshape(-1, hidden.shape[-1]), self._chunks()  # (B * T, H)
+        if not chunks and slot is not None:  # a gradient of zero
+            for target, adds in map(slot.write, slot.trained):
+                if not adds:
+                    target.zero_()
+        hidden_grad = torch.zeros_like(flat)  # zero for tokens in no chunk
+        # One leaf for all chunks, so that their gradients are summed.
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in outer.items()}
+        with torch.enable_grad(), no_autocast_cache():
+            for index in chunks:
+                # A copy of the chunk's rows, and the leaf of its graph, which ends here.
+                leaf = flat[index].requires_grad_()  # (N, H)
+                values = self.values(Chunk(self.owner, leaf[None], leaves, slot), index, list(grads))
+                of_chunk = [grad if grad is None or grad.ndim == 0 else grad[index] for grad in grads.values()]
+                # A model's own loss may have another dtype than the sum.
+                pairs = zip(of_chunk, values, strict=True)
+                torch.autograd.backward(
+                    values, [None if grad is None else grad.to(value.dtype) for grad, value in pairs]
+                )
+                hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
+                self.collect(index, [value.detach() for value in values])
+        outer_grads: list[torch.Tensor | None] = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()
+        ]
+        return hidden_grad.view(hidden.shape), outer_grads
 
-    def chunks(self) -> tuple[torch.Tensor, ...]:
+    def _chunks(self) -> tuple[torch.Tensor, ...]:
         """Return the positions of each chunk's tokens in the flattened batch, each of shape (N,)."""
         return self.inputs.trained.split(self.owner.chunk_tokens) if len(self.inputs.trained) else ()
 
-    def call_model(
-        self, hidden: torch.Tensor, outer: list[torch.Tensor], grads: dict[str, torch.Tensor] | None, overwrite: bool,
-        **arguments: Any,
-    ) -> Any:  # fmt: skip
-        """Run the model's forward method on the hidden states (N, H) of a chunk.
 
-        Args:
-            hidden: the chunk's hidden states.
-            outer: the outer parameters of `outer_names`.
-            grads: the buffers to which a backward pass adds the head's gradients; None if there is no backward pass.
-            overwrite: overwrite these buffers instead.
-            arguments: arguments of the forward method.
-        """
-        by_name = dict(zip(self.outer_names, outer, strict=True))
-        with self.owner.computing(Chunk(self.owner, hidden[None], by_name, grads or {}, overwrite)):
-            return self.owner.call_model(**arguments, **self._options)
+class LossRun(ChunkedRun):
+    """The loss of one forward pass over chunks, and its gradients.
 
-    def differentiate(
-        self, hidden: torch.Tensor, outer: list[torch.Tensor], differentiate_chunk: Callable[..., None], overwrite: bool
+    If the head's gradient buffer is free, the forward pass also computes the gradients, which saves the backward pass a
+    second pass over the chunks, as long as several blocks. Otherwise the backward pass recomputes the chunks.
+
+    Attributes:
+        computed: gradients for a loss gradient of one, once they are computed.
+    """
+
+    computed: Grads | None = None
+
+    def forward(self, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None) -> tuple[torch.Tensor, ...]:
+        """Return the loss as the only result, and compute the gradients if the head's gradient buffer is free."""
+        engine, forward_state = self.owner.engine, self.forward_state
+        # In float32, as the loss of transformers, which upcasts the logits.
+        self._results = [torch.zeros((), dtype=torch.float32, device=hidden.device)]
+        if forward_state is not None and forward_state.has_head_grads:
+            # The gradient of the loss is not known yet: gradients are computed for 1, and `backward` scales them.
+            self.computed = self.differentiate(hidden, outer, slot, {"loss": None})
+            # From now on the buffer holds these gradients. A forward pass that begins before this one's backward pass
+            # finds it taken, and computes none.
+            engine.between.head_grads_lease.take(forward_state)
+        else:
+            self.compute(hidden, outer, ["loss"])
+        # The losses of chunks are divided already. Without a chunk their sum is 0, and 0 / 0 is NaN, as in Hugging Face.
+        (total,) = self.take_results()
+        return (total if len(self.inputs.trained) else total / self.inputs.num_items,)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: Outer, slot: GradSlot | None
     ) -> Grads:
-        """Compute and differentiate chunk by chunk, so that only one chunk's logits and graph exist at a time. Return the gradients
-        of the hidden states and of the outer parameters.
+        """Return the gradients that the forward pass has computed, multiplied by that of the loss, or compute them again."""
+        (grad,) = grads
+        assert grad is not None
+        assert self.forward_state is not None
+        # The forward pass has computed no gradients, or another backward pass has overwritten those of the head.
+        if self.computed is None or not self.forward_state.has_head_grads:
+            return self.context.run(lambda: self.differentiate(hidden, outer, slot, {"loss": grad}))
+        # The loss that the caller keeps holds this node: gradients (B, T, H) must not stay with it.
+        (hidden_grad, outer_grads), self.computed = self.computed, None
+        # Reading the loss gradient from an accelerator would make the host wait, so there the product is always
+        # computed.
+        if grad.device.type != "cpu" or grad != 1:
+            of_head = [] if slot is None else map(slot.view, slot.trained)
+            for tensor in (hidden_grad, *outer_grads, *of_head):
+                if tensor is not None:
+                    tensor.mul_(grad)
+        return hidden_grad, outer_grads
 
-        Args:
-            hidden: hidden states (B, T, H).
-            outer: the outer parameters of `outer_names`.
-            differentiate_chunk: called with hidden states (N, H), positions (N,), outer parameters, the head's gradient
-                buffers, and whether to overwrite them; computes the chunk and calls backward.
-            overwrite: overwrite the head's gradient buffers with the first chunk.
+    def values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return what the tokens of a chunk add to the batch's loss: the sum of their losses, divided by the number of items of the
+        whole batch.
         """
-        flat, grads = hidden.detach().reshape(-1, hidden.shape[-1]), self.owner.head.grads()  # (B * T, H)
-        chunks = self.chunks()
-        if overwrite and not chunks:  # there is no first chunk that would
-            for tensor in grads.values():
-                tensor.zero_()
-        hidden_grad = torch.zeros_like(flat)  # zero for tokens in no chunk
-        # One leaf for all chunks, so that their gradients are summed.
-        leaves = [w.detach().requires_grad_() for w in outer]
-        with torch.enable_grad(), no_autocast_cache():
-            for number, index in enumerate(chunks):
-                # A copy of the chunk's rows, and the leaf of its graph, which ends here.
-                leaf = flat[index].requires_grad_()  # (N, H)
-                differentiate_chunk(leaf, index, leaves, grads, overwrite and number == 0)
-                hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
-        outer_grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in leaves]
-        return hidden_grad.view(hidden.shape), outer_grads
+        # transformers computes a loss if there are `labels`, and shifts none if there are `shift_labels`: tokens of a
+        # chunk need not follow each other.
+        target = self.inputs.labels.reshape(-1)[index][None]  # (1, N)
+        loss_inputs = {"labels": target, "shift_labels": target, "num_items_in_batch": self._num_items()}
+        with compiled_loss(self.owner.engine.parts.model) if self.is_compiled else nullcontext():
+            output = self.call_model(chunk, **loss_inputs)
+        if self.statistics is not None:
+            # Here, while the logits exist: what this takes is freed before the chunk's backward pass, whose peak is higher.
+            self.statistics.add(index, output.logits[0])
+        return [output.loss]
+
+    def collect(self, index: torch.Tensor, values: list[torch.Tensor]) -> None:
+        self._results = [total + value for total, value in zip(self._results, values, strict=False)]
+
+    def _num_items(self) -> torch.Tensor | int:
+        """Return the divisor of the batch's loss; for compiled code as a tensor, since it is compiled again for another number."""
+        num_items = self.inputs.num_items
+        if isinstance(num_items, int) and self.is_compiled:
+            return torch.full((), num_items, device=self.inputs.labels.device)
+        return num_items
 
 
-def compute(
-    runs: Sequence[ChunkedRun], hidden: Sequence[torch.Tensor], outer: dict[str, torch.Tensor]
-) -> list[tuple[torch.Tensor, ...]]:
-    """Compute the chunks of all batches. Differentiable if the forward pass records.
-
-    Args:
-        runs: the computation of each batch's chunks.
-        hidden: the hidden states (B, T, H) of each batch.
-        outer: the outer parameters on the device, by full name.
-
-    Returns:
-        The results of each run.
-    """
-    for run, states in zip(runs, hidden, strict=True):
-        if states.shape[:2] != run.inputs.labels.shape:
-            raise TokenError(
-                f"labels have shape {tuple(run.inputs.labels.shape)}, but the model computed "
-                f"{tuple(states.shape[:2])} tokens"
-            )
-    # They are inputs of the node, so that autograd hands their gradients to the node of the outer parameters.
-    used = [outer[name] for name in runs[0].outer_names]
-    values = _ChunkedPass(runs).compute(*used, *hidden)
-    per_run = len(values) // len(runs)
-    return [values[part] for part in pieces(len(values), per_run)]
-
-
-class _ChunkedPass(UnitNode):
-    """The chunks of all batches of a forward pass.
+class LogprobRun(ChunkedRun):
+    """The log-probabilities of the trained tokens in one forward pass. The backward pass recomputes the logits by chunk.
 
     Args:
-        runs: those of all batches, at least one. They share engine, head, forward state and outer parameters.
+        owner, inputs, options, statistics: as in `ChunkedRun`.
+        temperature: divides the logits.
+        names: the values that are wanted, fields of `TokenLogprobs`.
     """
 
-    def __init__(self, runs: Sequence[ChunkedRun]) -> None:
-        first = runs[0]
-        super().__init__(first.engine, first.forward_state)
-        self.runs, self.head, self.num_outer = runs, first.owner.head, len(first.outer_names)
+    def __init__(
+        self, owner: ChunkedLmHead, inputs: LossInputs, options: dict[str, Any], temperature: float, names: Sequence[str],
+        statistics: TokenStatistics | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(owner, inputs, options, statistics)
+        self._temperature, self._names = temperature, names
 
-    def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Compute all runs, given the outer parameters and then the hidden states (B, T, H) of each batch."""
-        outer, hidden = list(inputs[: self.num_outer]), inputs[self.num_outer :]
-        with self.engine.cursor.compute(Kind.FORWARD, HEAD):
-            values = [run.forward(states, outer) for run, states in zip(self.runs, hidden, strict=True)]
-            self.engine.poison_weights(HEAD)
-        return tuple(value for each in values for value in each)
+    def forward(self, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None) -> tuple[torch.Tensor, ...]:
+        """Return each of the named values for all tokens, (B * T,) in float32; 0 for tokens that are not trained."""
+        self._results = [hidden.new_zeros(hidden.shape[:2].numel(), dtype=torch.float32) for _ in self._names]
+        self.compute(hidden, outer, self._names)
+        return self.take_results()
 
-    def kept(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return inputs
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: Outer, slot: GradSlot | None
+    ) -> Grads:
+        """Return the gradients. The logits of each chunk are computed again."""
+        # Values that no loss uses are not recomputed: entropy alone takes two more tensors (N, V).
+        grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
+        return self.context.run(lambda: self.differentiate(hidden, outer, slot, dict(grad_of)))
 
-    def backward(self, grads: Sequence[torch.Tensor | None], kept: Sequence[Any]) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of the inputs of `forward` from the gradients of its results."""
-        outer, hidden = list(kept[: self.num_outer]), kept[self.num_outer :]
-        per_run = len(grads) // len(self.runs)
-        written = False  # the buffers of the head's gradients
-        outer_grads: list[torch.Tensor] = []
-        hidden_grads: list[torch.Tensor | None] = []
-        with self.engine.cursor.compute(Kind.BACKWARD, HEAD):
-            # All runs share the buffers of the head's gradients. Each run overwrites them until one has had chunks.
-            for number, (run, states) in enumerate(zip(self.runs, hidden, strict=True)):
-                part = grads[number * per_run : (number + 1) * per_run]
-                if all(grad is None for grad in part):
-                    hidden_grads.append(None)
-                    continue
-                hidden_grad, more = run.backward(part, states, outer, overwrite=not written)
-                hidden_grads.append(hidden_grad)
-                outer_grads = [a + b for a, b in zip(outer_grads, more, strict=True)] if outer_grads else more
-                written = written or bool(run.chunks())
-            assert self.forward_state is not None
-            if not self.forward_state.has_head_grads:  # otherwise this pass has not streamed them in
-                self.engine.poison_weights(HEAD)
-            # Where a loss depends on no result, the weights have no gradient either, as in plain autograd.
-            self.head.note_written(set() if all(grad is None for grad in grads) else None)
-        no_grads: list[torch.Tensor | None] = [None] * self.num_outer
-        return [*(outer_grads or no_grads), *hidden_grads]
+    def values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the named values (N,) of the tokens of a chunk."""
+        logits = self.call_model(chunk).logits[0]  # (N, V)
+        if self.statistics is not None:
+            self.statistics.add(index, logits)
+        labels = self.inputs.labels.reshape(-1)[index]  # (N,)
+        return logprobs_of_logits(logits, labels, self._temperature, names, self.is_compiled)
+
+    def collect(self, index: torch.Tensor, values: list[torch.Tensor]) -> None:
+        for whole, part in zip(self._results, values, strict=False):
+            whole[index] = part  # (B * T,) at (N,)

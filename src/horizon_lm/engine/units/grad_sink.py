@@ -1,4 +1,4 @@
-"""Take the gradients of a block's parameters from autograd, one by one, into a gradient slot."""
+"""Take the gradients of a unit's parameters, one by one, into a gradient slot."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ class GradSink:
         self._adapters = engine.parts.adapters.get(index, frozenset()) & set(engine.trained_names(OUTER))
         self._slot = GradSlot(engine.part_of(block(index)).grad_layout, self._trained)
         self._adapter_slot = GradSlot(engine.store.units[OUTER].grad_layout, self._adapters)
-        self._prefix = f"{engine.parts.block_prefix}.{index}."
+        self._prefix = f"{engine.parts.block_names[index]}."
 
     def leaves(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return fresh leaves over a block's weights on the device, by their names inside the block."""
@@ -115,7 +115,7 @@ def fresh_leaves(
 
 
 class GradSlot:
-    """A gradient slot, and the trained parameters of a block whose gradients go to it.
+    """A gradient slot, and the trained parameters of a unit whose gradients go to it.
 
     Attributes:
         layout: the layout of the slot.
@@ -137,19 +137,23 @@ class GradSlot:
         """Return the place of a parameter's gradient in the slot."""
         return self.layout.view(self.buffers, name)
 
+    def write(self, name: str) -> tuple[torch.Tensor, bool]:
+        """Return the place of a parameter's gradient, which is about to be written, and whether it is to be added to the gradient of
+        another part of the unit there: a micro-batch, a chunk of tokens or another batch.
+        """
+        adds = name in self.written
+        self.written.add(name)
+        return self.view(name), adds
+
     def hook(self, name: str) -> Callable[[torch.Tensor], None]:
         """Return the hook for a parameter's leaf."""
 
         def take(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            target = self.view(name)
+            target, adds = self.write(name)
             with torch.no_grad():
-                if name in self.written:  # written by an earlier micro-batch
-                    # In the dtype of the slot, float32 if the model is opened with micro-batches: their sum is rounded once.
-                    target.add_(leaf.grad)
-                else:
-                    target.copy_(leaf.grad)
-            self.written.add(name)
+                # In the dtype of the slot, float32 if the model is opened with micro-batches: their sum is rounded once.
+                target.add_(leaf.grad) if adds else target.copy_(leaf.grad)
             leaf.grad = None  # free its memory for the next gradient
 
         return take

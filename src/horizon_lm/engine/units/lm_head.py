@@ -1,9 +1,11 @@
-"""The LM head over all hidden states: ``head="whole"``, and forward passes whose caller needs logits.
+"""The LM head: its weights, its node in autograd's graph, and the logits of all hidden states (``head="whole"``, and forward passes
+whose caller needs logits).
 
 Shapes: B batch rows, T tokens of a row, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.units.grad_sink import GradSlot, fresh_leaves
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.model.functional import in_place
+from horizon_lm.ranges import pieces
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import HEAD
 
@@ -60,26 +63,7 @@ class LmHead:
         trained = self._streamed_places.keys() & set(engine.trained_names(HEAD))
         if not trained:
             return None
-        slot = GradSlot(engine.part_of(HEAD).grad_layout, trained)
-        slot.buffers = engine.memory.grads_of(HEAD)
-        return slot
-
-    def grads(self) -> dict[str, torch.Tensor]:
-        """Return views of the gradient buffers for the trained weights, by full name."""
-        slot = self.grad_slot()
-        return {} if slot is None else {name: slot.view(name) for name in slot.layout if name in slot.trained}
-
-    def note_written(self, written: Set[str] | None = None) -> None:
-        """Record that the head's gradients are in their slot, and zero the rest of the slot.
-
-        Args:
-            written: full names of the weights that received a gradient; None for all trained weights.
-        """
-        slot = self.grad_slot()
-        if slot is not None:
-            slot.written |= slot.trained if written is None else slot.trained & written
-            slot.zero_the_rest()
-            self.engine.backward.note_written(HEAD, slot.names_written())
+        return GradSlot(engine.part_of(HEAD).grad_layout, trained)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
@@ -93,7 +77,8 @@ class LmHead:
         forward_state, outer = engine.recording, self.outer_weights()
         needs_grad = any(t.requires_grad for t in (*hidden, *outer.values()))
         if forward_state is not None and (needs_grad or engine.trained_names(HEAD)):
-            return _Projection(self, forward_state, list(outer)).compute(*outer.values(), *hidden)
+            runs = [LogitsRun(self) for _ in hidden]
+            return [logits for (logits,) in compute_runs(self, forward_state, runs, hidden, outer)]
         with engine.cursor.compute(Kind.FORWARD, HEAD), torch.no_grad(), no_autocast_cache():
             # Parameters, as in the plain model: for another tensor, matmul computes a slice of hidden states, such as the last
             # tokens of prompts, by another kernel, which rounds otherwise.
@@ -111,6 +96,149 @@ class LmHead:
         with in_place((*place, weight) for name, weight in weights.items() for place in places[name]):
             logits: torch.Tensor = type(self.module).forward(self.module, hidden)
         return logits
+
+
+Outer = dict[str, torch.Tensor]
+"""Outer parameters that the head computes with, by full name: those of the norm, or the bias of a tied head."""
+Grads = tuple[torch.Tensor | None, list[torch.Tensor | None]]
+"""Gradients of hidden states (B, T, H), and of each of the outer parameters."""
+
+
+class HeadRun(ABC):
+    """The computation of the head for one batch of a pass: logits, a loss, or log-probabilities."""
+
+    @abstractmethod
+    def forward(self, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None) -> tuple[torch.Tensor, ...]:
+        """Return the results, from hidden states (B, T, H).
+
+        Args:
+            hidden, outer: what the results are computed from.
+            slot: the slot of the gradients of the head's weights; None if they are frozen, or if no backward pass can follow.
+        """
+
+    @abstractmethod
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: Outer, slot: GradSlot | None
+    ) -> Grads:
+        """Return the gradients of what the results are computed from. Those of the head's weights go to the slot.
+
+        Args:
+            grads: the gradient of each result; None for a result that no loss depends on, which is not so for all.
+            hidden, outer, slot: the arguments of `forward`.
+        """
+
+
+def compute_runs(
+    head: LmHead, forward_state: ForwardState | None, runs: Sequence[HeadRun], hidden: Sequence[torch.Tensor], outer: Outer
+) -> list[tuple[torch.Tensor, ...]]:  # fmt: skip
+    """Compute the head for all batches of a pass, whose hidden states are (B, T, H), and return the results of each run.
+
+    Args:
+        head: the head.
+        forward_state: the state of the forward pass; None if no backward pass can follow.
+        runs: the computation of each batch.
+        hidden, outer: what they compute with.
+    """
+    # Outer parameters are inputs of the node, so that autograd hands their gradients to the node of the outer parameters.
+    values = _HeadNode(head, forward_state, runs, list(outer)).compute(*outer.values(), *hidden)
+    return [values[part] for part in pieces(len(values), len(values) // len(runs))]
+
+
+class _HeadNode(UnitNode):
+    """The computations of the head in one pass, one for each batch, whose weights share a gradient slot.
+
+    Args:
+        head, forward_state, runs: as in `compute_runs`.
+        outer: the names of the outer parameters, which are the first inputs, before the hidden states (B, T, H) of each batch.
+    """
+
+    def __init__(
+        self, head: LmHead, forward_state: ForwardState | None, runs: Sequence[HeadRun], outer: Sequence[str]
+    ) -> None:
+        super().__init__(head.engine, forward_state)
+        self._runs, self._outer = runs, outer
+        self._slot = None if forward_state is None else head.grad_slot()
+
+    def _split(self, inputs: Sequence[Any]) -> tuple[Outer, Sequence[torch.Tensor]]:
+        """Return the outer parameters by name, and the hidden states of each batch."""
+        count = len(self._outer)
+        return dict(zip(self._outer, inputs[:count], strict=True)), inputs[count:]
+
+    def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        outer, hidden = self._split(inputs)
+        with self.engine.cursor.compute(Kind.FORWARD, HEAD):
+            if self._slot is not None:
+                self._slot.buffers = self.engine.memory.grads_of(HEAD)
+            results = [run.forward(states, outer, self._slot) for run, states in zip(self._runs, hidden, strict=True)]
+            self.engine.poison_weights(HEAD)
+        return tuple(value for each in results for value in each)
+
+    def kept(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return inputs
+
+    def backward(self, grads: Sequence[torch.Tensor | None], kept: Sequence[Any]) -> Sequence[torch.Tensor | None]:
+        engine, (outer, hidden) = self.engine, self._split(kept)
+        assert self.forward_state is not None
+        # The loss that the caller keeps holds this node, whose slot must not stay with it.
+        slot, runs, self._slot, self._runs = self._slot, self._runs, None, ()
+        outer_grads: list[torch.Tensor | None] = [None] * len(outer)
+        hidden_grads: list[torch.Tensor | None] = []
+        with engine.cursor.compute(Kind.BACKWARD, HEAD):
+            if slot is not None:
+                slot.buffers = engine.memory.grads_of(HEAD)
+                # Weights that no loss depends on have no gradient, as in plain autograd, even if the forward pass has computed one.
+                if not self.forward_state.has_head_grads or all(grad is None for grad in grads):
+                    slot.written = set()
+            for run, states, part in zip(runs, hidden, pieces(len(grads), len(grads) // len(runs)), strict=True):
+                if all(grad is None for grad in grads[part]):
+                    hidden_grads.append(None)
+                    continue
+                hidden_grad, more = run.backward(grads[part], states, outer, slot)
+                hidden_grads.append(hidden_grad)
+                outer_grads = list(map(_add, outer_grads, more))
+            if not self.forward_state.has_head_grads:  # otherwise this pass has not streamed them in
+                engine.poison_weights(HEAD)
+            if slot is not None:
+                slot.zero_the_rest()
+                engine.backward.note_written(HEAD, slot.names_written())
+        return [*outer_grads, *hidden_grads]
+
+
+def _add(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two gradients, of which None is zero."""
+    return other if one is None else one if other is None else one + other
+
+
+class LogitsRun(HeadRun):
+    """The logits of one batch. Their graph is kept without the weights, which are streamed in again for the backward pass."""
+
+    def __init__(self, head: LmHead) -> None:
+        self._head = head
+        self._graph: tuple[list[torch.Tensor], torch.Tensor] | None = None  # leaves over the inputs, and the logits
+
+    def forward(self, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None) -> tuple[torch.Tensor, ...]:
+        """Return the logits (B, T, V), and keep their graph."""
+        head = self._head
+        pack, unpack = _without_weights(head.engine.memory.weights_of(HEAD))
+        with torch.enable_grad(), no_autocast_cache():
+            # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
+            leaves = [each.detach().requires_grad_(each.requires_grad) for each in (*outer.values(), hidden)]
+            weights = fresh_leaves(head.weights(), [] if slot is None else [slot])
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                logits = head.run(weights | dict(zip(outer, leaves, strict=False)), leaves[-1])
+        self._graph = leaves, logits
+        return (logits.detach(),)
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], hidden: torch.Tensor, outer: Outer, slot: GradSlot | None
+    ) -> Grads:
+        assert self._graph is not None
+        # Graph and logits (B, T, V) are dropped here, as autograd drops what it has saved.
+        (leaves, logits), self._graph = self._graph, None
+        with torch.enable_grad():
+            torch.autograd.backward([logits], list(grads))
+        *outer_grads, hidden_grad = [leaf.grad for leaf in leaves]
+        return hidden_grad, outer_grads
 
 
 class _ViewOfWeights(NamedTuple):
@@ -143,52 +271,3 @@ def _without_weights(
         return torch.as_strided(by_storage[saved.storage], saved.size, saved.stride, saved.offset)
 
     return pack, unpack
-
-
-class _Projection(UnitNode):
-    """The calls of the head in a pass. Their graph is kept without the weights, which are streamed in again for the
-    backward pass.
-    """
-
-    def __init__(self, head: LmHead, forward_state: ForwardState, outer: list[str]) -> None:
-        super().__init__(head.engine, forward_state)
-        self.head, self._outer = head, outer
-        self.graph: tuple[list[torch.Tensor], list[torch.Tensor]]  # leaves over the inputs, and the logits
-        self._slot = head.grad_slot()
-
-    def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Return the logits of each batch and keep their graph. The inputs are the outer parameters of the head's modules, then the
-        hidden states (B, T, H) of each batch.
-        """
-        head, engine = self.head, self.engine
-        pack, unpack = _without_weights(engine.memory.weights_of(HEAD))
-        with engine.cursor.compute(Kind.FORWARD, HEAD), torch.enable_grad(), no_autocast_cache():
-            # A separate graph, detached from autograd's: its weights are in a buffer that other units will use.
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs_grad, strict=True)]
-            outer = dict(zip(self._outer, leaves[: len(self._outer)], strict=True))
-            weights = fresh_leaves(head.weights(), [] if self._slot is None else [self._slot])
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                logits = [head.run(weights | outer, hidden) for hidden in leaves[len(outer) :]]
-            self.graph = (leaves, logits)
-            engine.poison_weights(HEAD)
-        return tuple(each.detach() for each in logits)
-
-    def backward(
-        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs, given the gradient of each batch's logits (B, T, V)."""
-        head, engine = self.head, self.engine
-        # A loss that the caller keeps holds this node. Its graph and logits (B, T, V) are dropped here, as autograd drops what it
-        # has saved.
-        (leaves, logits), slot = self.graph, self._slot
-        del self.graph, self._slot
-        with engine.cursor.compute(Kind.BACKWARD, HEAD):
-            with torch.enable_grad():
-                for each, grad in zip(logits, grads, strict=True):  # summed in this order
-                    if grad is not None:
-                        torch.autograd.backward([each], [grad])
-            engine.poison_weights(HEAD)
-            # A batch whose loss does not depend on its logits leaves weights without a gradient, as in plain
-            # autograd.
-            head.note_written(set() if slot is None else slot.written)
-        return [leaf.grad for leaf in leaves]

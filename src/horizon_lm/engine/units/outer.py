@@ -97,8 +97,9 @@ class _OuterNode(UnitNode):
             slot = GradSlot(engine.part_of(OUTER).grad_layout, found.keys())
             slot.buffers = engine.memory.grads_of(OUTER)
             for name, grad in found.items():
-                slot.view(name).copy_(grad)
-            slot.written |= found.keys() | engine.backward.adapters
+                target, _ = slot.write(name)
+                target.copy_(grad)
+            slot.written |= engine.backward.adapters
             slot.zero_the_rest()
             engine.backward.note_written(OUTER, slot.names_written())
         return [None] * len(self._names)

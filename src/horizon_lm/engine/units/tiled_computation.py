@@ -42,7 +42,7 @@ class TiledExperts:
         self._experts: RoutedExperts = engine.tiles.experts[index]
         self._called = self._experts.called
         self._compute = self._called.forward  # before it is replaced
-        self._prefix = f"{engine.parts.block_prefix}.{index}."
+        self._prefix = f"{engine.parts.block_names[index]}."
         self.adapters = [self._prefix + name for name in self._experts.adapters]
 
     @property

@@ -66,7 +66,7 @@ def _find(parts: ModelParts, index: int, block: nn.Module) -> _Layers:
     """Return the linear layers of a block that are neither routers nor adapters."""
     experts = num_experts(parts.model.config.get_text_config())
     adapters = parts.adapters.get(index, frozenset())
-    prefix = f"{parts.block_prefix}.{index}."
+    prefix = f"{parts.block_names[index]}."
     layers = {
         name: module
         for name, module in block.named_modules()

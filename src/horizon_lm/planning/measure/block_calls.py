@@ -133,7 +133,7 @@ def _shapes() -> list[tuple[int, int]]:
 
 def _in_float32(parts: ModelParts, index: int) -> frozenset[str]:
     """Return the weights that a block computes with in float32, by their names inside the block."""
-    return parts.in_float32_inside(f"{parts.block_prefix}.{index}")
+    return parts.in_float32_inside(parts.block_names[index])
 
 
 def _compare(calls: list[Call], **known: Any) -> BlockCalls:

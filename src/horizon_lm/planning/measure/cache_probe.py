@@ -140,7 +140,7 @@ class _TokenOfRows:
     def _peak_of(self, index: int, cache: Any) -> int:
         """Compute a block with a cache that has not seen the token yet. Return the peak, with the layer of the cache."""
         args, kwargs = tree_map(lambda leaf: cache if leaf is self._cache else leaf, self._calls[index])
-        in_float32 = self._parts.in_float32_inside(f"{self._parts.block_prefix}.{index}")
+        in_float32 = self._parts.in_float32_inside(self._parts.block_names[index])
         module, args, kwargs = copy_on_meta(self._parts.blocks[index], args, kwargs, self._dtype, in_float32)
         with recording(module, args, kwargs, accelerated=self._accelerated) as recorder, torch.no_grad():
             module.forward(*args, **kwargs)

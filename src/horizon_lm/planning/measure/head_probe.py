@@ -143,7 +143,7 @@ def _read_weights(parts: ModelParts, dtype: torch.dtype, head: torch.Tensor) -> 
 
 def _without_weight_gradient(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits as a chunk of the head computes them, whose gradient of the weight takes no additional memory."""
-    logits: torch.Tensor = ChunkLinear.apply(states, weight, None, {}, False, False)
+    logits: torch.Tensor = ChunkLinear.apply(states, weight, None, {}, False)
     return logits
 
 
