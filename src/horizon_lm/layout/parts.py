@@ -186,6 +186,23 @@ class PartLayout(Generic[StorageT]):
                 place = entry.offset + (rows.start - self.rows.start) * width
                 yield name, Span(start + rows.start * width, place, length(rows) * width)
 
+    @property
+    def decoded_numel(self) -> int:
+        """The elements of quantized tensors."""
+        return sum(self.layout.entry(name).numel for name in self.packed)
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return the bytes in which the weights of all ranks are moved, without padding: quantized ones as codes and scales, others with
+        this many bytes each, or in float32 if they are kept in it.
+        """
+        plain, in_float32 = (buffer.num_params for buffer in self.layout.buffers)
+        return (plain - self.decoded_numel) * itemsize + in_float32 * 4 + self.packed.num_params
+
+    def grad_bytes(self, itemsize: int) -> int:
+        """Return the bytes in which the gradients of all ranks are moved, as `weight_bytes` does for the weights."""
+        plain, in_float32 = (buffer.num_params for buffer in self.grad_layout.buffers)
+        return plain * itemsize + in_float32 * 4
+
     def largest_share(self) -> float:
         """Return the share of the busiest rank in the part: all others wait for it.
 

@@ -4,8 +4,6 @@ import math
 from dataclasses import replace
 
 from horizon_lm.layout.model import MatrixShape
-from horizon_lm.layout.parts import PartLayout
-from horizon_lm.layout.units import StorageLayout
 from horizon_lm.optimizers import ADAMW, MOMENT_BYTES
 from horizon_lm.planning.arithmetic.catalog import Hardware
 from horizon_lm.planning.arithmetic.host_memory import SAVED_BYTES, WEIGHT_BYTES
@@ -94,16 +92,13 @@ class StepCost:
         """Return the bytes of the gradients, of all ranks, that an operation moves; in float32 for weights that are kept in it."""
         if op.unit == EMBED:
             return self._rows_numel * itemsize
-        plain, in_float32 = (buffer.num_params for buffer in self._tiled.part(op.unit).grad_layout.buffers)
-        return plain * itemsize + in_float32 * 4
+        return self._tiled.part(op.unit).grad_bytes(itemsize)
 
     def _weight_bytes(self, op: Op, itemsize: int) -> float:
         """Return the bytes of the weights, of all ranks, that an operation moves: quantized ones as codes and scales."""
         if op.unit == EMBED:
             return self._rows_numel * itemsize
-        part = self._tiled.part(op.unit)
-        plain, in_float32 = (buffer.num_params for buffer in part.layout.buffers)
-        return (plain - _decoded_numel(part)) * itemsize + in_float32 * 4 + part.packed.num_params
+        return self._tiled.part(op.unit).weight_bytes(itemsize)
 
     # An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
 
@@ -139,7 +134,7 @@ class StepCost:
         """Return the seconds that decoding the quantized weights of an operation takes."""
         part, hardware = self._tiled.part(op.unit), self._hardware
         rate = hardware.host_rate if hardware.on_host else hardware.device_bandwidth
-        return (part.packed.num_params + _decoded_numel(part) * self._outline.compute_bytes) / rate
+        return (part.packed.num_params + part.decoded_numel * self._outline.compute_bytes) / rate
 
     def _gather_rate(self, ranks: int) -> float:
         """Return the bytes per second of a gather: those of the links between devices or, without any, of the links to the host.
@@ -293,11 +288,6 @@ class StepCost:
         overhead = work.num_ops * hardware.op_seconds * (FUSED if compiled else 1.0)
         # A GPU computes while the host enqueues the next operations; a CPU does both in one thread.
         return seconds + overhead if hardware.on_host else max(seconds, overhead)
-
-
-def _decoded_numel(part: PartLayout[StorageLayout]) -> int:
-    """Return the elements of the quantized weights of a part, once they are decoded."""
-    return sum(part.layout.entry(name).numel for name in part.packed)
 
 
 def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
