@@ -50,3 +50,15 @@ def test_masks_by_kind_of_layer() -> None:
     streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", device_micro_batch_size=2)
     masks = {"full_attention": masks_of_rows(), "sliding_attention": CAUSAL}
     require_equal_step(streamed, plain, {"attention_mask": masks})
+
+
+@pytest.mark.parametrize("padded_first", [False, True])
+def test_a_mask_that_only_padding_needs(padded_first: bool) -> None:
+    """Blocks get a mask in one of two calls with the same arguments."""
+    plain = build("llama")
+    streamed = horizon_lm.stream(copy.deepcopy(plain), precision="float32", device_micro_batch_size=2)
+    tokens = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    padded = tokens.clone()
+    padded[1, 7:] = 0
+    for mask in (padded, tokens) if padded_first else (tokens, padded):
+        require_equal_step(streamed, plain, {"attention_mask": mask})

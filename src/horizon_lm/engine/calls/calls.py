@@ -6,7 +6,6 @@ Shapes: B batch rows, T tokens of a row.
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.device.base import send
 from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.forward_pass import Batch, version_of
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.errors import StreamingError
 from horizon_lm.model import attention
@@ -30,24 +30,6 @@ _MODAL = re.compile("pixel|image|video|audio|speech|visual|vision|patch|feature"
 def modal_inputs(call: Mapping[str, Any]) -> list[str]:
     """Return the names of the model's arguments that contain images, video or audio."""
     return [name for name, value in call.items() if isinstance(value, torch.Tensor) and _MODAL.search(name)]
-
-
-@dataclass(slots=True)
-class Batch:
-    """A batch of a pass: a call of the model whose tensors are on the device.
-
-    Attributes:
-        call: the arguments.
-        host_ids: the caller's own ``input_ids``, on the host or on the device; None if it gave embeddings.
-        rows, length: shape of the batch, B and T.
-        segments: the documents in its rows, if attention needs them.
-    """
-
-    call: Call
-    host_ids: torch.Tensor | None
-    rows: int
-    length: int
-    segments: attention.Segments | None
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -84,11 +66,15 @@ def prepare(engine: Engine, call: Call) -> Batch:
     attention.reject_large_mask(config, call, rows, length, engine.options.compute_dtype.itemsize)
     device = engine.device.torch_device
     # Segments are found on the host, from the caller's own tensors, which may be there already: copying back what was sent
-    # would make the host wait. The embedding looks up ids on the host, too.
+    # would make the host wait.
     segments = attention.segments_of_call(call, device) if config._attn_implementation == attention.NAME else None
     arguments = Tree(call)  # masks may be in a dict, by kind of layer
     sent = arguments.rebuild([send(tensor, device) for tensor in arguments.tensors])
-    return Batch(sent, call.get("input_ids"), rows, length, segments)
+    ids = call.get("input_ids")
+    # The embedding looks up ids on the host, too.
+    host_ids = ids if ids is not None and ids.device.type == "cpu" else None
+    version = 0 if ids is None else version_of(sent["input_ids"])
+    return Batch(sent, host_ids, version, rows, length, segments)
 
 
 def require_supported(batch: Batch, most_rows: int, name: str, takes_images: bool) -> None:
@@ -106,7 +92,7 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
             f"{modal[0]}: {name} is streamed on text only so far (docs/models.md); leave it out, or stream "
             "with allow_unproven_model=True"
         )
-    # The row probe adds a row of tokens, but not the images that its placeholder tokens stand for; and pixel values
+    # The trial of `RowDims` adds a row of tokens, but not the images that its placeholder tokens stand for; and pixel values
     # have patches, not rows, in dimension 0.
     if modal and most_rows < batch.rows:
         raise StreamingError(
@@ -143,8 +129,3 @@ def put_ignored_before(call: Call, num_tokens: int) -> None:
     for name in ("labels", "shift_labels"):
         if call.get(name) is not None:
             call[name] = nn.functional.pad(call[name], (num_tokens, 0), value=IGNORE_INDEX)
-
-
-def rank(value: Any) -> Any:
-    """Return the number of dimensions of a tensor, or the type of another value."""
-    return value.ndim if isinstance(value, torch.Tensor) else type(value).__name__

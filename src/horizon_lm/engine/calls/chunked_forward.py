@@ -12,7 +12,6 @@ import torch
 
 from horizon_lm.constants import IGNORE_INDEX
 from horizon_lm.engine.calls.calls import Call
-from horizon_lm.engine.calls.row_probe import RowProbe
 from horizon_lm.engine.calls.token_logprobs import TokenLogprobs, WantedLogprobs, as_token_logprobs, aux_losses
 from horizon_lm.engine.passes.lockstep import run_together
 from horizon_lm.engine.units.chunked_lm_head import ChunkedLmHead
@@ -35,14 +34,11 @@ class ChunkedForward:
     Args:
         head: the chunked head.
         signature: of the model's own forward method.
-        probe: the row probe of the model's passes.
         call_model: the model's own forward method.
     """
 
-    def __init__(
-        self, head: ChunkedLmHead, signature: inspect.Signature, probe: RowProbe, call_model: Callable[..., Any]
-    ) -> None:
-        self.head, self._parts, self._probe, self._call_model = head, head.engine.parts, probe, call_model
+    def __init__(self, head: ChunkedLmHead, signature: inspect.Signature, call_model: Callable[..., Any]) -> None:
+        self.head, self._parts, self._call_model = head, head.engine.parts, call_model
         self._parameters = signature.parameters
         self._loss_parameters = inspect.signature(head.path.loss_function).parameters.keys() - set(_OF_THE_LOSS)
 
@@ -112,7 +108,7 @@ class ChunkedForward:
             # Both in the same thread: calls in lock-step have a thread each, by which they find their own hidden states.
             return self._call_model(**call), self.head.take_hidden()
 
-        with self._probe.of(calls), self.head.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):
+        with self.head.without_head(with_norm=any(map(self._needs_normed_hidden, calls))):
             ran = run_together([partial(run, call) for call in calls])
         return [output for output, _ in ran], [hidden for _, hidden in ran]
 

@@ -74,18 +74,17 @@ class ModelForward:
         self.joint = JointCalls(parts.model, self.adapter_params)
         # Weakly, because units hold it and this object holds the units.
         call_model = weakly(self._call_model)
-        self.blocks, self._tables = Blocks(engine), [StreamedEmbedding(engine, module) for module in parts.tables]
+        self.blocks = Blocks(engine, call_model)
+        self._tables = [StreamedEmbedding(engine, module) for module in parts.tables]
         self._head, self._dropout, self._merging = LmHead(engine), OuterDropout(engine), MergingLayers(engine)
         self._runner = PassRunner(
             engine, self.blocks, self._tables, self._head,
             call_model=call_model, model_name=model_class.__name__, takes_images=takes_images,
         )  # fmt: skip
-        # Set afterwards: blocks stand below calls and cannot import the probe.
-        self.blocks.probe_rows = weakly(self._runner.probe.shapes)
         self._chunked: ChunkedForward | None = None
         if path is not None:
             head = ChunkedLmHead(self._head, path, call_model)
-            self._chunked = ChunkedForward(head, self._signature, self._runner.probe, call_model)
+            self._chunked = ChunkedForward(head, self._signature, call_model)
         self.generation = GenerationMemory(engine)
         self.statistics: TokenStatistics | None = None  # collects statistics of each forward pass with labels
         self.expects_mean_loss = engine.mesh.size > 1  # as DistributedDataParallel takes it

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from horizon_lm.engine.calls.calls import Batch, Call, choose_cache, prepare, rank, require_supported
-from horizon_lm.engine.calls.row_probe import RowProbe
+from horizon_lm.engine.calls.calls import Call, choose_cache, prepare, require_supported
 from horizon_lm.engine.host.parameters import StandIn
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import ForwardRequest
+from horizon_lm.engine.passes.forward_pass import Batch, ForwardRequest
 from horizon_lm.engine.passes.lockstep import keep_graph_together, run_together
 from horizon_lm.engine.passes.micro_batches import split_batches
-from horizon_lm.engine.passes.residency_planner import ResidencyPlanner
+from horizon_lm.engine.passes.residency_planner import Rehearsal, ResidencyPlanner
 from horizon_lm.engine.units.blocks import Blocks
 from horizon_lm.engine.units.embedding import StreamedEmbedding
 from horizon_lm.engine.units.lm_head import LmHead
@@ -41,7 +40,6 @@ class PassRunner:
         takes_images: images, video and audio are accepted.
 
     Attributes:
-        probe: finds the rows of blocks' inputs while a pass runs.
         planner: plans what stays on the device.
     """
 
@@ -52,7 +50,6 @@ class PassRunner:
         self._engine, self._blocks, self._tables, self._head = engine, blocks, tables, head
         self._outer = OuterParameters(engine)
         self._call_model, self._model_name, self._takes_images = call_model, model_name, takes_images
-        self.probe = RowProbe(engine, blocks, tables, call_model)
         self.planner = ResidencyPlanner(engine)
 
     def run(self, calls: list[Call], compute: Compute, may_have_head_grads: bool) -> list[Any]:
@@ -79,18 +76,16 @@ class PassRunner:
             # The step draws what it would have drawn without a rehearsal, so limited memory changes no numbers.
             with engine.device.rng_state_restored():
                 self._plan(batches, size)
-        # After planning, whose rehearsal announces a batch of its own.
-        self._announce(batches)
+        caching = any(batch.call.get("use_cache") or cache_of(batch.call) is not None for batch in batches)
         request = ForwardRequest(
-            recording=recording,
-            rows=[batch.rows for batch in batches],
-            embed=batches[0].call.get("inputs_embeds") is None,
+            batches,
+            recording,
             inputs_need_grad=inputs_need_grad,
             # The head has one buffer for gradients, which a pass that awaits its backward pass may be using.
             may_have_head_grads=may_have_head_grads and recording and engine.between.head_grads_lease.holder is None,
             draws=engine.parts.model.training,
-            whole_batch=self._blocks.caching,
-            routed=frozenset() if recording else self._routed(batches, size),
+            caching=caching,
+            routed=frozenset() if recording else self._routed(batches, size, caching),
         )
         # The pass is open before the outer parameters load, since their copies are its first operations; outer code
         # reads them in place until the pass ends.
@@ -101,24 +96,11 @@ class PassRunner:
 
     def call_all(self, calls: list[Call]) -> list[Any]:
         """Run the model's original forward method for each call, unit by unit."""
-        with self.probe.of(calls):
-            # In the order of the batches in the request, by which embedding and blocks find the batch of a call.
-            outputs = run_together([partial(self._call_model, **call) for call in calls])
+        # In the order of the batches in the request, by which embedding and blocks find the batch of a call.
+        outputs = run_together([partial(self._call_model, **call) for call in calls])
         if len(calls) > 1:
             keep_graph_together(outputs)
         return outputs
-
-    def _announce(self, batches: list[Batch]) -> None:
-        """Announce to blocks and embedding what the next forward pass computes."""
-        calls = [batch.call for batch in batches]
-        for table in self._tables:
-            # The lookup needs ids on the host; those of the caller save a copy from the device that would stop the
-            # host.
-            table.expect_ids([(batch.call.get("input_ids"), batch.host_ids) for batch in batches])
-        # A cache holds all rows together, so blocks compute the whole batch; see `Blocks._forward_all` for compiled code.
-        self._blocks.caching = any(call.get("use_cache") or cache_of(call) is not None for call in calls)
-        self._blocks.signatures = [tuple(sorted((k, rank(v)) for k, v in call.items())) for call in calls]
-        self._blocks.segments = [batch.segments for batch in batches]
 
     def _size_of(self, batches: list[Batch]) -> BatchSize:
         """Return the size of a step with these batches."""
@@ -133,11 +115,11 @@ class PassRunner:
         """Return the tokens of a micro-batch of a batch."""
         return self._engine.options.rows_at_once(batch.rows) * batch.length
 
-    def _routed(self, batches: list[Batch], size: BatchSize) -> frozenset[int]:
+    def _routed(self, batches: list[Batch], size: BatchSize, caching: bool) -> frozenset[int]:
         """Return the blocks of which a pass without gradients streams only the experts that its tokens are routed to."""
         engine = self._engine
-        is_whole = self._blocks.caching or size.tokens_at_once == size.tokens  # the batch is not cut into micro-batches
-        is_compiled = engine.options.compile and not self._blocks.caching
+        is_whole = caching or size.tokens_at_once == size.tokens  # the batch is not cut into micro-batches
+        is_compiled = engine.options.compile and not caching
         # A compiled block has no place between its parts. Ranks would have to agree on the experts of all of them.
         if len(batches) > 1 or not is_whole or is_compiled or engine.mesh.size > 1:
             return frozenset()
@@ -164,11 +146,9 @@ class PassRunner:
         engine = self._engine
         largest = max(batches, key=self._tokens_at_once)
         num_micro_batches = len(split_batches([batch.rows for batch in batches], engine.options))
-        self._announce([largest])
-        embed = largest.call.get("inputs_embeds") is None
-        request = ForwardRequest(recording=False, rows=[largest.rows], embed=embed)
+        request = ForwardRequest([largest], recording=False)
         # The rehearsal saves nothing, and ends at the last block: head and loss are planned from `head_peak`.
-        rehearsal = self._blocks.rehearsal()
+        rehearsal = Rehearsal(engine, self._blocks.blocks, self._blocks.row_dims.of)
         answers = answers_of(engine.parts.blocks, rehearsal.answer)
         with self.planner.without_residency():
             with (
@@ -178,7 +158,7 @@ class PassRunner:
                 self._outer.in_place(self._outer.load()),
                 self._stand_ins(),
             ):
-                self.call_all([largest.call])
+                self._call_model(**largest.call)
             self.planner.adopt(rehearsal.plan(size.tokens, num_micro_batches), size)
 
 

@@ -8,10 +8,11 @@ import torch
 
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.machinery import Machinery
-from horizon_lm.engine.passes.micro_batches import MicroBatch, MicroBatchRandomness, split_batches
+from horizon_lm.engine.passes.micro_batches import MicroBatch, MicroBatchRandomness, RowOutputs, split_batches
 from horizon_lm.engine.passes.trained_parameters import allocate_grads
 from horizon_lm.engine.passes.unit_moves import UnitMoves
 from horizon_lm.errors import StreamingError
+from horizon_lm.model.attention import Segments
 from horizon_lm.model.block_template import comparable
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
@@ -19,27 +20,51 @@ from horizon_lm.units import HEAD, Unit
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of a pass: a call of the model whose tensors are on the device.
+
+    Attributes:
+        call: the arguments of the model's own forward method, by name.
+        host_ids: the caller's own ``input_ids``; None if they were not on the host, or embeddings were given.
+        ids_version: the version of the ``input_ids`` in ``call`` (`version_of`).
+        rows, length: shape of the batch, B and T.
+        segments: the documents in its rows, if attention needs them.
+    """
+
+    call: dict[str, Any]
+    host_ids: torch.Tensor | None
+    ids_version: int
+    rows: int
+    length: int
+    segments: Segments | None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of writes to a tensor, as far as torch counts them."""
+    # Tensors of inference mode do not count writes.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardRequest:
     """The properties of a call that determine its forward pass.
 
     Attributes:
+        batches: what the pass computes.
         recording: a backward pass may follow.
-        rows: rows of each batch that the pass computes.
-        embed: token ids are looked up in the embedding; False if the caller passes ``inputs_embeds``.
         inputs_need_grad: the input of the first block needs a gradient.
         may_have_head_grads: the head's gradients may be computed in the forward pass.
         draws: the pass may advance the global random generators.
-        whole_batch: blocks compute all rows together, regardless of the options.
+        caching: there is a cache of keys and values, which holds all rows together: blocks compute whole batches, uncompiled.
         routed: blocks of whose experts only those are streamed that tokens are routed to, unless they are resident.
     """
 
+    batches: Sequence[Batch]
     recording: bool
-    rows: Sequence[int]
-    embed: bool
     inputs_need_grad: bool = False
     may_have_head_grads: bool = False
     draws: bool = False
-    whole_batch: bool = False
+    caching: bool = False
     routed: frozenset[int] = frozenset()
 
 
@@ -49,22 +74,28 @@ class ForwardPass:
     Attributes:
         state: the state for its backward pass; None if no backward pass can follow.
         trained: full names of the parameters that require a gradient, by unit.
+        batches: what the pass computes; most passes have one batch.
+        num_rows: rows of each batch (B).
         embeds: the pass streams rows of the embedding; False if the caller passes ``inputs_embeds``.
-        num_rows: rows of each batch (B); most passes have one batch.
+        caching: there is a cache of keys and values.
         micro_batches: the parts of the batches that blocks compute at once.
         routed: blocks of whose experts only those are streamed that tokens are routed to.
         randomness: random states of the micro-batches.
+        outputs: the structure of the outputs of each computed block, for each batch.
         anchor: the tensor that autograd nodes depend on, besides their inputs.
     """
 
     def __init__(self, engine: Machinery, request: ForwardRequest) -> None:
-        self._engine, self._request, self.embeds = engine, request, request.embed
+        self._engine, self._request = engine, request
+        self.batches, self.caching = request.batches, request.caching
+        self.num_rows = [batch.rows for batch in request.batches]
+        self.embeds = request.batches[0].call.get("inputs_embeds") is None
         self.state: ForwardState | None = None
         self.trained: dict[Unit, list[str]] = {}
-        self.num_rows = request.rows
         self.micro_batches: list[MicroBatch] = []
         self.routed: frozenset[int] = frozenset()
         self.randomness = MicroBatchRandomness(engine.device, 1)
+        self.outputs: dict[int, list[RowOutputs]] = {}
         self.anchor: torch.Tensor | None = None
 
     def begin(self) -> None:
@@ -86,7 +117,7 @@ class ForwardPass:
         self.routed = frozenset(u for u in request.routed if u in cut or not engine.layout.is_resident(u))
         # After the drain, which may have issued the table's update.
         schedule = self._build_schedule(keeps)
-        self.micro_batches = split_batches(request.rows, None if request.whole_batch else engine.options)
+        self.micro_batches = split_batches(self.num_rows, None if self.caching else engine.options)
         # Before the first copy: a rank that is elsewhere must get an error here, and not join another pass's collectives.
         num_before, num_everywhere = _agree(engine, schedule, len(self.micro_batches))
         self.randomness = MicroBatchRandomness(
@@ -100,7 +131,7 @@ class ForwardPass:
         return build.forward(
             engine.layout,
             keeps=keeps,
-            embed=request.embed,
+            embed=self.embeds,
             changed=between.outer_version != engine.store.version,
             blocks_changed=between.resident_version != engine.store.block_version,
             table_update=engine.updates.table is not None,

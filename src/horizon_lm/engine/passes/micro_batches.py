@@ -1,10 +1,6 @@
 """Split the inputs of a block into micro-batches, run one of them with random numbers of its own, and merge the outputs.
 
-The row dimension of an input cannot be determined from one shape: a rope table may be (1, T, D) or (B, T, D), M-RoPE
-positions are (3, B, T). It is found once per kind of call by running the model's outer code with one more row and
-comparing shapes.
-
-Shapes: B batch rows, T tokens of a row, D size of an attention head.
+Shapes: B batch rows, T tokens of a row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horizon_lm.device.base import Device, same_rng_state
-from horizon_lm.engine.passes.tree import Path, Tree
+from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model import capture
 from horizon_lm.model.attention import Segments, attending
@@ -131,34 +127,6 @@ def run_block(
         return module.forward(*args, uncompiled=uncompiled, unread=unread, **kwargs), captured
 
 
-def compare_rows(
-    paths: list[Path], shapes: list[torch.Size], more: list[torch.Size], num_rows: int
-) -> dict[Path, int | None]:
-    """Return the row dimension of each input; None for an input without rows.
-
-    Args:
-        paths: the paths of the inputs.
-        shapes: their shapes in a batch of ``num_rows`` rows.
-        more: their shapes in a batch with one more row.
-        num_rows: rows of the batch (B).
-
-    Raises:
-        ModelNotSupportedError: a shape changed other than by one in one dimension.
-    """
-    dims: dict[Path, int | None] = {}
-    for path, shape, larger in zip(paths, shapes, more, strict=True):
-        changed = [dim for dim in range(len(shape)) if shape[dim] != larger[dim]]
-        # Exactly one dimension may follow the rows, and by one entry for each row: otherwise a slice would cut a row in two.
-        if changed and (len(changed) > 1 or (shape[changed[0]], larger[changed[0]]) != (num_rows, num_rows + 1)):
-            name, _ = path
-            raise ModelNotSupportedError(
-                f"the block input {name} has shape {tuple(shape)} for {num_rows} rows and {tuple(larger)} for {num_rows + 1}, so it "
-                f"cannot be cut into micro-batches; {WHOLE_BATCHES}"
-            )
-        dims[path] = changed[0] if changed else None
-    return dims
-
-
 def slice_rows(tensor: torch.Tensor, dim: int | None, rows: Rows) -> torch.Tensor:
     """Return these rows of a tensor, or the whole tensor if it has no row dimension."""
     start, stop = rows
@@ -199,7 +167,7 @@ class RowOutputs:
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._tree: Tree | None = None  # the structure of the first micro-batch's output
-        # Of the whole batch's tensors, so that they can be imitated after their release.
+        # Of the whole batch's tensors, for `zeros` after their release.
         self._like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self.tensors: list[torch.Tensor] = []
 
@@ -210,7 +178,7 @@ class RowOutputs:
         if self._tree is None:
             self._tree = output
             self.tensors = output.tensors if is_whole else [self._empty_whole(t, stop - start) for t in output.tensors]
-            # Now, because `release` leaves no tensors to imitate.
+            # Now, because `release` leaves no tensors.
             self._like = [(t.shape, t.dtype, t.device) for t in self.tensors]
         if not is_whole:
             self._put(start, stop, output.tensors)
@@ -242,13 +210,14 @@ class RowOutputs:
         """Release the tensors and keep only the structure."""
         self.tensors = []
 
-    def imitate(self, num_rows: int) -> list[torch.Tensor]:
-        """Return zeros in the shapes of the output for another number of rows."""
+    def zeros(self, num_rows: int) -> Any:
+        """Return a block's output for another number of rows, with zeros, and without what was captured inside of the block."""
         zeros = []
         for shape, dtype, device in self._like:
             size = (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else ()
             zeros.append(torch.zeros(size, dtype=dtype, device=device))
-        return zeros
+        output, _ = self.rebuild(zeros)  # the second part of what `run_block` returns is captured
+        return output
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> Any:
         """Return the output structure filled with these tensors."""

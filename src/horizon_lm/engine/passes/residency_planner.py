@@ -22,7 +22,7 @@ from horizon_lm.layout.model import TiledLayout
 from horizon_lm.layout.parts import PartLayout
 from horizon_lm.layout.units import StorageLayout
 from horizon_lm.model import capture
-from horizon_lm.model.attention import Segments, attending
+from horizon_lm.model.attention import attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.trial import TrialDoneError
@@ -193,7 +193,7 @@ class ResidencyPlanner:
 
 
 class Rehearsal:
-    """A forward pass that measures the memory that blocks take: it answers their calls.
+    """A rehearsal of a pass with a single batch: it answers the calls of blocks, and measures the memory that they take.
 
     One block of each structure is run; the others are answered with zeros of the same shapes.
 
@@ -201,17 +201,13 @@ class Rehearsal:
         engine: the model's engine.
         blocks: the model's blocks.
         row_dims: function that returns the row dimensions of a block's inputs.
-        outputs: receives the structure of each block's output.
-        segments: the documents in the batch's rows, if attention needs them.
     """
 
     def __init__(
-        self, engine: Engine, blocks: Sequence[StreamedBlock], row_dims: Callable[[int, BlockCalls], list[int | None]],
-        outputs: dict[int, list[RowOutputs]], segments: Segments | None,
-    ) -> None:  # fmt: skip
-        self._engine, self._blocks, self._row_dims, self._outputs = engine, blocks, row_dims, outputs
+        self, engine: Engine, blocks: Sequence[StreamedBlock], row_dims: Callable[[int, BlockCalls], list[int | None]]
+    ) -> None:
+        self._engine, self._blocks, self._row_dims = engine, blocks, row_dims
         self._structures = [structure_key(each.module) for each in blocks]
-        self._segments = segments
         self._measured: dict[Any, RowOutputs] = {}  # structures of outputs, by structure of the block
         self._footprints: dict[Any, Footprint] = {}  # by structure of the block
         self._hidden: torch.Tensor | None = None  # input of the first block for the whole batch, (B, T, H)
@@ -226,27 +222,22 @@ class Rehearsal:
             self._measured[structure] = self._measure(index, call)
         if index == len(self._blocks) - 1:
             raise TrialDoneError
-        like = self._measured[structure]
-        self._outputs[index] = [like]
-        return like.rebuild(like.imitate(self._num_rows))[0]
+        forward, like = self._engine.forward, self._measured[structure]
+        forward.outputs[index] = [like]
+        return like.zeros(*forward.num_rows)
 
     def _measure(self, index: int, call: BlockCall) -> RowOutputs:
         """Measure a block on the first micro-batch, which is the largest. Return the structure of its output for the whole batch."""
-        part, *_ = self._engine.forward.micro_batches
+        (batch,), (part, *_) = self._engine.forward.batches, self._engine.forward.micro_batches
         calls = BlockCalls([call])
         inputs = calls.inputs(call.tensors, self._row_dims(index, calls), part)
-        with attending(self._segments, *part.rows), capture.capture(()):
+        with attending(batch.segments, *part.rows), capture.capture(()):
             footprint, output = find_footprint(self._engine, index, self._blocks[index], *call.rebuild(inputs))
         self._footprints[self._structures[index]] = footprint
-        outputs = RowOutputs(self._num_rows)
+        outputs = RowOutputs(batch.rows)
         outputs.add(part.rows, Tree((output, {})))  # one part is enough for the shapes of all rows; nothing is captured
-        outputs.release()  # `imitate` needs its shapes and dtypes alone
+        outputs.release()  # `zeros` needs its shapes and dtypes alone
         return outputs
-
-    @property
-    def _num_rows(self) -> int:
-        (num_rows,) = self._engine.forward.num_rows  # a rehearsal runs one batch, the largest
-        return num_rows
 
     def plan(self, tokens: int, num_micro_batches: int) -> DevicePlan:
         """Return the plan for a step.

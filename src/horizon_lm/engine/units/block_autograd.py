@@ -95,9 +95,9 @@ class BlockAutograd(UnitNode):
         self.module = blocks.blocks[index]
         self.context = RecomputeAmbient()
         self.mode = self.module.mode()
-        self.segments: list[Segments | None] = blocks.segments
-        self.micro_batches: list[MicroBatch] = blocks.engine.forward.micro_batches
-        self.num_rows = blocks.engine.forward.num_rows
+        forward = blocks.engine.forward
+        self.segments: list[Segments | None] = [batch.segments for batch in forward.batches]
+        self.micro_batches, self.num_rows = forward.micro_batches, forward.num_rows
         self.expected: list[torch.Tensor] | None = None
         self.true_inputs: list[torch.Tensor] | None = None
 
@@ -111,7 +111,7 @@ class BlockAutograd(UnitNode):
         blocks = self.blocks
         self.saved = SavedForBackward(blocks.engine, self.index, self.forward_state, needs_grad, self.hooked)
         self.outputs = blocks.compute_forward(self.index, self.calls, self.keys, self.uncompiled, self.saved)
-        self.dims = blocks.row_dims(self.index, self.calls)
+        self.dims = blocks.row_dims.of(self.index, self.calls)
         self.attributes = self.module.attributes()
         tensors = tuple(tensor for outputs in self.outputs for tensor in outputs.tensors)
         if self.comparison is not None:

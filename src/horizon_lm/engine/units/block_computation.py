@@ -19,21 +19,13 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.left_state import rejecting_state
 from horizon_lm.engine.passes.lockstep import run_together
-from horizon_lm.engine.passes.micro_batches import (
-    BlockCall,
-    BlockCalls,
-    MicroBatch,
-    RowOutputs,
-    compare_rows,
-    cut_batches,
-    run_block,
-)
-from horizon_lm.engine.passes.tree import Path, Tree
+from horizon_lm.engine.passes.micro_batches import BlockCalls, MicroBatch, RowOutputs, run_block
+from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.engine.units.routed_computation import computing
+from horizon_lm.engine.units.row_dims import RowDims
 from horizon_lm.engine.units.saved_for_backward import SavedForBackward
 from horizon_lm.errors import ModelNotSupportedError
-from horizon_lm.model.attention import Segments
 from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
 from horizon_lm.model.compiling import chunk_mlps
 from horizon_lm.model.experts import zero_idle_experts
@@ -42,23 +34,20 @@ from horizon_lm.ranges import consecutive
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.units import OUTER, block
 
-RowProbe = Callable[[int, int], list[torch.Size]]
-
 
 class BlockComputation:
     """The streamed decoder blocks of a model, and their computation in the running pass.
 
+    Args:
+        engine: the engine of the model.
+        call_model: the model's own forward method.
+
     Attributes:
         blocks: the blocks, which compute with weights on the device.
-        caching: the running forward pass has a cache of keys and values.
-        signatures: names and ranks of the forward arguments of each batch; row dimensions are cached by signature.
-        segments: the documents in the rows of each batch, if attention needs them.
-        probe_rows: function of a block and a batch that returns the shapes of the block's tensor inputs for a batch with one
-            more row.
-        outputs: the structure of the last outputs of each block, for each batch.
+        row_dims: the row dimensions of their inputs.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, call_model: Callable[..., Any]) -> None:
         self.engine = engine
         parts, options = engine.parts, engine.options
         zero_idle_experts(engine.device.torch_device)  # a patch of transformers, for all models of the process
@@ -79,12 +68,7 @@ class BlockComputation:
             )
             for index, module in enumerate(parts.blocks)
         ]
-        self._row_dims: dict[tuple[Any, Path], int | None] = {}  # by signature and path of an input
-        self.outputs: dict[int, list[RowOutputs]] = {}
-        self.caching = False
-        self.signatures: list[Any] = []
-        self.segments: list[Segments | None] = []
-        self.probe_rows: RowProbe | None = None
+        self.row_dims = RowDims(engine, call_model)
 
     def compute_forward(
         self, index: int, calls: BlockCalls, keys: tuple[str, ...], uncompiled: bool,
@@ -100,7 +84,7 @@ class BlockComputation:
             saved: saves what the backward pass needs; None if there is no backward pass.
         """
         engine, module = self.engine, self.blocks[index]
-        dims = self.row_dims(index, calls)
+        dims = self.row_dims.of(index, calls)
         outputs = [RowOutputs(count) for count in engine.forward.num_rows]
         offload = saved is not None and engine.layout.is_offloaded(index)
         # Before the computation: the offload is issued as soon as it ends, and its copy must be known by then.
@@ -109,8 +93,7 @@ class BlockComputation:
             self._plan_offloads(index, calls, saved.forward_state)
         experts: list[ExpertCall] = [] if saved is None else saved.experts  # filled by `computing` (tiles)
         run = _BlockRun(
-            engine=engine, module=module, calls=calls, dims=dims, keys=keys, segments=self.segments, uncompiled=uncompiled,
-            saved=saved, outputs=outputs,
+            engine=engine, module=module, calls=calls, dims=dims, keys=keys, uncompiled=uncompiled, saved=saved, outputs=outputs
         )  # fmt: skip
 
         with (
@@ -134,7 +117,7 @@ class BlockComputation:
             if not engine.layout.is_resident(index):
                 engine.poison_weights(block(index))
         engine.counts["block_forward_rows"] += sum(engine.forward.num_rows)
-        self.outputs[index] = outputs
+        engine.forward.outputs[index] = outputs
         return outputs
 
     def weights(self, index: int) -> dict[str, torch.Tensor]:
@@ -188,30 +171,6 @@ class BlockComputation:
         token_bytes = hidden[0].shape[-1] * hidden[0].element_size()
         return kinds * sum(each.nbytes for each in hidden), kinds * self.engine.expected.tokens * token_bytes
 
-    # Rows
-
-    def row_dims(self, index: int, calls: BlockCalls) -> list[int | None]:
-        """Return the row dimension of each tensor input; None if it has none, or if its batch has a single micro-batch."""
-        # Dimensions are found by a probe, which runs the model's outer code once more; such a batch does without.
-        split = cut_batches(self.engine.forward.micro_batches)
-        dims: list[int | None] = []
-        for batch, call in enumerate(calls.calls):
-            dims += self._dims_of(index, batch, call) if batch in split else [None] * len(call.paths)
-        return dims
-
-    def _dims_of(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
-        """Return the row dimension of each input of one batch, probed once for all calls of its signature."""
-        signature = self.signatures[batch]
-        # Without a block number: one probe serves all blocks whose inputs have the same names and ranks.
-        keys = [(signature, path) for path in call.paths]
-        if any(key not in self._row_dims for key in keys):
-            assert self.probe_rows is not None
-            shapes = [t.shape for t in call.tensors]
-            more = self.probe_rows(index, batch)
-            dims = compare_rows(call.paths, shapes, more, self.engine.forward.num_rows[batch])
-            self._row_dims.update({(signature, path): dim for path, dim in dims.items()})
-        return [self._row_dims[key] for key in keys]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockRun:
@@ -221,7 +180,6 @@ class _BlockRun:
         engine, module: the model's engine, and the block.
         calls, keys, uncompiled, saved: as in `BlockComputation.compute_forward`.
         dims: the row dimension of each input; None for an input without rows.
-        segments: the documents in the rows of each batch, if attention needs them.
         outputs: receive the outputs of each batch.
     """
 
@@ -230,7 +188,6 @@ class _BlockRun:
     calls: BlockCalls
     dims: Sequence[int | None]
     keys: tuple[str, ...]
-    segments: Sequence[Segments | None]
     uncompiled: bool
     saved: SavedForBackward | None
     outputs: Sequence[RowOutputs]
@@ -259,7 +216,7 @@ class _BlockRun:
             nullcontext() if choices is None else choices.recorded(),
             nullcontext() if saved is None else rejecting_state(self.module.name, args, kwargs),
         ):
-            segments = self.segments[part.batch]
+            segments = self.engine.forward.batches[part.batch].segments
             tree = Tree(run_block(self.module, args, kwargs, self.keys, segments, part.rows, self.uncompiled))
         if saved is not None:
             tree.tensors = saved.save(rng_state, inputs, tree.tensors)

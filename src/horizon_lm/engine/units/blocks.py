@@ -1,10 +1,10 @@
-"""Decoder blocks as the model calls them: for a training step, for inference, for a rehearsal, or for a probe of rows.
+"""Decoder blocks as the model calls them, for a training step or for inference.
 
 Shapes: B batch rows, T tokens of a row, H hidden size. Hidden states of a batch are (B, T, H); a block computes one
 micro-batch, rows [start, stop) of a batch, at a time. Most passes have one batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
-from horizon_lm.engine.passes.residency_planner import Rehearsal
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.block_computation import BlockComputation
 from horizon_lm.engine.units.gradient_check import GradientCheck
@@ -25,12 +24,15 @@ from horizon_lm.ranges import consecutive
 class Blocks(BlockComputation):
     """The streamed decoder blocks of a model, which it calls one by one.
 
+    Args:
+        engine, call_model: as in `BlockComputation`.
+
     Attributes:
         gradient_check: compares blocks in the next training step; None otherwise.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, call_model: Callable[..., Any]) -> None:
+        super().__init__(engine, call_model)
         self.gradient_check: GradientCheck | None = None
 
     def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +64,7 @@ class Blocks(BlockComputation):
         joined, hooked = BlockCalls([call for call, _ in calls]), self.blocks[index].is_hooked()
         # Compiled code would not call hooks inside a block. A cache identifies each block by its number, so compiled
         # code could not be shared between blocks.
-        uncompiled = bool(keys) or hooked or self.caching
+        uncompiled = bool(keys) or hooked or engine.forward.caching
         state = engine.recording
         if state is not None and index in state.keeps:
             node = BlockAutograd(self, index, joined, keys, state, hooked, uncompiled, self.gradient_check)
@@ -71,7 +73,7 @@ class Blocks(BlockComputation):
             return rebuild_all(node.outputs, tensors)
         outputs = self.compute_forward(index, joined, keys, uncompiled)
         rebuilt = [each.rebuild(each.tensors) for each in outputs]
-        # `self.outputs` keeps the structure for probes of later blocks; the tensors would stay alive with it.
+        # The pass keeps the structure; the tensors would stay alive with it.
         for each in outputs:
             each.release()
         return rebuilt
@@ -79,10 +81,6 @@ class Blocks(BlockComputation):
     def is_structure_changed(self) -> bool:
         """Return whether a module or parameter inside a block was added, removed or replaced."""
         return any(each.is_structure_changed() for each in self.blocks)
-
-    def rehearsal(self) -> Rehearsal:
-        """Return a rehearsal of a pass with a single batch, which answers calls of blocks and measures the memory that they take."""
-        return Rehearsal(self.engine, self.blocks, self.row_dims, self.outputs, self.segments[0])
 
 
 def rebuild_all(outputs: Sequence[RowOutputs], tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -17,7 +17,7 @@ from horizon_lm.device.base import send
 from horizon_lm.device.transfers import GatherRows, Land, LandRows, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.forward_pass import advice_on_replaced_forward
+from horizon_lm.engine.passes.forward_pass import advice_on_replaced_forward, version_of
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.lockstep import compute_jointly
 from horizon_lm.engine.units.node import UnitNode
@@ -41,8 +41,6 @@ class StreamedEmbedding:
         self._name = next(name for name, ref in engine.refs.items() if (module, "weight") in ref.places)
         self._unit = engine.store.unit_of[self._name]
         self.width = engine.store.weight(self._name).shape[1]
-        # The ids of the running pass's batches on the device, their versions, and the same ids on the host.
-        self._known: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states (B, T, H) of ids (B, T). The model calls this instead of the embedding's forward
@@ -152,28 +150,19 @@ class StreamedEmbedding:
             rows.requires_grad_().register_hook(_reject_gradient)
         return rows
 
-    def expect_ids(self, batches: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
-        """Remember that the ids of the next forward pass are already on the host, so that the host need not wait for a
-        copy.
-
-        Args:
-            batches: for each batch, the ids passed to the model, on the device, or None if ``inputs_embeds`` are passed;
-                and the caller's own tensor with the same ids.
-        """
-        self._known = [
-            (ids, _version(ids), on_host)
-            for ids, on_host in batches
-            if ids is not None and on_host is not None and on_host.device.type == "cpu"
-        ]
-
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids on the host, copied from the device unless they are the expected ids and unchanged."""
+        """Return ids on the host, copied from the device unless they are those of a batch of the pass, unchanged, which the caller had
+        on the host: for a copy, the host would wait.
+        """
         # Most models pass the ids on as they are, or as another view of the same memory.
-        for given, version, on_host in self._known:
+        for batch in self.engine.forward.batches:
+            if batch.host_ids is None:
+                continue
+            given = batch.call["input_ids"]
             # An unchanged version means that the model has not written to them in place since they were sent.
             same_place = given.data_ptr() == ids.data_ptr() and given.stride() == ids.stride()
-            if same_place and given.shape == ids.shape and _version(ids) == version:
-                return on_host
+            if same_place and given.shape == ids.shape and version_of(ids) == batch.ids_version:
+                return batch.host_ids
         return ids.to("cpu")
 
     def _table(self) -> torch.Tensor:
@@ -226,12 +215,6 @@ def _reject_gradient(grad: torch.Tensor) -> None:
             "the model reads rows of its input embedding outside of a lookup, and these rows received a gradient, "
             "which a streamed model cannot keep; freeze the embedding (requires_grad_(False))"
         )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return the number of writes to a tensor, as far as torch counts them."""
-    # Tensors of inference mode do not count writes.
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Lookup(UnitNode):

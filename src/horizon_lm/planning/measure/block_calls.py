@@ -21,7 +21,6 @@ from horizon_lm.model.skeletons import meta_copy
 from horizon_lm.model.trial import Call, TrialDoneError, answers_of, outer_weights, trial
 from horizon_lm.planning.measure.block_probe import BlockRun, output_on_meta, run_on_meta
 from horizon_lm.planning.measure.core_probe import CoreRun, run_core_on_meta
-from horizon_lm.units import EMBED
 
 _ROWS, _LENGTH = (3, 5), (22, 26)  # unlikely to be dimensions of a model, and not multiples of each other
 _WINDOW = 8  # shorter than the probe's rows, because only longer rows get the mask of a sliding window
@@ -217,9 +216,8 @@ def _record(
         value = torch.zeros((), dtype=parts.computed_dtype(ref.name, dtype))
         return nn.Parameter(value.expand(ref.param.shape))
 
-    (table,) = parts.units[EMBED]
     answers = answers_of(parts.blocks, answer)
-    answers[parts.embed] = lambda ids: torch.zeros((*ids.shape, table.param.shape[1]), dtype=dtype)
+    answers[parts.embed] = lambda ids: torch.zeros((*ids.shape, parts.hidden), dtype=dtype)
     with trial(answers, outer_weights(parts, zero)), _short_window(parts, length), torch.no_grad():
         parts.model(**{"use_cache": False, **inputs})  # whose end, by TrialDoneError, is the end of this context
         raise AssertionError("the last block was not reached")

@@ -1,0 +1,116 @@
+"""Find the rows of blocks' inputs, by running the model's outer code once more, for a batch with one more row.
+
+The row dimension of an input cannot be determined from one shape: a rope table may be (1, T, D) or (B, T, D), M-RoPE
+positions are (3, B, T). The dimension that grows with the batch has the rows.
+
+Shapes: B batch rows, T tokens of a row, D size of an attention head.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horizon_lm.engine.passes.executor import Engine
+from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, cut_batches
+from horizon_lm.engine.passes.tree import Path, Tree
+from horizon_lm.errors import ModelNotSupportedError
+from horizon_lm.model.trial import TrialDoneError, answering, answers_of
+from horizon_lm.streaming_options import WHOLE_BATCHES
+
+
+class RowDims:
+    """The row dimensions of blocks' inputs, which are found when a block is first called with such inputs.
+
+    Which inputs a block has may depend on values: transformers makes no mask for a batch without padding, for example. So they are
+    known only within the pass.
+
+    Args:
+        engine: the engine of the model.
+        call_model: the model's own forward method.
+    """
+
+    def __init__(self, engine: Engine, call_model: Callable[..., Any]) -> None:
+        self._engine, self._call_model = engine, call_model
+        self._known: dict[tuple[Any, Path], int | None] = {}  # by the kind of call, and the path of the input
+
+    def of(self, index: int, calls: BlockCalls) -> list[int | None]:
+        """Return the row dimension of each tensor input of a block; None if it has none, or if its batch has a single micro-batch."""
+        split = cut_batches(self._engine.forward.micro_batches)
+        dims: list[int | None] = []
+        for batch, call in enumerate(calls.calls):
+            dims += self._of_batch(index, batch, call) if batch in split else [None] * len(call.paths)
+        return dims
+
+    def _of_batch(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
+        """Return the row dimension of each input of one batch."""
+        arguments = self._engine.forward.batches[batch].call
+        kind = tuple(sorted((name, _rank(value)) for name, value in arguments.items()))
+        # Without a block number: one trial serves all blocks whose inputs have the same names and ranks.
+        keys = [(kind, path) for path in call.paths]
+        if any(key not in self._known for key in keys):
+            self._known.update(zip(keys, self._find(index, batch, call), strict=True))
+        return [self._known[key] for key in keys]
+
+    def _find(self, index: int, batch: int, call: BlockCall) -> list[int | None]:
+        """Return the dimension of each input that has one more entry for one more row.
+
+        Raises:
+            ModelNotSupportedError: a shape changes other than by one in one dimension.
+        """
+        rows, dims = self._engine.forward.num_rows[batch], list[int | None]()
+        for (path, _), tensor, larger in zip(call.paths, call.tensors, self._with_one_more(index, batch), strict=True):
+            shape = tensor.shape
+            changed = [dim for dim in range(len(shape)) if shape[dim] != larger[dim]]
+            # Exactly one dimension may follow the rows, and by one entry for each row: otherwise a slice would cut a row in two.
+            if changed and (len(changed) > 1 or (shape[changed[0]], larger[changed[0]]) != (rows, rows + 1)):
+                raise ModelNotSupportedError(
+                    f"the block input {path} has shape {tuple(shape)} for {rows} rows and {tuple(larger)} for {rows + 1}, so it "
+                    f"cannot be cut into micro-batches; {WHOLE_BATCHES}"
+                )
+            dims.append(changed[0] if changed else None)
+        return dims
+
+    def _with_one_more(self, index: int, batch: int) -> list[torch.Size]:
+        """Return the shapes of the inputs of a block, by a trial of the model's outer code on a batch of the pass with one more row."""
+        engine, forward, parts = self._engine, self._engine.forward, self._engine.parts
+        rows, arguments = forward.num_rows[batch], Tree(forward.batches[batch].call)
+        pairs = zip(arguments.paths, arguments.tensors, strict=True)
+        call = arguments.rebuild([_one_more_row(path, tensor, rows) for (path, _), tensor in pairs])
+        shapes: list[torch.Size] = []
+
+        def answer(reached: int, *args: Any, **kwargs: Any) -> Any:
+            """Return zeros for an earlier block. At the block itself, take the shapes of its inputs, and end the trial."""
+            if reached == index:
+                shapes.extend(t.shape for t in BlockCall(args, kwargs).tensors)
+                raise TrialDoneError
+            return forward.outputs[reached][batch].zeros(rows + 1)
+
+        def embed(ids: torch.Tensor) -> torch.Tensor:
+            """Return zeros for the hidden states (B, T, H) of ids (B, T)."""
+            size = (*ids.shape, parts.hidden)
+            return torch.zeros(size, dtype=engine.options.compute_dtype, device=engine.device.torch_device)
+
+        answers = answers_of(parts.blocks, answer) | {parts.embed: embed}
+        # The trial must not draw the numbers of the pass that it interrupts.
+        with engine.device.rng_state_restored(), answering(answers), torch.no_grad():
+            self._call_model(**call)  # whose end, by TrialDoneError, is the end of this context
+            raise AssertionError(f"block {index} was not reached")
+        return shapes
+
+
+def _rank(value: Any) -> Any:
+    """Return the number of dimensions of a tensor, or the type of another value."""
+    return value.ndim if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _one_more_row(path: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor among the model's arguments, at this path, with its first row repeated at the end."""
+    # One-dimensional arguments, such as cache positions, count tokens.
+    if value.ndim < 2:
+        return value
+    # Rows are dimension 0, except in positions with several coordinates (M-RoPE), which are (3, B, T).
+    dim = 1 if path == "['position_ids']" and value.ndim == 3 else 0
+    if value.shape[dim] != rows:
+        return value
+    return torch.cat([value, value.narrow(dim, 0, 1)], dim)
