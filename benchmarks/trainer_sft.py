@@ -76,9 +76,7 @@ def train(model: str, data: Path, system: dict[str, Any]) -> dict[str, Any]:
         stats = horizon_lm.stats(opened)
         moved = sum(n for op, n in stats["moved_bytes"].items() if op.startswith("stream_in:block"))
         blocks = sum(
-            slabs.plain.weights.nbytes
-            for unit, slabs in opened._horizon.engine.store.units.items()
-            if unit.startswith("block")
+            slabs.plain.weights.nbytes for unit, slabs in opened._horizon.engine.store.units.items() if unit.is_block
         )
         seen |= {"device": stats["device_bytes_peak"], "host": stats["host_bytes"], "loads": moved / blocks / STEPS}
     return seen

@@ -1,54 +1,81 @@
-"""The names of a model's units: the embedding table, the decoder blocks, the head, and everything else.
+"""The units of a model, each of which is streamed, updated and saved as a whole: the embedding table, the blocks, the head, and
+everything else.
 
 A block with many experts may be moved in parts: tiles of consecutive experts, and the rest of the block, its core.
 """
 
+import re
+from dataclasses import dataclass
 from functools import cache
 
-_TILE = ".tile"
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of a model, or a tile of one. As text it is its name in files: ``embed``, ``block3``, ``block3.tile2``.
 
-class Unit(str):
-    """The name of a unit, which is streamed, updated and saved as a whole."""
+    Attributes:
+        kind: ``embed``, ``block``, ``head``, ``outer`` or ``idle``.
+        index: the index of a block; None for other units.
+        tile: the number of a tile of a block's experts; None for a whole unit, or the core of a block.
+    """
 
-    __slots__ = ()
+    kind: str
+    index: int | None = None
+    tile: int | None = None
+
+    def __str__(self) -> str:
+        block = self.kind if self.index is None else f"{self.kind}{self.index}"
+        return block if self.tile is None else f"{block}.tile{self.tile}"
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+    @classmethod
+    def parse(cls, name: str) -> "Unit":
+        """Return the unit of a name. A name that no unit has, as in a file of others, is a kind of its own."""
+        found = re.fullmatch(r"(.*?)(\d+)?(?:\.tile(\d+))?", name, re.DOTALL)
+        assert found is not None
+        kind, *numbers = found.groups()
+        return cls(kind, *(None if number is None else int(number) for number in numbers))
 
     @property
     def is_block(self) -> bool:
-        """True for a decoder block, or its core."""
-        return self.startswith("block") and not self.is_tile
+        """True for a block, or its core."""
+        return self.index is not None and self.tile is None
 
     @property
     def is_tile(self) -> bool:
         """True for a tile of a block's experts."""
-        return _TILE in self
+        return self.tile is not None
 
     @property
     def block_index(self) -> int:
-        """The index of the decoder block; for a tile, that of its block."""
-        return int(self.removeprefix("block").partition(".")[0])
+        """The index of the block; for a tile, that of its block."""
+        assert self.index is not None
+        return self.index
+
+    @property
+    def tile_number(self) -> int:
+        """The number of a tile in its block."""
+        assert self.tile is not None
+        return self.tile
 
     @property
     def owner(self) -> "Unit":
         """The unit whose slabs hold this one: its block for a tile, otherwise itself."""
         return block(self.block_index) if self.is_tile else self
 
-    @property
-    def tile_number(self) -> int:
-        """The number of a tile in its block."""
-        return int(self.partition(_TILE)[2])
-
 
 @cache
 def block(index: int) -> Unit:
-    """Return the name of the decoder block at ``index``."""
-    return Unit(f"block{index}")
+    """Return the block at ``index``."""
+    return Unit("block", index)
 
 
 @cache
 def tile(index: int, number: int) -> Unit:
-    """Return the name of a tile of the experts of the decoder block at ``index``."""
-    return Unit(f"block{index}{_TILE}{number}")
+    """Return a tile of the experts of the block at ``index``."""
+    return Unit("block", index, number)
 
 
 EMBED, HEAD, OUTER = Unit("embed"), Unit("head"), Unit("outer")

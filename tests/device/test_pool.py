@@ -14,6 +14,7 @@ from horizon_lm.device.cpu import HostLink
 from horizon_lm.device.host_threads import HostPool
 from horizon_lm.resources import usable_cores
 from horizon_lm.schedule.ops import Kind, Op, Stream
+from horizon_lm.units import block
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Piece:
 
 
 def task(*functions: Any) -> Task:
-    return Task(Op(Kind.UPDATE, "block0", Stream.HOST), [], [Piece(f) for f in functions])
+    return Task(Op(Kind.UPDATE, block(0), Stream.HOST), [], [Piece(f) for f in functions])
 
 
 def test_tasks_are_all_done() -> None:

@@ -19,6 +19,7 @@ from horizon_lm.model.quantization import four_bits, take_quantization
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.store.quantized_checkpoint import Quantized
+from horizon_lm.units import block
 from tests.distributed.measured_bytes import Bytes, measure
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, assert_same, train, whole
@@ -142,7 +143,7 @@ def test_traffic_and_memory_of_a_rank(pool: Pool, folders: Any, shard: int) -> N
     found = compare(pool, folder, "4bit", training)
     model = opened(folder, "4bit", training)
     one, codes, _ = trained(model, replace(training, equal=True), [0])
-    for unit in ("block0", "block1", "block2"):
+    for unit in (block(0), block(1), block(2)):
         slabs = model._horizon.engine.store.units[unit]
         plain, packed = 4 * slabs.plain.layout.numel, slabs.packed.layout.numel
         moved = [outcome.moved[f"stream_in:{unit}"] for outcome, _, _ in found]
@@ -232,7 +233,7 @@ def test_planned_bytes_of_each_rank(pool: Pool, folders: Any, name: str) -> None
         assert planned[:2] == counted[:2]
         assert planned[0]["packed_weights"] > 0
         assert planned[1].get("packed_slots", 0) + planned[1].get("tile_packed_slots", 0) > 0
-        for unit in ("block0", "block1", "block2"):
+        for unit in (block(0), block(1), block(2)):
             if (
                 "expert_tile" not in training.settings and f"gather:{unit}" in counted[2]
             ):  # a resident block of a frozen base is gathered once

@@ -28,6 +28,7 @@ from horizon_lm.errors import (
     SummedLossWarning,
 )
 from horizon_lm.optimizers import OPTIMIZERS
+from horizon_lm.units import block
 from tests.distributed.pool import Pool
 from tests.distributed.training import Outcome, Training, alone, assert_same, batches_of, build, run, train
 from tests.support import tiny_models
@@ -276,7 +277,7 @@ def test_traffic_and_memory_of_a_rank(pool: Pool, shard: int) -> None:
     """A rank moves and keeps its share of every unit, but for rounding to blocks of 256 elements and to pages."""
     training = Training(shard=shard, steps=2, overrides={"hidden_size": 64, "intermediate_size": 256})
     outcomes, one = pool.run(shard, run, training), alone(replace(training, replicate=1, equal=True))
-    for unit in ("block0", "block1", "block2"):
+    for unit in (block(0), block(1), block(2)):
         slab = len(one.slabs[f"{unit} weights"][1])
         for kind, passes in (("stream_in", 2), ("stream_out", 1)):
             moved = [each.moved[f"{kind}:{unit}"] for each in outcomes]

@@ -11,6 +11,7 @@ import horizon_lm
 from horizon_lm.engine.streamed import engine_of
 from horizon_lm.schedule.ops import Kind
 from horizon_lm.training import long_steps, reporter
+from horizon_lm.units import block
 from tests.e2e import resuming
 
 
@@ -60,8 +61,8 @@ def test_the_phase_and_the_blocks_of_a_step(
         compute, wanted = (
             cursor.compute,
             [
-                (Kind.FORWARD, "block1", "forward, 1 of 2 blocks, "),
-                (Kind.BACKWARD, "block0", "backward, 1 of 2 blocks, "),
+                (Kind.FORWARD, block(1), "forward, 1 of 2 blocks, "),
+                (Kind.BACKWARD, block(0), "backward, 1 of 2 blocks, "),
             ],
         )
 

@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 import horizon_lm
+from horizon_lm.units import block
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
 
@@ -51,7 +52,7 @@ def test_store_is_freed(family: str, head: str, micro_batch_size: int | None, us
                 output.loss.backward(output.loss.new_zeros(3))
         del output
     store = weakref.ref(model._horizon.engine.store)
-    weights = weakref.ref(store().units["block0"].plain.weights)
+    weights = weakref.ref(store().units[block(0)].plain.weights)
     del model, optimizer
     gc.collect()
     assert store() is None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from horizon_lm.engine.passes.lockstep import compute_alone, compute_jointly, run_together
+from horizon_lm.engine.passes.lockstep import batched_call, compute_alone, run_together
 
 VARIABLE = contextvars.ContextVar("variable", default="outside")
 
@@ -31,7 +31,7 @@ def test_meetings_compute_all_parts_at_once() -> None:
     def function(number: int) -> int:
         for step in (1, 2):
             log.append((number, step))
-            assert compute_jointly(step, number, compute) == 2 * number
+            assert batched_call(step, number, compute) == 2 * number
         return number * number
 
     assert run_together([lambda number=number: function(number) for number in (1, 2, 3)]) == [1, 4, 9]
@@ -41,8 +41,8 @@ def test_meetings_compute_all_parts_at_once() -> None:
 
 
 def test_meeting_outside_of_a_lock_step_has_one_part() -> None:
-    assert compute_jointly("here", 3, double) == 6
-    assert run_together([lambda: compute_jointly("here", 3, double)]) == [6]
+    assert batched_call("here", 3, double) == 6
+    assert run_together([lambda: batched_call("here", 3, double)]) == [6]
 
 
 def test_functions_at_different_points_are_computed_apart() -> None:
@@ -54,8 +54,8 @@ def test_functions_at_different_points_are_computed_apart() -> None:
 
     def function(number: int) -> None:
         if number == 2:
-            compute_jointly("extra", number, compute)
-        compute_jointly("last", number, compute)
+            batched_call("extra", number, compute)
+        batched_call("last", number, compute)
 
     run_together([lambda number=number: function(number) for number in (1, 2, 3)])
     assert together == [[1, 3], [2], [2]]
@@ -63,18 +63,18 @@ def test_functions_at_different_points_are_computed_apart() -> None:
 
 def test_lock_step_inside_a_meeting() -> None:
     def inner(values: list[int]) -> list[int]:
-        return run_together([lambda value=value: compute_jointly("inner", value, double) for value in values])
+        return run_together([lambda value=value: batched_call("inner", value, double) for value in values])
 
-    assert run_together([lambda value=value: compute_jointly("outer", value, inner) for value in (1, 2)]) == [2, 4]
+    assert run_together([lambda value=value: batched_call("outer", value, inner) for value in (1, 2)]) == [2, 4]
 
 
 def test_what_runs_apart_waits_for_nobody() -> None:
     log: list[int] = []
 
     def function(number: int) -> None:
-        compute_alone(lambda: compute_jointly("apart", number, lambda values: [log.append(value) for value in values]))
+        compute_alone(lambda: batched_call("apart", number, lambda values: [log.append(value) for value in values]))
         log.append(10 * number)
-        compute_jointly("together", number, double)
+        batched_call("together", number, double)
 
     run_together([lambda number=number: function(number) for number in (1, 2)])
     assert log == [1, 10, 2, 20]
@@ -92,7 +92,7 @@ def test_settings_of_the_thread_are_those_outside() -> None:
     def function() -> list[Any]:
         found = [settings()]
         with torch.enable_grad():
-            found.append(compute_jointly("here", None, lambda values: [settings()] * len(values)))
+            found.append(batched_call("here", None, lambda values: [settings()] * len(values)))
         return found
 
     VARIABLE.set("inside")
@@ -117,10 +117,10 @@ def test_an_error_ends_all(where: str) -> None:
         try:
             if where == "before" and number == 2:
                 raise FoundError
-            compute_jointly("here", number, compute)
+            batched_call("here", number, compute)
             if where == "after" and number == 1:
                 raise FoundError
-            compute_jointly("there", number, compute)
+            batched_call("there", number, compute)
         finally:
             ended.append(number)
 
@@ -137,7 +137,7 @@ def test_code_of_the_first_function_may_explain_an_error() -> None:
 
     def function() -> None:
         try:
-            compute_jointly("here", 1, fail)
+            batched_call("here", 1, fail)
         except ValueError as error:
             raise RuntimeError("increase max_length") from error
 
@@ -154,7 +154,7 @@ def test_interrupt_while_a_function_runs() -> None:
 
         signal.pthread_kill(main.ident, signal.SIGINT)
         interrupted.wait(0.2)
-        compute_jointly("here", 1, double)
+        batched_call("here", 1, double)
 
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
@@ -166,7 +166,7 @@ def test_nothing_is_kept() -> None:
     tensors = [torch.zeros(3), torch.ones(3)]
     refs = [weakref.ref(tensor) for tensor in tensors]
     run_together(
-        [lambda tensor=tensor: compute_jointly("here", tensor, lambda values: values).sum() for tensor in tensors]
+        [lambda tensor=tensor: batched_call("here", tensor, lambda values: values).sum() for tensor in tensors]
     )
     del tensors
     gc.collect()

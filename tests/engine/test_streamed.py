@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 import horizon_lm
 from horizon_lm.errors import ConfigError, IgnoredCastWarning, ModelNotSupportedError, StreamingError
+from horizon_lm.units import block
 from tests.support import tiny_models
 
 
@@ -192,7 +193,7 @@ def test_calling_a_unit_outside_of_the_model_is_rejected() -> None:
 def test_a_dropped_model_is_freed() -> None:
     model = streamed()
     model(**tiny_models.batch()).loss.backward()
-    slab = weakref.ref(model._horizon.engine.store.units["block0"].plain.weights.untyped_storage())
+    slab = weakref.ref(model._horizon.engine.store.units[block(0)].plain.weights.untyped_storage())
     engine = weakref.ref(model._horizon.engine)
     del model
     gc.collect()

@@ -18,7 +18,7 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.host.updates import PendingUpdates
 from horizon_lm.errors import DeviceMemoryError, PartialUpdateError, StreamingError
 from horizon_lm.schedule.ops import Kind, Op, Stream
-from horizon_lm.units import OUTER
+from horizon_lm.units import OUTER, block
 from tests.support import tiny_models
 from tests.support.dying_devices import Death, DyingThreaded, dying
 from tests.support.thinned_cases import thinned
@@ -245,7 +245,7 @@ class _Mark:
 
 
 def _task(*moves: Any) -> Task:
-    return Task(Op(Kind.UPDATE, "block0", Stream.HOST), [], list(moves))
+    return Task(Op(Kind.UPDATE, block(0), Stream.HOST), [], list(moves))
 
 
 def test_a_thread_that_waits_for_the_device_stops_no_update() -> None:

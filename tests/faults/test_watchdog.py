@@ -11,6 +11,7 @@ import horizon_lm
 from horizon_lm.device.cpu import CpuDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.schedule.ops import Kind, Stream
+from horizon_lm.units import block
 from tests.support import tiny_models
 from tests.support.threaded_device import ThreadedDevice
 
@@ -72,7 +73,7 @@ def step(model: Any, optimizer: Any) -> float:
 )
 def test_a_hanging_operation_is_named(base: type, kind: Kind, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, released, reported = threading.Event(), threading.Event(), threading.Event()
-    device = hanging(base, kind, "block1", reached, released)
+    device = hanging(base, kind, block(1), reached, released)
     model = horizon_lm.stream(tiny_models.build("llama"), device, precision="float32")
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
     assert model._horizon.engine.cursor.describe_unfinished() == []
@@ -116,7 +117,7 @@ def test_a_hanging_operation_is_named(base: type, kind: Kind, text: str, monkeyp
 def test_operations_of_a_simulated_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adversary runs copies inside computations, in the thread of the training."""
     reached, released = threading.Event(), threading.Event()
-    device = hanging(SimulatedDevice, Kind.STREAM_OUT, "block0", reached, released)
+    device = hanging(SimulatedDevice, Kind.STREAM_OUT, block(0), reached, released)
     model = horizon_lm.stream(tiny_models.build("llama"), device, precision="float32")
     optimizer = horizon_lm.AdamW(model, lr=1e-2)
     step(model, optimizer)

@@ -42,7 +42,7 @@ def test_published_parameters_and_units_match_transformers(model: KnownModel) ->
     expected = unit_sizes(build(dict(model.config)))
     assert sum(expected.values()) == model.parameters
     layout = model_layout(find_parts(build_skeleton(known_config(model))))
-    found = Counter({unit: slabs.layout.num_params for unit, slabs in layout.units.items()})
+    found = Counter({str(unit): slabs.layout.num_params for unit, slabs in layout.units.items()})
     assert +found == expected
     assert layout.num_parameters == model.parameters
     assert (layout.vocabulary, layout.tied) == (model.config["vocab_size"], "head" not in expected)

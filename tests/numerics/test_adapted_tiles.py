@@ -348,7 +348,7 @@ def test_a_dropped_wait_changes_the_numbers(monkeypatch: pytest.MonkeyPatch) -> 
 
     def without(*args: Any) -> Schedule:
         schedule = made(*args)
-        position = schedule.positions[Kind.BACKWARD, Unit("block2.tile2")]
+        position = schedule.positions[Kind.BACKWARD, Unit.parse("block2.tile2")]
         earlier = [wait for wait in schedule.ops[position].waits if not isinstance(wait, After)]
         assert [wait.buffer.kind for wait in earlier] == [Buf.OUTER_GRADS]
         return without_wait(schedule, position, earlier[0])

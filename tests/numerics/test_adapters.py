@@ -18,6 +18,7 @@ from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.layout.slabs import padded
 from horizon_lm.model.adapters import Adapters
 from horizon_lm.model.block_template import structure_key
+from horizon_lm.units import OUTER, block
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.adapted_models import KINDS, MIXTURES, adapted
@@ -115,9 +116,9 @@ def test_modules_to_save(module: str) -> None:
 def test_shared_templates_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing every block with the first one's adapter settings, as a shared template would, changes the gradients."""
     plain, model = adapted("llama", "mixed"), horizon_lm.stream(adapted("llama", "mixed"), precision="float32")
-    layers = [[m for m in block.modules() if hasattr(m, "scaling")] for block in model._horizon.engine.parts.blocks]
-    for block in layers[1:]:
-        for first, layer in zip(layers[0], block, strict=True):
+    layers = [[m for m in each.modules() if hasattr(m, "scaling")] for each in model._horizon.engine.parts.blocks]
+    for modules in layers[1:]:
+        for first, layer in zip(layers[0], modules, strict=True):
             monkeypatch.setattr(layer, "scaling", first.scaling)
     for each in (plain, model):
         each(**tiny_models.batch()).loss.backward()
@@ -142,10 +143,10 @@ def test_traffic_of_adapters() -> None:
             optimizer.zero_grad()
             moved = {op: n - before.get(op, 0) for op, n in engine.device.counters.moved.items()}
         blocks = sum(moved.get(f"stream_in:block{u}", 0) for u in range(4))
-        assert blocks == loads * sum(engine.store.units[f"block{u}"].plain.weights.nbytes for u in range(4))
+        assert blocks == loads * sum(engine.store.units[block(u)].plain.weights.nbytes for u in range(4))
         assert not any(n for op, n in moved.items() if op.startswith("stream_out:block"))
-        assert moved["stream_out:outer"] == engine.store.units["outer"].plain.grads.nbytes
-        assert moved["stream_in:outer"] == engine.store.units["outer"].plain.weights.nbytes
+        assert moved["stream_out:outer"] == engine.store.units[OUTER].plain.grads.nbytes
+        assert moved["stream_in:outer"] == engine.store.units[OUTER].plain.weights.nbytes
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -175,7 +176,7 @@ def test_blocks_below_the_first_adapter_are_computed_once() -> None:
     model(**tiny_models.batch(rows=3)).loss.backward()
     engine = model._horizon.engine
     loads = [
-        engine.device.counters.moved[f"stream_in:block{u}"] / engine.store.units[f"block{u}"].plain.weights.nbytes
+        engine.device.counters.moved[f"stream_in:block{u}"] / engine.store.units[block(u)].plain.weights.nbytes
         for u in range(4)
     ]
     assert loads == [1, 1, 2, 2]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from horizon_lm.units import OUTER
 from tests.support.thinned_cases import covering, thinned
 
 pytest.importorskip("peft", reason="needs the whole installation")
@@ -94,7 +95,7 @@ def test_added_to_a_streamed_model(family: str, config: dict[str, Any]) -> None:
     assert_same(plain, model)
     assert model._horizon.engine is not engine
     slabs = model._horizon.engine.store.units
-    assert [unit for unit in places if slabs[unit].plain.weights.data_ptr() != places[unit]] == ["outer"]
+    assert [unit for unit in places if slabs[unit].plain.weights.data_ptr() != places[unit]] == [OUTER]
 
 
 @pytest.mark.parametrize("precision", ["fp32_master", "bf16"])

@@ -31,6 +31,7 @@ from horizon_lm.optim import update_tasks
 from horizon_lm.quantities import page_aligned
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import LastUse, Schedule, ScheduleError, Stream, Wait
+from horizon_lm.units import HEAD, OUTER, block
 from tests.support import tiny_models
 from tests.support.checkpointed_training import BUFFERED, Digests, digest, opened
 from tests.support.schedule_proofs import each_wait, without_wait
@@ -148,7 +149,7 @@ def test_a_save_copies_nothing_and_delays_updates_alone(tmp_path: Path) -> None:
     model(**tiny_models.batch(seed=1)).loss.backward()
     optimizer.step()
     waiting = {task.op.unit for task in engine.updates._running if any(not each.done for each in task.waits)}
-    assert waiting == {"outer", "block0", "block1", "block2", "head"}
+    assert waiting == {OUTER, block(0), block(1), block(2), HEAD}
     assert not disk.written
     assert sum(engine.store.num_bytes.values()) == before
     disk.gate.set()
@@ -412,7 +413,7 @@ def waits_for_saves(schedule: Schedule, in_backward: bool) -> Iterator[tuple[int
     """
     for index, wait in each_wait(schedule):
         if schedule.name == "save":
-            if not (in_backward and schedule.ops[index].unit in ("head", "block2")):
+            if not (in_backward and schedule.ops[index].unit in (HEAD, block(2))):
                 yield index, wait
         elif isinstance(wait, LastUse) and wait.stream == Stream.DISK:
             yield index, wait

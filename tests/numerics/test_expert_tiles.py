@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import horizon_lm
+from horizon_lm import units
 from horizon_lm.device.cuda import CudaDevice
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.units.block_autograd import BlockAutograd
@@ -433,11 +434,11 @@ def test_any_order_that_the_waits_allow(seed: int, options: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("name", "kind", "unit"),
     [
-        ("_forward", Kind.FORWARD, "block0.tile2"),
-        ("_forward", Kind.STREAM_IN, "block1.tile1"),
-        ("_backward", Kind.BACKWARD, "block1.tile0"),
-        ("_backward", Kind.STREAM_OUT, "block1.tile2"),
-        ("_backward", Kind.BACKWARD, "block0.tile1"),
+        ("_forward", Kind.FORWARD, units.tile(0, 2)),
+        ("_forward", Kind.STREAM_IN, units.tile(1, 1)),
+        ("_backward", Kind.BACKWARD, units.tile(1, 0)),
+        ("_backward", Kind.STREAM_OUT, units.tile(1, 2)),
+        ("_backward", Kind.BACKWARD, units.tile(0, 1)),
     ],
 )
 def test_a_dropped_wait_changes_the_numbers(name: str, kind: Kind, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:

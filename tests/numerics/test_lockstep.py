@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.errors import TokenError
+from horizon_lm.units import EMBED, HEAD
 from tests.support.gradients import assert_close_gradients, gradients, losses_together, without_dropout
 from tests.support.thinned_cases import covering, thinned
 from tests.support.tiny_models import FAMILIES, batch, build
@@ -41,16 +41,15 @@ def exactly_summed(model: Any) -> set[str]:
     other.
     """
     engine = model._horizon.engine
-    units = {unit for unit in engine.store.units if unit.startswith("block")}
-    units |= set() if engine.parts.tied else {"embed", "head"}
+    units = {unit for unit in engine.store.units if unit.is_block}
+    units |= set() if engine.parts.tied else {EMBED, HEAD}
     return {name for unit in units for name in engine.store.units[unit].layout}
 
 
 def loads(model: Any) -> dict[str, float]:
     moved, units = model._horizon.engine.device.counters.moved, model._horizon.engine.store.units
-    size: dict[str, int] = defaultdict(int)  # with weights that are kept in float32
-    for unit, slabs in units.items():
-        size[unit] = sum(slab.weights.nbytes for slab in slabs.of_weights)
+    # With weights that are kept in float32.
+    size = {str(unit): sum(slab.weights.nbytes for slab in slabs.of_weights) for unit, slabs in units.items()}
     return {op: count / size[op.split(":")[1]] for op, count in moved.items() if op.startswith("stream_in:block")}
 
 

@@ -68,7 +68,7 @@ def test_bytes_moved_per_step(head: str, micro_batch_size: int | None) -> None:
     model = _streamed(num_blocks, micro_batch_size, precision="fp32_master", head=head)
     model(**tiny_models.batch(rows=rows)).loss.backward()
     stats, store = horizon_lm.stats(model), model._horizon.engine.store
-    slab = {unit: slabs.plain.weights.numel() * 2 for unit, slabs in store.units.items()}
+    slab = {str(unit): slabs.plain.weights.numel() * 2 for unit, slabs in store.units.items()}
 
     moved: Counter[str] = Counter(stats["moved_bytes"])
     unique = tiny_models.batch(rows=rows)["input_ids"].unique().numel()

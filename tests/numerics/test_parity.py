@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 
 import horizon_lm
 from horizon_lm.engine.passes.micro_batches import micro_batch_seeds
+from horizon_lm.units import block
 from tests.support.gradients import assert_close_gradients, assert_equal_gradients, gradients, without_dropout
 from tests.support.thinned_cases import thinned
 from tests.support.tiny_models import FAMILIES, MOE_WITH_AUXILIARY_LOSS, batch, build
@@ -259,7 +260,7 @@ def test_loss_on_a_middle_layer() -> None:
 def test_a_corrupted_slab_changes_logits_and_gradients() -> None:
     reference = build("llama")
     model = horizon_lm.stream(copy.deepcopy(reference), **WHOLE)
-    slab = model._horizon.engine.store.units["block1"].plain.weights
+    slab = model._horizon.engine.store.units[block(1)].plain.weights
     slab.view(torch.int32)[100] ^= 1 << 20
     expected, got = plain_step(reference, batch()), streamed_step(model, batch())
     assert not torch.equal(got.logits, expected.logits)

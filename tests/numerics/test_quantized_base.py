@@ -31,6 +31,7 @@ from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.request import Machine, Request
 from horizon_lm.planning.measure.model_outline import outline_model
 from horizon_lm.store.quantized_checkpoint import Quantized
+from horizon_lm.units import block
 from tests.seams.compare import difference
 from tests.support import tiny_models
 from tests.support.emulated_gpu import emulated_gpu
@@ -388,7 +389,7 @@ def test_planned_bytes(published: Any, tmp_path: Path, family: str, kind: str, p
     store, moved = inside._horizon.engine.store, stats["moved_bytes"]
     itemsize = store.precision.weight_dtype.itemsize
     for u in range(3):
-        slabs = store.units[f"block{u}"]
+        slabs = store.units[block(u)]
         num_bytes = (
             slabs.plain.weights.numel() * itemsize + slabs.packed.layout.num_params + slabs.float32.weights.nbytes
         )

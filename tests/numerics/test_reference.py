@@ -18,6 +18,7 @@ from horizon_lm.errors import NonFiniteError
 from horizon_lm.objective import reference
 from horizon_lm.objective.reference import ReferenceCache, model_key
 from horizon_lm.training.rows import preprocess_config
+from horizon_lm.units import block
 from tests.e2e import tiny
 
 
@@ -45,7 +46,7 @@ def test_one_changed_weight_bit_changes_the_key() -> None:
     assert model_key(build()) == before
     assert model_key(build("bf16")) != before
     store = model._horizon.engine.store
-    store.units["block1"].plain.low[3] ^= 1
+    store.units[block(1)].plain.low[3] ^= 1
     assert model_key(model) != before
 
 

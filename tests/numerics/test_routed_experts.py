@@ -13,6 +13,7 @@ from horizon_lm.device.simulated import SimulatedDevice
 from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
+from horizon_lm.units import block
 from tests.support import tiny_models
 from tests.support.schedule_proofs import without_wait
 from tests.support.thinned_cases import covering, thinned
@@ -83,7 +84,7 @@ def test_bytes_of_a_token() -> None:
     expert = 3 * config.hidden_size * config.moe_intermediate_size * 2
     experts, others = moved(model, Kind.STREAM_EXPERTS), moved(model, Kind.STREAM_IN)
     assert list(experts.values()) == [2 * expert] * config.num_hidden_layers
-    slabs = [model._horizon.engine.store.units[unit].plain.weights.nbytes for unit in ("block0", "block1")]
+    slabs = [model._horizon.engine.store.units[unit].plain.weights.nbytes for unit in (block(0), block(1))]
     assert list(others.values())[:2] == [size - EXPERTS * expert for size in slabs]
 
 
@@ -146,7 +147,7 @@ def test_any_order_that_the_waits_allow(seed: int) -> None:
     assert same(answer(streamed("qwen3_moe", device, precision="float32")), expected)
 
 
-@pytest.mark.parametrize(("kind", "unit"), [(Kind.ROUTE, "block0"), (Kind.FORWARD, "block2")])
+@pytest.mark.parametrize(("kind", "unit"), [(Kind.ROUTE, block(0)), (Kind.FORWARD, block(2))])
 def test_a_dropped_wait_changes_the_numbers(kind: Kind, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control. The other waits of a routed pass are no data hazard: they order what the host already has ordered."""
     expected = answer(streamed("qwen3_moe", precision="float32"))

@@ -2,10 +2,10 @@
 
 import pytest
 
-from horizon_lm.planning.arithmetic.residency import Residency, Working, lower_residency
+from horizon_lm.planning.arithmetic.residency import ActivationMemory, Residency, lower_residency
 
 NUM_BLOCKS, WEIGHTS, GRAPH, BOUNDARY, PEAK = 4, 100, 1000, 10, 2000
-WORKING = Working(
+ACTIVATIONS = ActivationMemory(
     graphs=[GRAPH] * NUM_BLOCKS,
     peaks=[PEAK] * NUM_BLOCKS,
     backward_peaks=[PEAK - GRAPH] * NUM_BLOCKS,
@@ -15,7 +15,7 @@ WORKING = Working(
 
 
 def needed(residency: Residency) -> int:
-    return WORKING.step_peak(residency.boundaries, residency.graphs) + residency.weights * WEIGHTS
+    return ACTIVATIONS.step_peak(residency.boundaries, residency.graphs) + residency.weights * WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def needed(residency: Residency) -> int:
 def test_a_residency_is_lowered_to_what_fits(chosen: Residency, expected: list[Residency]) -> None:
     """Boundaries are lowered first, then graphs, then weights."""
     for residency in expected:
-        assert lower_residency(chosen, needed(residency), [WEIGHTS] * NUM_BLOCKS, WORKING) == residency
+        assert lower_residency(chosen, needed(residency), [WEIGHTS] * NUM_BLOCKS, ACTIVATIONS) == residency
 
 
 def test_nothing_stays_where_nothing_fits() -> None:
-    assert lower_residency(Residency(4, 3, 1), PEAK - 1, [WEIGHTS] * NUM_BLOCKS, WORKING) == Residency(0)
+    assert lower_residency(Residency(4, 3, 1), PEAK - 1, [WEIGHTS] * NUM_BLOCKS, ACTIVATIONS) == Residency(0)

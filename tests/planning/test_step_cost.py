@@ -148,7 +148,7 @@ def test_frozen_unit_has_no_gradient_or_update() -> None:
         of, outline=replace(of.outline, layout=laid_out(4, trained=lambda unit: unit not in (block(0), EMBED)))
     )
     ops = [op for each in of.passes() for op in each.ops]
-    assert not [op for op in ops if op.kind in (Kind.STREAM_OUT, *UPDATES) and op.unit in ("block0", EMBED)]
+    assert not [op for op in ops if op.kind in (Kind.STREAM_OUT, *UPDATES) and op.unit in (block(0), EMBED)]
     assert total(of, machine(), *UPDATES) == 26 * (3 * BLOCK + TABLE + HIDDEN)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from horizon_lm.config import SftConfig
 from horizon_lm.config.text import to_yaml
 from horizon_lm.schedule.ops import Kind, Stream
+from horizon_lm.units import EMBED
 
 NUM_BLOCKS, NUM_STEPS, TRACED = 30, 200, 3
 GIB = 2**30
@@ -61,8 +62,8 @@ def trace(noise: float) -> dict[str, Any]:
 
 
 def _forward(line: Pipeline, start: float, updated: list[float]) -> float:
-    rows = line.run(Kind.UPDATE_ROWS, "embed", Stream.COPY_IN, 0.8, start)
-    done = line.run(Kind.FORWARD, "embed", Stream.COMPUTE, 0.6, rows)
+    rows = line.run(Kind.UPDATE_ROWS, EMBED, Stream.COPY_IN, 0.8, start)
+    done = line.run(Kind.FORWARD, EMBED, Stream.COMPUTE, 0.6, rows)
     before = done
     for block in range(NUM_BLOCKS):
         arrived = line.run(Kind.STREAM_IN, f"block{block}", Stream.COPY_IN, 4.4, before, updated[block])
@@ -86,7 +87,7 @@ def _backward(line: Pipeline, done: float) -> list[float]:
         landed = line.run(Kind.STREAM_OUT, f"block{block}", Stream.COPY_OUT, 4.6, staged)
         line.count(landed, device=-BLOCK - BOUNDARY)
         updated[block] = line.run(Kind.UPDATE, f"block{block}", Stream.HOST, 14.0, landed)
-    line.run(Kind.STREAM_OUT, "embed", Stream.COPY_OUT, 11.0, done)
+    line.run(Kind.STREAM_OUT, EMBED, Stream.COPY_OUT, 11.0, done)
     return updated
 
 

@@ -10,21 +10,23 @@ import pytest
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Kind, LastUse, Op, Schedule, ScheduleError, Stream, Wait, uses
 from horizon_lm.schedule.simulate import Cost, Rates, Timeline, simulate, step_seconds
-from horizon_lm.units import EMBED, HEAD, OUTER, block
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 from tests.support.thinned_cases import thinned
 
 RATES = Rates(link_in=10.0, link_out=5.0, host=20.0)
 
+FIRST = block(0)
 
-def op(kind: Kind, stream: Stream, *waits: Wait, unit: str = "block0") -> Op:
+
+def op(kind: Kind, stream: Stream, *waits: Wait, unit: Unit = FIRST) -> Op:
     return Op(kind, unit, stream, waits=waits)
 
 
-def stream_in(*waits: Wait, unit: str = "block0") -> Op:
+def stream_in(*waits: Wait, unit: Unit = FIRST) -> Op:
     return op(Kind.STREAM_IN, Stream.COPY_IN, *waits, unit=unit)
 
 
-def update(*waits: Wait, unit: str = "block0") -> Op:
+def update(*waits: Wait, unit: Unit = FIRST) -> Op:
     return Op(Kind.UPDATE, unit, Stream.HOST, writes=(Buffer(Buf.HOST_WEIGHTS, unit),), waits=waits)
 
 
@@ -111,7 +113,7 @@ def test_collectives_through_host_cross_both_directions_of_a_link() -> None:
 
 
 def test_inline_copies_run_one_after_the_other() -> None:
-    ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), stream_in(unit="block1"), update())
+    ops = (stream_in(), op(Kind.FORWARD, Stream.COMPUTE, After(0)), stream_in(unit=block(1)), update())
     cost = priced(stream_in=20.0, forward=3.0, update=100.0)
     timeline = simulate([Schedule("forward", ops)], cost, replace(RATES, inline=True))
     # The second copy queues behind the computation. Copies leave 10 per second for the update, computations 20.
@@ -127,19 +129,19 @@ def test_updates_and_compute_slow_each_other() -> None:
 
 
 def test_stream_runs_in_list_order() -> None:
-    ops = (update(unit="block0"), stream_in(After(0), unit="block0"), stream_in(unit="block1"))
+    ops = (update(unit=block(0)), stream_in(After(0), unit=block(0)), stream_in(unit=block(1)))
     timeline = simulate([Schedule("forward", ops)], priced(update=100.0, stream_in=10.0), RATES)
     assert times(timeline) == [(0, 5), (5, 6), (6, 7)]  # block1 could start immediately, but queues behind block0
 
 
 def test_wait_across_passes() -> None:
     cost = priced(update_block0=40.0, update_block1=60.0, stream_in=10.0)
-    updates = Schedule("update", (update(unit="block0"), update(unit="block1")))
+    updates = Schedule("update", (update(unit=block(0)), update(unit=block(1))))
 
     def forward(*waits: Wait) -> Schedule:
         return Schedule("forward", (stream_in(*waits),))
 
-    precise = forward(LastUse(Buffer(Buf.HOST_WEIGHTS, "block0"), Stream.HOST))
+    precise = forward(LastUse(Buffer(Buf.HOST_WEIGHTS, block(0)), Stream.HOST))
     assert times(simulate([updates, precise], cost, RATES)) == [(0, 2), (2, 5.5), (2, 3)]
     assert times(simulate([updates, forward()], cost, RATES))[2] == (0, 1)
     assert times(simulate([precise, updates], cost, RATES))[0] == (0, 1)  # waits refer to earlier passes only

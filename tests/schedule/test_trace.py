@@ -13,10 +13,11 @@ import horizon_lm
 from horizon_lm.schedule.ops import Kind, Op, Stream
 from horizon_lm.schedule.trace import Span, Trace, exposed_seconds
 from horizon_lm.training.tracing import Tracing
+from horizon_lm.units import block
 
 
 def _span(kind: Kind, stream: Stream, start: float, end: float, reached: float | None = None) -> Span:
-    return Span(Op(kind, "block0", stream), start, end, start if reached is None else reached)
+    return Span(Op(kind, block(0), stream), start, end, start if reached is None else reached)
 
 
 def _computed(start: float, end: float, reached: float | None = None) -> Span:
@@ -86,10 +87,10 @@ def test_updates_of_previous_step_are_recorded(tmp_path: Path, monkeypatch: pyte
         at_submission[step] = device.trace, time.perf_counter()
         if device.trace is not None:
             now = time.perf_counter()
-            device.trace.add(Op(Kind.FORWARD, f"block{step}", Stream.COMPUTE), now, now + 1e-9)
+            device.trace.add(Op(Kind.FORWARD, block(step), Stream.COMPUTE), now, now + 1e-9)
         trace, began = at_submission.get(step - 1, (None, 0.0))
         if trace is not None:
-            trace.add(Op(Kind.UPDATE, f"block{step - 1}", Stream.HOST), began, time.perf_counter())
+            trace.add(Op(Kind.UPDATE, block(step - 1), Stream.HOST), began, time.perf_counter())
     content = json.loads((tmp_path / "trace.json").read_text())
     assert [step["step"] for step in content["otherData"]["steps"]] == [3, 4]
     names = {event["name"] for event in content["traceEvents"] if event["ph"] == "X"}

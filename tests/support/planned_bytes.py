@@ -17,7 +17,7 @@ from horizon_lm.planning.arithmetic.device_memory import device_use
 from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.request import Machine, Request
 from horizon_lm.planning.measure.model_outline import outline_model
-from horizon_lm.units import EMBED, HEAD, OUTER
+from horizon_lm.units import EMBED, HEAD, OUTER, block
 from tests.support import tiny_models
 
 HERE = Machine("here", True, None)
@@ -88,7 +88,7 @@ def draw_case(draw: random.Random) -> Case:
         "head_chunk_tokens": draw.choice([5, 64]) if head == "chunked" else None,
         "grad_dtype": draw.choice([None, torch.float32]) if precision != "float32" else None,
     }
-    frozen = draw.sample([EMBED, OUTER, HEAD, "block0", "block1"], draw.choice([0, 0, 1, 2, 3, 4]))
+    frozen = draw.sample([EMBED, OUTER, HEAD, block(0), block(1)], draw.choice([0, 0, 1, 2, 3, 4]))
     moments = draw.choice(["float32", "bfloat16", "8bit"])
     return Case(rows, options, moments, draw.choice([False, True]), frozenset(frozen), draw.choice(ELEMENTWISE))
 
@@ -97,7 +97,7 @@ def trainable(model: Any, frozen: frozenset[str]) -> str | None:
     """Return patterns of every other weight, or of block 1 if that leaves none."""
     units = find_parts(model).units
     names = [ref.name for unit, refs in units.items() if unit not in frozen for ref in refs]
-    return "|".join(names or [ref.name for ref in units["block1"]]) if frozen else None
+    return "|".join(names or [ref.name for ref in units[block(1)]]) if frozen else None
 
 
 def batch(rows: int) -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ class Loads(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         units = self.model._horizon.engine.store.units
-        blocks = sum(slabs.plain.weights.nbytes for unit, slabs in units.items() if unit.startswith("block"))
+        blocks = sum(slabs.plain.weights.nbytes for unit, slabs in units.items() if unit.is_block)
         self.counts.append((self.count() - self.before) / blocks)
 
 

@@ -343,5 +343,5 @@ def test_an_interrupt_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        lockstep.run_together([lambda: lockstep.compute_jointly("here", 1, lambda values: values)] * 4)
+        lockstep.run_together([lambda: lockstep.batched_call("here", 1, lambda values: values)] * 4)
     assert not [thread for thread in threading.enumerate() if thread.name == "horizon-lockstep"]

@@ -56,9 +56,7 @@ class Passes(TrainerCallback):
         if not hasattr(model, "_horizon"):
             return None
         engine = model._horizon.engine
-        blocks = sum(
-            slabs.plain.weights.nbytes for unit, slabs in engine.store.units.items() if unit.startswith("block")
-        )
+        blocks = sum(slabs.plain.weights.nbytes for unit, slabs in engine.store.units.items() if unit.is_block)
         moved = sum(n for op, n in engine.device.counters.moved.items() if op.startswith("stream_in:block"))
         return {"loads": moved / blocks, "rows": engine.counts["block_forward_rows"] / engine.parts.num_blocks}
 

@@ -51,7 +51,7 @@ class _CheckpointStore:
         for entry in manifest.tensors:
             self._parts.setdefault(entry.tensor, []).append(entry)
             if entry.tensor in manifest.dtypes:  # a weight, and no low half or moment of one
-                unit = Unit(slab_of(entry.file).removesuffix(FLOAT32))
+                unit = Unit.parse(slab_of(entry.file).removesuffix(FLOAT32))
                 shapes.setdefault(unit, {})[entry.tensor] = torch.Size(entry.shape)
         self.units = {unit: _Unit(of_unit) for unit, of_unit in shapes.items()}
         self.unit_of = {name: unit for unit, of_unit in shapes.items() for name in of_unit}

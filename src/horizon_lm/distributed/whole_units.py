@@ -23,7 +23,7 @@ def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
 
     def fill(unit: Unit) -> None:
         """Receive the ranges of a unit that the other ranks own into its slabs."""
-        mesh.broadcast_text(unit)
+        mesh.broadcast_text(str(unit))
         for tensor, cuts in _cut_tensors(store, unit):
             for rank in range(1, store.shard.count):
                 part = tensor[cuts[rank] : cuts[rank + 1]]
@@ -50,7 +50,7 @@ def lend(mesh: Mesh, store: Store) -> None:
         StreamingError: the first rank has failed.
     """
     while (text := mesh.broadcast_text("")) != _DONE:
-        unit = Unit(text)
+        unit = Unit.parse(text)
         if mesh.rank >= store.shard.count:  # of another copy of the model
             continue
         for tensor, cuts in _cut_tensors(store, unit):
@@ -99,6 +99,6 @@ def sharing_moved(mesh: Mesh, store: Store, old: Store, old_names: Mapping[str, 
         if new not in store.codecs and store.weight(new).data_ptr() != old.weight(name).data_ptr()
     }
     with ExitStack() as shared:
-        for unit in sorted(moved):
+        for unit in sorted(moved, key=str):
             shared.enter_context(sharing(mesh, old, unit))
         yield

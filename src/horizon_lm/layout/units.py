@@ -37,7 +37,7 @@ class StorageLayout:
     """
 
     def __init__(self, unit: Unit, storage: str, layout: SlabLayout, shard: Shard, row: int | None = None) -> None:
-        self.unit, self.name, self.storage = unit, unit + storage, storage
+        self.unit, self.name, self.storage = unit, f"{unit}{storage}", storage
         self.layout, self.shard, self.row = layout, shard, row
         # Each rank owns whole rows of a table, so the padding at its end is left out.
         numel = layout.numel if row is None or shard.is_whole else layout.num_params

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from horizon_lm.arena import as_array
 from horizon_lm.device.cpu import dtype_name
-from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.errors import ConfigError, NonFiniteError, NonFiniteWarning, warn
 from horizon_lm.kernels.gradients import squared_norm_kernel
 from horizon_lm.quantities import counted
@@ -15,7 +15,7 @@ from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 REMEDY = "Lower the learning rate, or look at the rows of this step."
 
 
-def sum_squares(engine: Machinery, present: Mapping[Unit, Iterable[str]]) -> dict[Unit, float]:
+def sum_squares(engine: EngineState, present: Mapping[Unit, Iterable[str]]) -> dict[Unit, float]:
     """Return the sum of squares of each unit's gradients, to which all ranks add their parts.
 
     Gradients are read from host memory only if landing did not sum their squares.

@@ -75,7 +75,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         allocate_grads(self._engine)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: float | None = None
-        self.unit_grad_norms: dict[Unit, float] = {}
+        self.unit_grad_norms: dict[str, float] = {}
         self.non_finite_unit: str | None = None
         self._rejected: str | None = None  # why the next step is rejected whatever its gradients are
         self._seed, self._step, self._in_backward = seed, 0, update_in_backward
@@ -142,7 +142,7 @@ class SlabOptimizer(torch.optim.Optimizer):
             self._skipped.skip(f"{reason} at step {self._step + 1}")
             return loss
         self.grad_norm = sum(squared_norms.values()) ** 0.5
-        self.unit_grad_norms = {unit: square**0.5 for unit, square in squared_norms.items()}
+        self.unit_grad_norms = {str(unit): square**0.5 for unit, square in squared_norms.items()}
         if self._in_backward:
             assert self._current is not None
             engine.grads.squared_norms.clear()
@@ -212,7 +212,7 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     def _reject_gradient_of(self, unit: Unit) -> None:
         """Skip a step in which the gradient of a unit is not finite, or raise NonFiniteError."""
-        self.non_finite_unit = unit
+        self.non_finite_unit = str(unit)
         reason = f"the gradient of {unit} is not finite at step {self._step + 1}"
         if not self._in_backward:
             self._skipped.skip(reason)

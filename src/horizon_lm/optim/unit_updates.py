@@ -9,7 +9,7 @@ import torch
 from horizon_lm.arena import as_array
 from horizon_lm.device.transfers import Move, chained
 from horizon_lm.engine.host.updates import TableGrads
-from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.update_pass import DevicePart, UpdatePass
 from horizon_lm.kernels.gradients import compile_landing
 from horizon_lm.kernels.updates import Rule
@@ -41,7 +41,7 @@ class UnitUpdates:
         arrays: the arrays of each slab of weights.
     """
 
-    def __init__(self, engine: Machinery, moments: Moments, rules: Mapping[str, Rule], in_backward: bool) -> None:
+    def __init__(self, engine: EngineState, moments: Moments, rules: Mapping[str, Rule], in_backward: bool) -> None:
         self._engine, self._store, self._rules, self._in_backward = engine, engine.store, rules, in_backward
         self.arrays = {slab: SlabArrays.of(slab, moments) for slab in self._store.slabs}
 

@@ -225,7 +225,7 @@ def _before_blocks(layout: Layout, embed: bool, changed: bool, table_update: boo
     return ops
 
 
-def backward(layout: Layout, *, blocks: Iterable[int], trainable: Iterable[str], head_grads: bool = False) -> Schedule:
+def backward(layout: Layout, *, blocks: Iterable[int], trainable: Iterable[Unit], head_grads: bool = False) -> Schedule:
     """Return a backward pass over the blocks that the forward pass kept.
 
     Args:
@@ -239,7 +239,7 @@ def backward(layout: Layout, *, blocks: Iterable[int], trainable: Iterable[str],
 
 
 @lru_cache(_CACHED)
-def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[str], head_grads: bool) -> Schedule:
+def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[Unit], head_grads: bool) -> Schedule:
     """Build a pass from the arguments of `backward`: head, blocks from the last to the first, embedding, outer parameters."""
     order = sorted(blocks, reverse=True)
     ops = _head_backward(layout, HEAD in trainable, head_grads)

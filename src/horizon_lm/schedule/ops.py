@@ -116,7 +116,7 @@ class Buffer:
     """A buffer: its kind, and a slot, block or unit."""
 
     kind: Buf
-    index: int | str = 0
+    index: int | Unit = 0
 
     def __str__(self) -> str:
         return f"{self.kind}[{self.index}]"
@@ -180,9 +180,9 @@ class Schedule:
     optional: frozenset[Unit] = frozenset()
 
     @cached_property
-    def positions(self) -> dict[tuple[str, str], int]:
+    def positions(self) -> dict[tuple[Kind, Unit], int]:
         """The position of each operation, by kind and unit; of several equal ones, that of the first."""
-        found: dict[tuple[str, str], int] = {}
+        found: dict[tuple[Kind, Unit], int] = {}
         for index, op in enumerate(self.ops):
             found.setdefault((op.kind, op.unit), index)
         return found

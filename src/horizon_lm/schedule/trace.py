@@ -101,7 +101,7 @@ class Trace:
             rows[event["tid"]] = Stream(event["args"]["name"])
         elif event["ph"] == "X":
             kind = Kind(event["cat"])
-            op = Op(kind, Unit(event["name"].removeprefix(kind).strip()), rows[event["tid"]])
+            op = Op(kind, Unit.parse(event["name"].removeprefix(kind).strip()), rows[event["tid"]])
             start = float(event["ts"]) * _MICRO
             reached = float(event.get("args", {}).get("reached", event["ts"])) * _MICRO
             self.spans.append(Span(op, start, start + float(event["dur"]) * _MICRO, reached))

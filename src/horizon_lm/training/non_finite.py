@@ -16,7 +16,6 @@ from horizon_lm.disk import Disk, write_file
 from horizon_lm.errors import NonFiniteError, NonFiniteWarning
 from horizon_lm.training.bad_rows import BadRows, find_bad_rows
 from horizon_lm.training.run import Run, Training
-from horizon_lm.units import Unit
 
 _MOST_TOKENS = 65536  # of a file, which then has about two megabytes
 _MOST_FILES = 100  # of a run
@@ -66,7 +65,7 @@ class NonFinite:
             problem += f", and {limit} steps before it were skipped (max_consecutive_skips)"
         return NonFiniteError(self._message(problem, cause, step, batch))
 
-    def _explain(self, unit: Unit | None, loss: float, step: int, batch: Batch) -> tuple[str, str]:
+    def _explain(self, unit: str | None, loss: float, step: int, batch: Batch) -> tuple[str, str]:
         """Search for the rows that cause a problem, and save the batch. Return what is not finite, and sentences about rows and file.
 
         All ranks call this, because all have the sums of the losses and of the squares of gradients.
@@ -77,7 +76,7 @@ class NonFinite:
         if math.isfinite(loss):
             problem = f"the gradient of {unit} is not finite"
         else:
-            unit = None if bad is None else bad.unit
+            unit = None if bad is None or bad.unit is None else str(bad.unit)
             problem = f"the loss is {loss}" + (f", and {unit} is the first unit not to be finite" if unit else "")
         sentences = [] if bad is None else [bad.describe(batch.places)]
         own = _describe_all(batch, [] if bad is None else bad.rows, self._tokenizer, _MOST_TOKENS // self._ranks.size)
@@ -130,7 +129,7 @@ def shown_places(batch: Batch) -> str:
 
 
 def _save_batch(
-    folder: Path, step: int, rows: list[Any], num_rows: int, problem: str, unit: Unit | None, bad: BadRows | None
+    folder: Path, step: int, rows: list[Any], num_rows: int, problem: str, unit: str | None, bad: BadRows | None
 ) -> Path | None:
     """Write the rows of a step. Return the file; None if the folder is full.
 

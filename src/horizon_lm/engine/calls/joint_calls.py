@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horizon_lm.engine.calls.calls import Call
-from horizon_lm.engine.passes.lockstep import compute_alone, compute_jointly, member_id, watch_locksteps
+from horizon_lm.engine.passes.lockstep import batched_call, caller_id, compute_alone, watch_locksteps
 from horizon_lm.errors import HorizonError, StreamingError
 from horizon_lm.model.active_adapters import ActiveAdapters
 from horizon_lm.model.generation import cache_of
@@ -40,9 +40,9 @@ class JointCalls:
         """
         # Calls meet if one pass can compute them: with the same model, with or without gradients, and of one kind.
         point = (id(self), torch.is_grad_enabled(), kind)
-        # Outside of a lock-step (member 0) a call is alone, so nobody else sees its switches; without adapters there are none.
-        if member_id() == 0 or not self._has_adapters:
-            return compute_jointly(point, call, compute)
+        # Outside of a lock-step (caller 0) a call is alone, so nobody else sees its switches; without adapters there are none.
+        if caller_id() == 0 or not self._has_adapters:
+            return batched_call(point, call, compute)
         if not self.switches_per_call and not torch.is_grad_enabled():
             # The code around this call may have switched adapters for it, and switches them back afterwards.
             return compute_alone(lambda: compute([call])[0])
@@ -58,7 +58,7 @@ class JointCalls:
             with adapters.set_to(state):
                 return compute(calls)
 
-        return compute_jointly((*point, state), call, compute_with_adapters)
+        return batched_call((*point, state), call, compute_with_adapters)
 
     @contextmanager
     def in_lockstep(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ class ThreadAmbient(Ambient):
         super().__init__(contextvars.copy_context(), torch.is_autocast_cache_enabled())
         self._grad, self._num_threads = torch.is_grad_enabled(), torch.get_num_threads()
         self._device = torch.get_default_device()
-        # A member of a lock-step on another stream would compute beside the events that order computation and copies.
+        # A caller in a lock-step on another stream would compute beside the events that order computation and copies.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def _enter(self, stack: ExitStack) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from horizon_lm.device.transfers import Move, chained
 from horizon_lm.engine.host.updates import UnitOptimizer
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.forward_pass import ForwardPass, config_of
 from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.unit_moves import UnitMoves
 from horizon_lm.errors import StreamingError
 from horizon_lm.schedule import build
@@ -30,7 +30,7 @@ class BackwardPass:
         has_updated: the pass has ended after it had issued updates, of which the cursor knows nothing any more.
     """
 
-    def __init__(self, engine: Machinery, state: ForwardState) -> None:
+    def __init__(self, engine: EngineState, state: ForwardState) -> None:
         self._engine, self.state = engine, state
         self.ready: dict[Unit, list[str]] = {}
         self.adapters: set[str] = set()
@@ -90,8 +90,9 @@ class BackwardPass:
 
     def _agreed(self, ready: dict[Unit, list[str]]) -> dict[Unit, list[str]]:
         """Return the parameters that have a gradient on any rank, by unit. All ranks call this together, for the same units."""
-        everywhere = self._engine.mesh.exchange("gradients of " + ", ".join(ready), ready)
-        return {unit: [*dict.fromkeys(name for each in everywhere for name in each[unit])] for unit in ready}
+        own = {str(unit): names for unit, names in ready.items()}
+        everywhere = self._engine.mesh.exchange("gradients of " + ", ".join(own), own)
+        return {unit: [*dict.fromkeys(name for each in everywhere for name in each[str(unit)])] for unit in ready}
 
     def end(self) -> None:
         """End the pass. Its gradients are still landing, or are being applied."""
@@ -123,7 +124,7 @@ class Running:
     backward: BackwardPass | None = None
 
 
-def require_possible(engine: Machinery, state: ForwardState) -> None:
+def require_possible(engine: EngineState, state: ForwardState) -> None:
     """Raise StreamingError for a backward pass that would compute wrong gradients."""
     engine.require_device()
     # Autograd runs the nodes of a backward pass with gradients enabled only for create_graph.

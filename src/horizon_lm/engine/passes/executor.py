@@ -15,11 +15,11 @@ from horizon_lm.distributed.mesh import Mesh
 from horizon_lm.engine.host.parameters import call_after_grad
 from horizon_lm.engine.passes.backward_pass import BackwardPass, Running, require_possible
 from horizon_lm.engine.passes.device_buffers import CHANGEABLE, DeviceBuffers, EngineOptions
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.faults import abandon, settle_without_device
 from horizon_lm.engine.passes.forward_pass import ForwardPass, ForwardRequest
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.engine.passes.host_access import HostAccess
-from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.update_pass import UpdateMoves, UpdatePass, compute_on_device
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts
@@ -29,7 +29,7 @@ from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
 
 
-class Engine(Machinery):
+class Engine(EngineState):
     """The executor of a streamed model, which runs its passes on a device.
 
     Autograd and the model's forward method drive the engine. The modules of this package that compute a unit

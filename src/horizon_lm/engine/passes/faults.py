@@ -3,11 +3,11 @@
 from contextlib import suppress
 
 from horizon_lm.engine.passes.backward_pass import Running
-from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.errors import StreamingError
 
 
-def abandon(engine: Machinery, running: Running, error: BaseException) -> None:
+def abandon(engine: EngineState, running: Running, error: BaseException) -> None:
     """Abandon the running pass and free its slots and boundaries. The gradients of a backward pass become invalid."""
     if running.backward is not None:  # a forward pass changes no gradient in host memory
         if running.backward.has_updated or engine.cursor.update_begun():
@@ -21,7 +21,7 @@ def abandon(engine: Machinery, running: Running, error: BaseException) -> None:
         _release(engine, running)
 
 
-def _release(engine: Machinery, running: Running) -> None:
+def _release(engine: EngineState, running: Running) -> None:
     """Free the boundaries that the running pass has taken, and its leases; those of other forward passes stay theirs."""
     for each in (running.backward, running.forward):
         if each is not None and each.state is not None:
@@ -31,7 +31,7 @@ def _release(engine: Machinery, running: Running) -> None:
     engine.between.after_grad = {}
 
 
-def settle_without_device(engine: Machinery, running: Running) -> None:
+def settle_without_device(engine: EngineState, running: Running) -> None:
     """Bring the host's state to the end of the last step that counts, after the device has failed.
 
     A step counts once the optimizer's ``step`` has all gradients in host memory (`AdamW.num_steps`): its updates need
@@ -70,7 +70,7 @@ def settle_without_device(engine: Machinery, running: Running) -> None:
     engine.grads.break_off()
 
 
-def _has_begun_updates(engine: Machinery, running: Running) -> bool:
+def _has_begun_updates(engine: EngineState, running: Running) -> bool:
     """Return whether updates of a step that does not count yet may have begun, as they do with ``update_in_backward``."""
     optimizer = engine.updates.optimizer_in_backward
     if optimizer is None or not optimizer.pending:
@@ -82,7 +82,7 @@ def _has_begun_updates(engine: Machinery, running: Running) -> bool:
     return not engine.grads.invalid
 
 
-def _quiesce(engine: Machinery) -> None:
+def _quiesce(engine: EngineState) -> None:
     """Wait until the device is idle. An update that could not begin raises its error here, and stays pending."""
     for _ in range(len(engine.store.units)):  # at most one failed update for each
         # Each call raises the error of one failed update, and clears it. One that failed inside a kernel is already recorded as a

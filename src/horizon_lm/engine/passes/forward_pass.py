@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.engine.passes.micro_batches import MicroBatch, MicroBatchRandomness, RowOutputs, split_batches
 from horizon_lm.engine.passes.trained_parameters import allocate_grads
 from horizon_lm.engine.passes.unit_moves import UnitMoves
@@ -85,7 +85,7 @@ class ForwardPass:
         anchor: the tensor that autograd nodes depend on, besides their inputs.
     """
 
-    def __init__(self, engine: Machinery, request: ForwardRequest) -> None:
+    def __init__(self, engine: EngineState, request: ForwardRequest) -> None:
         self._engine, self._request = engine, request
         self.batches, self.caching = request.batches, request.caching
         self.num_rows = [batch.rows for batch in request.batches]
@@ -185,7 +185,7 @@ class ForwardPass:
             engine.between.structure = structure
 
 
-def require_forward(engine: Machinery, name: str) -> None:
+def require_forward(engine: EngineState, name: str) -> None:
     """Raise StreamingError if a part of the model is called outside of the model's forward pass."""
     if not engine.cursor.active:
         raise StreamingError(
@@ -195,7 +195,7 @@ def require_forward(engine: Machinery, name: str) -> None:
         )
 
 
-def advice_on_replaced_forward(engine: Machinery) -> str:
+def advice_on_replaced_forward(engine: EngineState) -> str:
     """Return advice, as the end of a message, for a model whose forward method other code has replaced; empty for others."""
     forward = vars(engine.parts.model).get("forward")
     if forward is None or forward.__module__.startswith("horizon_lm."):
@@ -206,7 +206,7 @@ def advice_on_replaced_forward(engine: Machinery) -> str:
     )
 
 
-def config_of(engine: Machinery) -> Any:
+def config_of(engine: EngineState) -> Any:
     """Return the model's config as comparable values."""
     config = dict(vars(engine.parts.model.config.get_text_config()))
     # A classifier sets this in its first forward pass with labels; no block reads it.
@@ -214,14 +214,14 @@ def config_of(engine: Machinery) -> Any:
     return comparable(config)
 
 
-def _kept_blocks(engine: Machinery, inputs_need_grad: bool) -> frozenset[int]:
+def _kept_blocks(engine: EngineState, inputs_need_grad: bool) -> frozenset[int]:
     """Return the blocks that a gradient passes through, starting with the first trainable unit."""
     with torch._C.DisableTorchFunctionSubclass():
         first = 0 if inputs_need_grad else engine.parts.first_differentiated()
     return frozenset(range(first, engine.parts.num_blocks))
 
 
-def _agree(engine: Machinery, schedule: Schedule, num_micro_batches: int) -> tuple[int, int | None]:
+def _agree(engine: EngineState, schedule: Schedule, num_micro_batches: int) -> tuple[int, int | None]:
     """Return the number of micro-batches of the ranks before this one, and of all ranks; None for one rank.
 
     Raises:

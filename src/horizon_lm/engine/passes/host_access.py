@@ -7,7 +7,7 @@ from torch import nn
 
 from horizon_lm.engine.host.parameters import HeadParameter, StreamedParameter, adopt, landing_grad
 from horizon_lm.engine.passes.backward_pass import Running
-from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.errors import IgnoredCastWarning, StreamingError, warn
 from horizon_lm.schedule.ops import Kind
 
@@ -21,12 +21,12 @@ class HostAccess:
 
     holds_losses = False
 
-    def __init__(self, engine: Machinery, running: Running) -> None:
+    def __init__(self, engine: EngineState, running: Running) -> None:
         self._engine = weakref.ref(engine)  # weak, because the engine owns this object
         self._running = running
 
     @property
-    def engine(self) -> Machinery:
+    def engine(self) -> EngineState:
         """The engine."""
         engine = self._engine()
         assert engine is not None

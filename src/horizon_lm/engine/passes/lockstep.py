@@ -2,7 +2,7 @@
 
 Hugging Face's forward method computes one batch. To compute several batches unit by unit, one forward call per batch runs in a
 thread of its own and waits at each unit until all calls have arrived; the unit is then computed for all of them, with
-its weights loaded once. Outside of a lock-step a meeting has one participant and returns at once.
+its weights loaded once. Outside of a lock-step a call is computed alone, at once.
 """
 
 import threading
@@ -19,11 +19,11 @@ from horizon_lm.engine.passes.ambient import ThreadAmbient
 from horizon_lm.model.of_thread import OfThread
 
 T = TypeVar("T")
-_member = OfThread(None)  # the member whose function this thread runs
+_caller = OfThread(None)  # the caller whose function this thread runs
 
 
 class Watcher(Protocol):
-    """An object that is told when a lock-step begins and ends."""
+    """An object that is notified when a lock-step begins and ends."""
 
     def in_lockstep(self) -> AbstractContextManager[None]:
         """Context manager: a lock-step is running."""
@@ -34,13 +34,13 @@ _watchers: "weakref.WeakSet[Watcher]" = weakref.WeakSet()
 
 
 def watch_locksteps(watcher: Watcher) -> None:
-    """Tell an object about each lock-step, for as long as it lives."""
+    """Notify an object of each lock-step, for as long as it lives."""
     _watchers.add(watcher)
 
 
 @dataclass
-class _Meeting:
-    """The point at which a member waits, with the value that it brings to it."""
+class _Arrival:
+    """The point at which a caller waits, with the value that it brings to it."""
 
     point: Hashable
     value: Any
@@ -50,15 +50,15 @@ class _Meeting:
 
 # Not an Exception, which the code of a model or of a loss might catch, and go on.
 class _AbandonedError(BaseException):
-    """Raised inside a waiting member, to end its thread after another member has failed."""
+    """Raised inside a waiting caller, to end its thread after another caller has failed."""
 
 
-class _Member:
+class _Caller:
     """A function in a thread, which runs while the thread that started it waits.
 
     Attributes:
-        meeting: where it waits; None while it runs and after its end.
-        answer: the result of the last meeting.
+        arrival: where it waits; None while it runs and after its end.
+        answer: the result of the last arrival.
         failure: an error to raise where it waits, instead of the answer.
         result: the result of the function.
         error: the error that ended the function.
@@ -70,7 +70,7 @@ class _Member:
         # A baton: the first lets the function run, the second says that it waits or has ended. Between the two, the
         # thread that resumes it stands still, so no state of the engine needs a lock.
         self._may_run, self._waits = threading.Semaphore(0), threading.Semaphore(0)
-        self.meeting: _Meeting | None = None
+        self.arrival: _Arrival | None = None
         self.answer: Any = None
         self.failure: BaseException | None = None
         self.result: Any = None
@@ -81,13 +81,13 @@ class _Member:
         )
 
     def resume(self) -> None:
-        """Let the function run to its next meeting or its end. Raise the error that ended it."""
+        """Let the function run to its next arrival or its end. Raise the error that ended it."""
         self._prepare()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="horizon-lockstep", daemon=True)
             self._thread.start()
-        # Set before the function may run, because it sets the next meeting.
-        self.meeting, self._runs = None, True
+        # Set before the function may run, because it sets the next arrival.
+        self.arrival, self._runs = None, True
         self._may_run.release()
         self._waits.acquire()
         self._runs = False
@@ -95,9 +95,9 @@ class _Member:
             error, self.error = self.error, None
             raise error
 
-    def wait(self, meeting: _Meeting) -> Any:
-        """Wait for a meeting, inside the function. Return the answer."""
-        self.meeting = meeting
+    def wait(self, arrival: _Arrival) -> Any:
+        """Wait for a arrival, inside the function. Return the answer."""
+        self.arrival = arrival
         self._waits.release()
         self._may_run.acquire()
         failure, self.failure = self.failure, None
@@ -110,7 +110,7 @@ class _Member:
         """End the thread, which may be running if its `resume` was interrupted."""
         if self._thread is None or self._thread.ident is None:
             return
-        # The interrupt came while `resume` waited: the function still runs, to its next meeting or its end.
+        # The interrupt came while `resume` waited: the function still runs, to its next arrival or its end.
         if self._runs:
             self._waits.acquire()
         if not self.ended:
@@ -124,7 +124,7 @@ class _Member:
         self._may_run.acquire()
         try:
             if self.failure is None:
-                _member.value = self
+                _caller.value = self
                 self.result = self._state.run(self._function)
         except _AbandonedError:
             pass
@@ -132,7 +132,7 @@ class _Member:
             self.error = error
         finally:
             self.ended = True
-            # With it go the batch and the graph that it refers to; the member lives until all have ended.
+            # With it go the batch and the graph that it refers to; the caller lives until all have ended.
             del self._function
             self._waits.release()
 
@@ -140,7 +140,7 @@ class _Member:
 def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]] | None = None) -> list[T]:
     """Run functions in lock-step, and return their results.
 
-    One runs at a time, in the given order between two meetings. An error of one of them, or of a meeting, ends all of them
+    One runs at a time, in the given order between two meetings. An error of one of them, or of a arrival, ends all of them
     and is raised.
 
     Args:
@@ -165,46 +165,46 @@ def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
 
 
 def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]]) -> list[T]:
-    """Run the functions from meeting to meeting until all have returned."""
+    """Run the functions from arrival to arrival until all have returned."""
     state = ThreadAmbient()
-    members: list[_Member] = []
+    callers: list[_Caller] = []
     try:
         for function, before in zip(functions, prepare, strict=True):
-            members.append(_Member(function, state, before))
-        for member in members:
-            member.resume()
-        # The first that waits decides what is computed next; members at other points wait for a meeting of their own.
-        while waiting := [member for member in members if member.meeting is not None]:
+            callers.append(_Caller(function, state, before))
+        for caller in callers:
+            caller.resume()
+        # The first that waits decides what is computed next; callers at other points wait for a arrival of their own.
+        while waiting := [caller for caller in callers if caller.arrival is not None]:
             _hold(waiting)
-        return [member.result for member in members]
+        return [caller.result for caller in callers]
     finally:
-        for member in members:
-            member.abandon()
+        for caller in callers:
+            caller.abandon()
 
 
 def _nothing() -> None:
     pass
 
 
-def _hold(waiting: list[_Member]) -> None:
-    """Hold one meeting, of the first of these members and of all members that wait at the same point."""
-    first = waiting[0].meeting
+def _hold(waiting: list[_Caller]) -> None:
+    """Hold one arrival, of the first of these callers and of all callers that wait at the same point."""
+    first = waiting[0].arrival
     assert first is not None
     together = [
-        (member, member.meeting) for member in waiting if member.meeting and member.meeting.point == first.point
+        (caller, caller.arrival) for caller in waiting if caller.arrival and caller.arrival.point == first.point
     ]
     try:
-        answers = first.state.run(lambda: first.compute([meeting.value for _, meeting in together]))
-    except BaseException as error:  # raised where the first member waits, whose code may explain it
+        answers = first.state.run(lambda: first.compute([arrival.value for _, arrival in together]))
+    except BaseException as error:  # raised where the first caller waits, whose code may explain it
         waiting[0].failure = error
         waiting[0].resume()
         raise
-    for (member, _), answer in zip(together, answers, strict=True):
-        member.answer = answer
-    # A member may free its answer once it goes on; a reference from here would keep it until all have met again.
+    for (caller, _), answer in zip(together, answers, strict=True):
+        caller.answer = answer
+    # A caller may free its answer once it goes on; a reference from here would keep it until all have met again.
     del answers, answer
-    for member, _ in together:
-        member.resume()
+    for caller, _ in together:
+        caller.resume()
 
 
 def keep_graph_together(outputs: Any) -> None:
@@ -229,7 +229,7 @@ def keep_graph_together(outputs: Any) -> None:
         nodes += inner
 
 
-def compute_jointly(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
+def batched_call(point: Hashable, value: Any, compute: Callable[[list[Any]], Sequence[Any]]) -> Any:
     """Compute a value together with the other functions of the lock-step that this thread belongs to, if any.
 
     Args:
@@ -238,20 +238,20 @@ def compute_jointly(point: Hashable, value: Any, compute: Callable[[list[Any]], 
         compute: function of the parts of all of them that returns a result for each, called in the thread that runs the
             lock-step, with the settings of the first of them.
     """
-    member: _Member | None = _member.value
-    if member is None:
+    caller: _Caller | None = _caller.value
+    if caller is None:
         (answer,) = compute([value])
         return answer
     # Computed in the thread of the lock-step, which has neither this thread's gradient mode nor its autocast.
-    return member.wait(_Meeting(point, value, compute, ThreadAmbient()))
+    return caller.wait(_Arrival(point, value, compute, ThreadAmbient()))
 
 
 def compute_alone(function: Callable[[], T]) -> T:
-    """Call a function at once and alone: its meetings do not wait for the other members of the lock-step."""
-    with _member.replaced(None):
+    """Call a function at once and alone: it does not wait for the other callers of the lock-step."""
+    with _caller.replaced(None):
         return function()
 
 
-def member_id() -> int:
+def caller_id() -> int:
     """Return a number that only the function that runs here has among those in lock-step; 0 outside of a lock-step."""
-    return 0 if _member.value is None else id(_member.value)
+    return 0 if _caller.value is None else id(_caller.value)

@@ -26,13 +26,13 @@ from horizon_lm.model.attention import attending
 from horizon_lm.model.block_template import StreamedBlock, structure_key
 from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.trial import TrialDoneError
-from horizon_lm.planning.arithmetic.device_memory import working
+from horizon_lm.planning.arithmetic.device_memory import activation_memory
 from horizon_lm.planning.arithmetic.outline import Footprint
 from horizon_lm.planning.arithmetic.residency import (
+    ActivationMemory,
     BatchSize,
     DevicePlan,
     Residency,
-    Working,
     choose_residency,
     lower_residency,
 )
@@ -57,7 +57,7 @@ def plan_device(
     num_blocks, first = engine.parts.num_blocks, engine.parts.first_differentiated()
     settings = buffer_settings(engine, tokens, offloaded=num_blocks - first)
     hidden_bytes = tokens * hidden.shape[-1] * hidden.element_size()
-    needed = working(
+    needed = activation_memory(
         [footprints] * num_micro_batches,
         hidden=hidden_bytes,
         boundary=hidden_bytes * layout.kept_each,
@@ -88,7 +88,7 @@ def _bytes_to_allocate(engine: Engine, buffers: Mapping[str, int]) -> int:
     return missing + engine.mesh.growth_bytes(largest_grads)
 
 
-def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: Working) -> Residency:
+def _find_residency(engine: Engine, taken: int, weights: Sequence[int], needed: ActivationMemory) -> Residency:
     """Return what the options choose to keep on the device, as far as it fits; without a choice, what fits.
 
     Args:

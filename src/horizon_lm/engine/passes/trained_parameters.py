@@ -4,12 +4,12 @@ import torch
 
 from horizon_lm.engine.host.host_grads import LandingSlots
 from horizon_lm.engine.host.updates import UnitOptimizer
-from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.errors import ConfigError, StreamingError
 from horizon_lm.units import EMBED, IDLE, OUTER
 
 
-def allocate_grads(engine: Machinery) -> None:
+def allocate_grads(engine: EngineState) -> None:
     """Allocate host gradients for the parameters that are currently trainable, unless already done.
 
     Raises:
@@ -30,7 +30,7 @@ def allocate_grads(engine: Machinery) -> None:
         )
 
 
-def trains_other_adapters(engine: Machinery) -> bool:
+def trains_other_adapters(engine: EngineState) -> bool:
     """Return whether a parameter requires a gradient that has no memory: an adapter that was frozen when training began, or an idle
     table of the embedding (`IDLE`).
     """
@@ -44,7 +44,7 @@ def trains_other_adapters(engine: Machinery) -> bool:
         return any(name not in layout and engine.refs[name].param.requires_grad for name in engine.parts.adapter_names)
 
 
-def apply_in_backward(engine: Machinery, optimizer: UnitOptimizer) -> None:
+def apply_in_backward(engine: EngineState, optimizer: UnitOptimizer) -> None:
     """Update each unit as soon as its gradient has landed, from now on.
 
     Raises:

@@ -15,8 +15,8 @@ import torch
 
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather, Reduce
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.machinery import Machinery
 from horizon_lm.schedule.ops import Kind, Op
 from horizon_lm.units import EMBED
 
@@ -33,7 +33,7 @@ class UnitMoves:
     """
 
     def __init__(
-        self, engine: Machinery, differentiated: ForwardState | None = None, routed: Collection[int] = ()
+        self, engine: EngineState, differentiated: ForwardState | None = None, routed: Collection[int] = ()
     ) -> None:
         self._engine, self._differentiated, self._routed = engine, differentiated, routed
 

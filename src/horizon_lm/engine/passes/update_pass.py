@@ -12,7 +12,7 @@ import torch
 from horizon_lm.device.transfers import Copy, Move
 from horizon_lm.distributed.collectives import Gather
 from horizon_lm.engine.host.updates import TableUpdate
-from horizon_lm.engine.passes.machinery import Machinery
+from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.schedule.ops import Kind, Op, Schedule
 from horizon_lm.units import Unit
 
@@ -60,7 +60,7 @@ class UpdateMoves:
         update: the pass.
     """
 
-    def __init__(self, engine: Machinery, update: UpdatePass) -> None:
+    def __init__(self, engine: EngineState, update: UpdatePass) -> None:
         self._engine, self._update = engine, update
 
     def __call__(self, op: Op) -> Sequence[Move]:
@@ -80,7 +80,7 @@ class UpdateMoves:
 
 
 @torch.no_grad()
-def compute_on_device(engine: Machinery, update: UpdatePass) -> None:
+def compute_on_device(engine: EngineState, update: UpdatePass) -> None:
     """Run the computations of an update pass that has been started."""
     for op in update.schedule.ops:
         if op.kind == Kind.ORTHOGONALIZE:

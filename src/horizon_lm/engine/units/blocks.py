@@ -11,7 +11,7 @@ import torch
 
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
-from horizon_lm.engine.passes.lockstep import compute_jointly
+from horizon_lm.engine.passes.lockstep import batched_call
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.units.block_autograd import BlockAutograd
 from horizon_lm.engine.units.block_computation import BlockComputation
@@ -42,7 +42,7 @@ class Blocks(BlockComputation):
         # Read, and published below, in the thread of this call: its context has the collector in which transformers gathers
         # `output_hidden_states` and the like.
         keys = capture.requested_keys()
-        output, captured = compute_jointly(index, (call, keys), lambda calls: self._forward_all(index, calls))
+        output, captured = batched_call(index, (call, keys), lambda calls: self._forward_all(index, calls))
         capture.publish(captured)
         return output
 

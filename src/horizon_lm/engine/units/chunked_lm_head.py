@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from horizon_lm.engine.passes.lockstep import member_id
+from horizon_lm.engine.passes.lockstep import caller_id
 from horizon_lm.engine.units.grad_sink import GradSlot
 from horizon_lm.engine.units.lm_head import LmHead, Outer
 from horizon_lm.errors import StreamingError
@@ -43,7 +43,7 @@ class ChunkedLmHead:
         self.head, self.engine, self.path, self.call_model = head, head.engine, path, call_model
         self._active = False  # the forward pass over the whole batch is running, without the head
         self._skips_norm = False  # the final norm is also skipped and left to the chunks
-        self._norm_input: dict[int, torch.Tensor] = {}  # by `member_id`, (B, T, H)
+        self._norm_input: dict[int, torch.Tensor] = {}  # by `caller_id`, (B, T, H)
         self._hidden: dict[int, torch.Tensor] = {}  # output of the trunk, (B, T, H)
         self._chunk: Chunk | None = None  # the chunk that the model is computing
         self._vocabulary = self.engine.parts.vocabulary
@@ -82,8 +82,8 @@ class ChunkedLmHead:
 
     def take_hidden(self) -> torch.Tensor:
         """Return the hidden states (B, T, H) of the batch that this thread has run through the trunk, and forget them."""
-        self._norm_input.pop(member_id(), None)
-        return self._hidden.pop(member_id())
+        self._norm_input.pop(caller_id(), None)
+        return self._hidden.pop(caller_id())
 
     def outer_names(self) -> list[str]:
         """Return the full names of the outer parameters used by chunks: those of the norm, and the bias of a
@@ -102,8 +102,8 @@ class ChunkedLmHead:
             return Decoded(self._chunk.normalise())
         output = forward(*args, **kwargs)
         if self._active:
-            hidden, norm_input = hidden_of(output), self._norm_input.get(member_id())
-            self._hidden[member_id()] = hidden
+            hidden, norm_input = hidden_of(output), self._norm_input.get(caller_id())
+            self._hidden[caller_id()] = hidden
             # A skipped norm must be the trunk's last operation, or chunks would apply it in the wrong place.
             if self._skips_norm and (norm_input is None or not is_same(hidden, norm_input)):
                 raise StreamingError(
@@ -119,7 +119,7 @@ class ChunkedLmHead:
         if not (self._active and self._skips_norm):
             return forward(hidden)
         # By batch, so that `trunk_forward` can check that nothing follows the norm.
-        self._norm_input[member_id()] = hidden
+        self._norm_input[caller_id()] = hidden
         return hidden
 
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:

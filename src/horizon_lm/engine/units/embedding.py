@@ -19,7 +19,7 @@ from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import advice_on_replaced_forward, version_of
 from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.lockstep import compute_jointly
+from horizon_lm.engine.passes.lockstep import batched_call
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.errors import ModelNotSupportedError, StreamingError, TokenError
 from horizon_lm.model.functional import is_linear, look_up
@@ -51,7 +51,7 @@ class StreamedEmbedding:
             return self._look_up_outside(ids)
         if not engine.forward.embeds:  # tokens whose rows the model compares with the embeddings of its caller
             return self._look_up_on_host(ids)
-        hidden: torch.Tensor = compute_jointly("embedding", ids, self._forward_all)
+        hidden: torch.Tensor = batched_call("embedding", ids, self._forward_all)
         return hidden
 
     def _forward_all(self, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -15,7 +15,7 @@ from horizon_lm.engine.passes.ambient import no_autocast_cache
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.forward_pass import require_forward
 from horizon_lm.engine.passes.forward_state import ForwardState
-from horizon_lm.engine.passes.lockstep import compute_jointly
+from horizon_lm.engine.passes.lockstep import batched_call
 from horizon_lm.engine.units.grad_sink import GradSlot, fresh_leaves
 from horizon_lm.engine.units.node import UnitNode
 from horizon_lm.model.functional import in_place
@@ -68,7 +68,7 @@ class LmHead:
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (B, T, V) of hidden states (B, T, H). Differentiable if the forward pass records."""
         require_forward(self.engine, "the head")
-        logits: torch.Tensor = compute_jointly("head", hidden, self._project_all)
+        logits: torch.Tensor = batched_call("head", hidden, self._project_all)
         return logits
 
     def _project_all(self, hidden: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.lockstep import compute_jointly
+from horizon_lm.engine.passes.lockstep import batched_call
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -48,7 +48,7 @@ class OuterDropout:
         # An in-place dropout must change its input, and pieces that are put together are another tensor.
         if running is None or not dropout.training or dropout.inplace or not running.randomness.has_streams:
             return own(hidden)
-        dropped: torch.Tensor = compute_jointly(("dropout", id(dropout)), hidden, partial(self._forward_all, own))
+        dropped: torch.Tensor = batched_call(("dropout", id(dropout)), hidden, partial(self._forward_all, own))
         return dropped
 
     def _forward_all(self, own: _Forward, batches: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 
 from horizon_lm.engine.passes.executor import Engine
-from horizon_lm.engine.passes.lockstep import compute_jointly
+from horizon_lm.engine.passes.lockstep import batched_call
 from horizon_lm.engine.units.expert_call import ExpertCall
 from horizon_lm.model.expert_adapters import of_experts
 from horizon_lm.model.routed_experts import Experts, RoutedExperts, expert_arguments
@@ -77,13 +77,13 @@ class TiledExperts:
                 calls.extend(arrived)
                 return arrived
 
-            def meet(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            def batched(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
                 with self._own_randomness():  # other micro-batches draw numbers while this one waits for their calls
-                    call: ExpertCall = compute_jointly(("experts", unit), self.call(hidden, ids, weights), compute)
+                    call: ExpertCall = batched_call(("experts", unit), self.call(hidden, ids, weights), compute)
                 assert call.output is not None
                 return call.attach(hidden, weights) if torch.is_grad_enabled() else call.output
 
-            with self.replaced(meet):
+            with self.replaced(batched):
                 yield
             if not is_routed:  # the block has left out its experts
                 compute([])

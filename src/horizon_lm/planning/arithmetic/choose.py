@@ -11,7 +11,7 @@ from typing import Any
 
 from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.layout.buffers import device_buffers
-from horizon_lm.planning.arithmetic.device_memory import device_use, step_working, weights_of_blocks
+from horizon_lm.planning.arithmetic.device_memory import device_use, step_activations, weights_of_blocks
 from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.outline import ModelOutline
 from horizon_lm.planning.arithmetic.request import Limit, Machine, Request
@@ -155,7 +155,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     buffers = sum(device_buffers(step.tiled, step.buffer_table, step.buffer_settings()).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"
-    needed, weights = step_working(step), weights_of_blocks(step)
+    needed, weights = step_activations(step), weights_of_blocks(step)
     if request.resident_blocks is not None or request.resident_graphs is not None:  # only the checkpoints are open
         boundaries = fitting_boundaries(num_blocks, requested.graphs, left, needed)
         found = replace(requested, boundaries=requested.graphs if boundaries is None else boundaries)

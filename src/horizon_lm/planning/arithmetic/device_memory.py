@@ -10,17 +10,17 @@ from horizon_lm.planning.arithmetic.matrices import orthogonalizing_bytes
 from horizon_lm.planning.arithmetic.outline import Footprint, Linear
 from horizon_lm.planning.arithmetic.plan_file import PlannedMemory
 from horizon_lm.planning.arithmetic.request import ForwardBatch
-from horizon_lm.planning.arithmetic.residency import Working
+from horizon_lm.planning.arithmetic.residency import ActivationMemory
 from horizon_lm.planning.arithmetic.step import Step
 from horizon_lm.schedule.ops import Kind, Stream
 from horizon_lm.schedule.trace import Span
 from horizon_lm.units import HEAD
 
 
-def working(
+def activation_memory(
     footprints: Sequence[Sequence[Footprint]], *, hidden: int, boundary: int, tokens: int, head_peak: Linear[int],
     chunk_tokens: int | None, first: int = 0,
-) -> Working:  # fmt: skip
+) -> ActivationMemory:  # fmt: skip
     """Return the bytes that computations need, excluding weights and gradients.
 
     Args:
@@ -34,7 +34,7 @@ def working(
     """
     blocks = [_block_bytes(micro_batches, hidden) for micro_batches in zip(*footprints, strict=True)]
     graphs, peaks, backward_peaks = zip(*blocks, strict=True)
-    return Working(
+    return ActivationMemory(
         graphs=graphs, peaks=peaks, backward_peaks=backward_peaks, boundary=boundary, first=first,
         head=_head_bytes(head_peak, hidden, tokens, chunk_tokens),
         tiled=frozenset(index for index, each in enumerate(footprints[0]) if each.experts),
@@ -42,7 +42,7 @@ def working(
 
 
 def _head_bytes(head_peak: Linear[int], hidden: int, tokens: int, chunk_tokens: int | None) -> int:
-    """Return the bytes that norm, head and loss need. The arguments are those of `working`."""
+    """Return the bytes that norm, head and loss need. The arguments are those of `activation_memory`."""
     # Also the last block's output and, in chunks, the output's gradient and a copy of the chunk's states.
     if chunk_tokens is None:
         return head_peak.at(tokens) + hidden
@@ -100,10 +100,10 @@ class DeviceUse:
         return sum(self.buffers.values()) + self.checkpoints + self.activations + self.shared
 
 
-def step_working(step: Step) -> Working:
+def step_activations(step: Step) -> ActivationMemory:
     """Return the bytes that the computations of a step need."""
     outline, settings = step.outline, step.settings
-    return working(
+    return activation_memory(
         [outline.footprints(rows, settings.expert_tile) for rows in settings.slices],
         hidden=step.hidden, boundary=step.boundary, tokens=step.tokens, head_peak=step.head.peak,
         chunk_tokens=settings.chunk_tokens, first=outline.first_differentiated,
@@ -114,7 +114,7 @@ def device_use(step: Step) -> DeviceUse:
     """Return the device memory of a step in bytes."""
     residency = step.settings.residency
     checkpoints = step.staying * step.boundary
-    in_training = step_working(step).step_peak(residency.boundaries, residency.graphs)
+    in_training = step_activations(step).step_peak(residency.boundaries, residency.graphs)
     in_update = max((orthogonalizing_bytes(step.outline.layout.matrices_of(u)) for u in step.orthogonalized), default=0)
     most = max([in_training, in_update, *(_evaluation_peak(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
@@ -173,7 +173,7 @@ def memory_curve(step: Step, spans: Sequence[Span], host_base: int) -> PlannedMe
 
 def _changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
     """Yield the moments at which computations change the memory in use on the device, and the changes in bytes."""
-    outline, settings, needed = step.outline, step.settings, step_working(step)
+    outline, settings, needed = step.outline, step.settings, step_activations(step)
     of_slices = [outline.footprints(rows, settings.expert_tile) for rows in settings.slices]
     for span in spans:
         unit = span.op.unit
@@ -187,7 +187,7 @@ def _changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
 
 
 def _changes_by_block(
-    step: Step, needed: Working, footprints: Sequence[Footprint], span: Span
+    step: Step, needed: ActivationMemory, footprints: Sequence[Footprint], span: Span
 ) -> Iterator[tuple[float, int]]:
     """Yield the changes by an operation of a block, whose micro-batches have these footprints."""
     index, kind, num_blocks = span.op.unit.block_index, span.op.kind, step.outline.num_blocks

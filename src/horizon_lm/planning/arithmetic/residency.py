@@ -125,7 +125,7 @@ def head_chunk_tokens(spare: int | None, vocabulary: int, itemsize: int, compile
 
 
 @dataclass(frozen=True, slots=True)
-class Working:
+class ActivationMemory:
     """Bytes that computations need for the whole batch, without weights and gradients.
 
     Attributes:
@@ -164,7 +164,7 @@ class Working:
         return max(most, kept + self.head)
 
 
-def choose_residency(spare: int, weights: Sequence[int], working: Working) -> Residency:
+def choose_residency(spare: int, weights: Sequence[int], activations: ActivationMemory) -> Residency:
     """Choose what stays in spare device memory.
 
     A boundary on the device saves its transfer to the host and back. A resident graph saves a quarter of its block's
@@ -174,19 +174,19 @@ def choose_residency(spare: int, weights: Sequence[int], working: Working) -> Re
     Args:
         spare: bytes not needed for anything else.
         weights: bytes of each block's weights.
-        working: bytes that computations need.
+        activations: bytes that computations need.
     """
     num_blocks = len(weights)
-    boundaries = fitting_boundaries(num_blocks, 0, spare, working) or 0
+    boundaries = fitting_boundaries(num_blocks, 0, spare, activations) or 0
     if boundaries < num_blocks:
         return Residency(boundaries)
     resident = graphs = 0
     for num_bytes in reversed(weights):  # graphs, each with the weights of its block
         index = num_blocks - 1 - graphs
-        if index in working.tiled or spare - num_bytes < working.step_peak(num_blocks, graphs + 1):
+        if index in activations.tiled or spare - num_bytes < activations.step_peak(num_blocks, graphs + 1):
             break
         spare, resident, graphs = spare - num_bytes, resident + 1, graphs + 1
-    spare -= working.step_peak(num_blocks, graphs)
+    spare -= activations.step_peak(num_blocks, graphs)
     for num_bytes in reversed(weights[: num_blocks - resident]):  # weights of earlier blocks
         if spare < num_bytes:
             break
@@ -194,7 +194,7 @@ def choose_residency(spare: int, weights: Sequence[int], working: Working) -> Re
     return Residency(boundaries, resident, graphs)
 
 
-def lower_residency(chosen: Residency, spare: int, weights: Sequence[int], working: Working) -> Residency:
+def lower_residency(chosen: Residency, spare: int, weights: Sequence[int], activations: ActivationMemory) -> Residency:
     """Return the largest part of a chosen residency that fits spare device memory.
 
     Boundaries are lowered first, which are often chosen as ``auto``; then graphs, which take most; weights last.
@@ -203,25 +203,25 @@ def lower_residency(chosen: Residency, spare: int, weights: Sequence[int], worki
         chosen: the residency that does not fit.
         spare: bytes not needed for anything else.
         weights: bytes of each block's weights.
-        working: bytes that computations need.
+        activations: bytes that computations need.
     """
     fewer_graphs = [(chosen.weights, graphs) for graphs in range(chosen.graphs, -1, -1)]
     fewer_weights = [(resident, 0) for resident in range(chosen.weights - 1, -1, -1)]
     for resident, graphs in fewer_graphs + fewer_weights:
         left = spare - sum(weights[len(weights) - resident :])
-        boundaries = fitting_boundaries(chosen.boundaries, graphs, left, working)
+        boundaries = fitting_boundaries(chosen.boundaries, graphs, left, activations)
         if boundaries is not None:
             return Residency(boundaries, resident, graphs)
     return Residency(0)
 
 
-def fitting_boundaries(most: int, graphs: int, spare: int, working: Working) -> int | None:
+def fitting_boundaries(most: int, graphs: int, spare: int, activations: ActivationMemory) -> int | None:
     """Return the largest number of boundaries with which a step fits spare memory; None if none does.
 
     Args:
         most: the largest number to return.
         graphs: number of kept graphs, of which boundaries are a part: the smallest number to return.
         spare: bytes for the computations and what they keep, without weights.
-        working: bytes that computations need.
+        activations: bytes that computations need.
     """
-    return next((n for n in range(most, graphs - 1, -1) if working.step_peak(n, graphs) <= spare), None)
+    return next((n for n in range(most, graphs - 1, -1) if activations.step_peak(n, graphs) <= spare), None)

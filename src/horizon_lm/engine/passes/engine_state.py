@@ -26,7 +26,7 @@ from horizon_lm.store.unit_slabs import UnitSlabs
 from horizon_lm.units import EMBED, HEAD, Unit
 
 
-class Machinery:
+class EngineState:
     """The parts of the engine, and the properties of the model that determine its schedules.
 
     Attributes:
