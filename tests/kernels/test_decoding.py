@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from horizon_lm.codecs.fp8 import Fp8
 from horizon_lm.device.cpu import HostLink
 from horizon_lm.kernels import decoding
 from tests.support.quantized_tensors import CASES, packed_case
@@ -69,6 +70,21 @@ def test_without_triton_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
         out = torch.empty(shape)
         decoding.decode(codec, codec.views(packed, shape), out, out.dtype)
         assert torch.equal(out, codec.decode(packed, torch.empty(shape)))
+
+
+class WithoutKernels(Fp8):
+    """A format for which no loops were written."""
+
+
+def test_a_format_without_kernels_is_decoded_by_its_torch_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "has_triton", lambda: True)
+    codec, shape, packed = packed_case("fp8")
+    other, out = WithoutKernels(codec.tile, codec.scale_dtype), torch.empty(shape)
+    expected = codec.decode(packed, torch.empty(shape))
+    decoding.decode(other, other.views(packed, shape), out, out.dtype)
+    assert torch.equal(out, expected)
+    HostLink().decode(out.zero_(), packed, other, out.dtype)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("rounded", [None, torch.bfloat16, torch.float16], ids=str)

@@ -38,7 +38,7 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
     """
     if isinstance(codec, Rows):
         decode(codec.of, components, out, dtype)
-    elif not has_triton():
+    elif not has_triton() or type(codec.of if isinstance(codec, Stack) else codec) not in _DECODERS:
         codec.decode_part(components, out, dtype)
     elif isinstance(codec, Stack) and not isinstance(codec.of, _OF_STACKS):
         for index, each in enumerate(out):

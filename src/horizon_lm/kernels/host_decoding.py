@@ -31,7 +31,7 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
     elif isinstance(codec, Stack):
         for index, each in enumerate(out):
             decode(codec.of, {name: part[index] for name, part in components.items()}, each, dtype)
-    elif form is None or not out.is_contiguous():
+    elif form is None or not out.is_contiguous() or type(codec) not in _DECODERS:
         codec.decode_part(components, out, dtype)
     else:
         _DECODERS[type(codec)](codec, components, out, form)
