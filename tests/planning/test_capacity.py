@@ -10,6 +10,7 @@ from horizon_lm.errors import DoesNotFitError
 from horizon_lm.layout.buffers import BufferOptions, BufferSettings, BufferTable, device_buffers
 from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.units import find_parts
+from horizon_lm.planning.arithmetic.budgets import _named_items
 from tests.support import tiny_models
 from tests.support.thinned_cases import thinned
 
@@ -73,3 +74,8 @@ def test_planned_capacity_equals_allocated_bytes(
     )
     with pytest.raises(DoesNotFitError, match="do not fit into the device capacity"):
         too_small(**inputs).loss.backward()
+
+
+def test_a_buffer_without_a_text_is_named_by_its_kind() -> None:
+    (item,) = _named_items({"spare_slots": 5}, {})
+    assert (item.name, item.bytes, item.note) == ("spare slots", 5, "")

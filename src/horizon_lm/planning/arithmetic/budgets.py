@@ -68,10 +68,10 @@ def _buffer_items(use: DeviceUse) -> list[Item]:
 
 
 def _named_items(bytes_by_kind: Mapping[str, int], names: Mapping[str, tuple[str, str]]) -> list[Item]:
-    """Return an item for each kind of bytes, with the kind's name and note from ``names``."""
+    """Return an item for each kind of bytes, with the kind's name and note from ``names``, or named by its kind alone."""
     items = []
     for kind, num_bytes in bytes_by_kind.items():
-        name, note = names[kind]
+        name, note = names.get(kind, (kind.replace("_", " "), ""))
         items.append(Item(name, num_bytes, note))
     return items
 
