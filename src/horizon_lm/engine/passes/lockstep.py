@@ -140,7 +140,7 @@ class _Caller:
 def run_together(functions: Sequence[Callable[[], T]], prepare: Sequence[Callable[[], None]] | None = None) -> list[T]:
     """Run functions in lock-step, and return their results.
 
-    One runs at a time, in the given order between two meetings. An error of one of them, or of a arrival, ends all of them
+    One runs at a time, in the given order between two meetings. An error of one of them, or of a batched call, ends all of them
     and is raised.
 
     Args:
