@@ -130,7 +130,7 @@ PartT = TypeVar("PartT", bound=PartLayout[Any])
 
 
 class TiledLayout(Generic[PartT]):
-    """What has a slot on the device: units, of blocks with tiles their cores, and tiles.
+    """The parts of a model that have slots on the device: its units, or the core of a block with tiles, and the tiles.
 
     Args:
         model: the layout of the model.
@@ -194,8 +194,7 @@ class TiledLayout(Generic[PartT]):
         """
         if unit.is_tile:
             return unit.tile_number == self.counts[unit.block_index] - 1
-        if unit.is_block and self.is_cut(
-            unit.block_index
-        ):  # a core: the first, if the tiles are not trained and so land nothing
+        if unit.is_block and self.is_cut(unit.block_index):
+            # A core lands first if the tiles are not trained, and so land nothing.
             return self.parts[tile(unit.block_index, 0)].grad_layout.numel == 0
         return True

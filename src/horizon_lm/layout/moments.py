@@ -1,4 +1,4 @@
-"""Where an optimizer's moments lie, and the scales of those in 8 bits."""
+"""Lay out an optimizer's moments, and the scales of those in 8 bits."""
 
 from collections.abc import Collection, Sequence
 

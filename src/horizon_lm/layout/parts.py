@@ -81,20 +81,23 @@ class PartLayout(Generic[StorageT]):
         """Cuts of each buffer of the slot, without what is quantized: the element at which each rank's range begins, and that at
         which the last one ends.
         """
-        found = []
-        for number, slab in enumerate(self.slabs.of_weights):
-            places = [span for _, span in self._places(slab.layout, self.layout.buffers[number])]
-            found.append(slab.slot_cuts if self._is_whole(number) else cut_slot(slab.cuts, places))
-        return found
+        return [
+            slab.slot_cuts if self._is_whole(number) else self._cut(slab.cuts, slab.layout, self.layout.buffers[number])
+            for number, slab in enumerate(self.slabs.of_weights)
+        ]
 
     @property
     def grad_cuts(self) -> list[list[int]]:
         """Cuts of each buffer of the slot of the gradients, as `cuts` has those of the weights."""
-        found = []
-        for number, slab in enumerate(self.slabs.of_weights):
-            places = [span for _, span in self._places(slab.grad_layout, self.grad_layout.buffers[number])]
-            found.append(slab.grad_cuts if self._is_whole(number) else cut_slot(slab.grad_cuts, places))
-        return found
+        buffers = self.grad_layout.buffers
+        return [
+            slab.grad_cuts if self._is_whole(number) else self._cut(slab.grad_cuts, slab.grad_layout, buffers[number])
+            for number, slab in enumerate(self.slabs.of_weights)
+        ]
+
+    def _cut(self, cuts: list[int], whole: SlabLayout, part: SlabLayout) -> list[int]:
+        """Return the cuts of a buffer, given those of its slab and both layouts."""
+        return cut_slot(cuts, [span for _, span in self._places(whole, part)])
 
     @cached_property
     def packed(self) -> SlabLayout:

@@ -143,8 +143,9 @@ class DeviceBuffers:
         # collector runs.
         self._table = table = partial(BufferTable, tiles, buffer_options(options, store))
         self._device, self._tiles = device, tiles
-        self.accumulates, self.gathers_packed = table().accumulates, table().gathers_packed
-        self._slots = {kind: Slots(device, kind, partial(_sizes_of, table, kind)) for kind in table().slots}
+        first = table()
+        self.accumulates, self.gathers_packed = first.accumulates, first.gathers_packed
+        self._slots = {kind: Slots(device, kind, partial(_sizes_of, table, kind)) for kind in first.slots}
         self.resident_weights: dict[int, Slots] = {}
         self.table_rows = GrowingBuffers(device, "table_rows")
         self.table_row_grads = GrowingBuffers(device, "table_row_grads")
@@ -161,11 +162,12 @@ class DeviceBuffers:
         """Keep these blocks' weights, and no others, on the device from now on. No copy may be running."""
         for slots in (*self.resident_weights.values(), self._slots["weight_slots"]):
             slots.release()
-        blocks, sizes = list(blocks), self._table().block_weights
-        streamed = partial(self._table().streamed_weights, blocks)
+        blocks, table = list(blocks), self._table()
+        streamed = partial(table.streamed_weights, blocks)
         self._slots["weight_slots"] = Slots(self._device, "weight_slots", streamed)
         self.resident_weights = {
-            index: Slots(self._device, "resident_weights", partial(sizes.__getitem__, index)) for index in blocks
+            index: Slots(self._device, "resident_weights", partial(table.block_weights.__getitem__, index))
+            for index in blocks
         }
         # A later pass allocates it again, unless all boundaries stay on the device now.
         self.ring.release()

@@ -4,7 +4,7 @@ Shapes: B batch rows, T tokens of a row, N tokens of a chunk, H hidden size, V v
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -68,7 +68,7 @@ class ChunkedRun(HeadRun):
                 self.collect(index, self.values(Chunk(self.owner, flat[index][None], outer, None), index, names))
 
     def differentiate(
-        self, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None, grads: dict[str, torch.Tensor | None]
+        self, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None, grads: Mapping[str, torch.Tensor | None]
     ) -> Grads:
         """Compute and differentiate chunk by chunk, so that only one chunk's logits and graph exist at a time.
 
@@ -89,12 +89,8 @@ class ChunkedRun(HeadRun):
                 # A copy of the chunk's rows, and the leaf of its graph, which ends here.
                 leaf = flat[index].requires_grad_()  # (N, H)
                 values = self.values(Chunk(self.owner, leaf[None], leaves, slot), index, list(grads))
-                of_chunk = [grad if grad is None or grad.ndim == 0 else grad[index] for grad in grads.values()]
-                # A model's own loss may have another dtype than the sum.
-                pairs = zip(of_chunk, values, strict=True)
-                torch.autograd.backward(
-                    values, [None if grad is None else grad.to(value.dtype) for grad, value in pairs]
-                )
+                pairs = zip(grads.values(), values, strict=True)
+                torch.autograd.backward(values, [_grad_of_chunk(grad, index, value.dtype) for grad, value in pairs])
                 hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
                 self.collect(index, [value.detach() for value in values])
         outer_grads: list[torch.Tensor | None] = [
@@ -105,6 +101,14 @@ class ChunkedRun(HeadRun):
     def _chunks(self) -> tuple[torch.Tensor, ...]:
         """Return the positions of each chunk's tokens in the flattened batch, each of shape (N,)."""
         return self.inputs.trained.split(self.owner.chunk_tokens) if len(self.inputs.trained) else ()
+
+
+def _grad_of_chunk(grad: torch.Tensor | None, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the part of a gradient that belongs to the tokens of a chunk, at positions (N,); all of that of a sum over chunks."""
+    if grad is None:
+        return None
+    # A model's own loss may have another dtype than the sum.
+    return (grad if grad.ndim == 0 else grad[index]).to(dtype)
 
 
 class LossRun(ChunkedRun):
@@ -211,7 +215,7 @@ class LogprobRun(ChunkedRun):
         """Return the gradients. The logits of each chunk are computed again."""
         # Values that no loss uses are not recomputed: entropy alone takes two more tensors (N, V).
         grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
-        return self.context.run(lambda: self.differentiate(hidden, outer, slot, dict(grad_of)))
+        return self.context.run(lambda: self.differentiate(hidden, outer, slot, grad_of))
 
     def values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the named values (N,) of the tokens of a chunk."""

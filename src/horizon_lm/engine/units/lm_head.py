@@ -167,7 +167,7 @@ class _HeadNode(UnitNode):
     def forward(self, inputs: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         outer, hidden = self._split(inputs)
         with self.engine.cursor.compute(Kind.FORWARD, HEAD):
-            if self._slot is not None:
+            if self._slot is not None and self.forward_state is not None and self.forward_state.has_head_grads:
                 self._slot.buffers = self.engine.memory.grads_of(HEAD)
             results = [run.forward(states, outer, self._slot) for run, states in zip(self._runs, hidden, strict=True)]
             self.engine.poison_weights(HEAD)
