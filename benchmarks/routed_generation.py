@@ -19,7 +19,7 @@ from peers_cpu import processor, versions
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import horizon_lm
-from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
+from horizon_lm.engine.passes.expert_tiles import ExpertTiles
 
 BLOCKS, EXPERTS, PER_TOKEN, HIDDEN, WIDTH = 3, 128, 8, 2048, 768
 CONFIG = Qwen3MoeConfig(
@@ -30,35 +30,37 @@ EVERY, ROUTED = "all experts", "routed experts"
 
 
 def moved(model: Any) -> Mapping[str, int]:
-    """Return the bytes that blocks have moved to the device, by kind."""
-    found = horizon_lm.stats(model)["moved_bytes"]
-    return {
-        kind: sum(count for name, count in found.items() if name.startswith(f"{kind}:block"))
-        for kind in ("stream_in", "stream_experts")
+    """Return the bytes that were moved to the device: of blocks, or their cores, and of chosen experts."""
+    found = {
+        name: count
+        for name, count in horizon_lm.stats(model)["moved_bytes"].items()
+        if name.startswith("stream_in:block")
     }
+    experts = sum(count for name, count in found.items() if ".tile" in name)
+    return {"block": sum(found.values()) - experts, "experts": experts}
 
 
 @torch.no_grad()
 def measure(tokens: int, rounds: int) -> dict[str, tuple[float, dict[str, int]]]:
-    """Return the median seconds of a token, and the bytes that it moves by kind, for each way."""
+    """Return the median seconds of a token, and the bytes that it moves as `moved` has them, for each way."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
     model = horizon_lm.stream(plain, "cpu", precision="bf16").eval()
-    prompt, own = torch.tensor([[17, 4, 99, 3]]), RoutedBlocks.for_tokens
-    ways: dict[str, Any] = {EVERY: lambda self, count: frozenset(), ROUTED: own}
+    prompt, own = torch.tensor([[17, 4, 99, 3]]), ExpertTiles.routed
+    ways: dict[str, Any] = {EVERY: lambda self, num_tokens: frozenset(), ROUTED: own}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     last: dict[str, dict[str, int]] = {}
     answers: dict[str, torch.Tensor] = {}
     for _ in range(rounds):
         for name, way in ways.items():
-            RoutedBlocks.for_tokens = way  # type: ignore[method-assign]
+            ExpertTiles.routed = way  # type: ignore[method-assign]
             cache = model(prompt, use_cache=True).past_key_values
             token, logits = prompt[:, -1:], []
             for _ in range(tokens):
                 before, clock = moved(model), time.perf_counter()
                 output = model(token, past_key_values=cache, use_cache=True)
                 seconds[name].append(time.perf_counter() - clock)
-                last[name] = {kind: count - before[kind] for kind, count in moved(model).items()}
+                last[name] = {part: count - before[part] for part, count in moved(model).items()}
                 logits.append(output.logits)
                 token = output.logits[:, -1:].argmax(-1)
             answers[name] = torch.cat(logits)
@@ -85,8 +87,8 @@ def main() -> None:
         "|---|---|---|---|---|",
     ]
     for name, (clock, counts) in found.items():
-        blocks = {kind: count / BLOCKS for kind, count in counts.items()}
-        of_experts = blocks["stream_experts"] or EXPERTS * expert
+        blocks = {part: count / BLOCKS for part, count in counts.items()}
+        of_experts = blocks["experts"] or EXPERTS * expert
         lines.append(
             f"| {name} | {clock:.3f} | {sum(blocks.values()) / 2**20:,.1f} | {of_experts / 2**20:,.1f} | {of_experts / expert:g} |"
         )

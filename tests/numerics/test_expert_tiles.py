@@ -244,9 +244,10 @@ def test_few_tokens_stream_the_experts_that_they_are_routed_to(family: str, kind
     model, whole = build_model(tile=3), build_model(tile=None)
     token = torch.tensor([[7]])
     assert torch.equal(model(token).logits, whole(token).logits)
-    read = {key: count for key, count in moved(model).items() if ".tile" in key and count}
-    experts = {key: count for key, count in moved(whole).items() if key.startswith(f"{Kind.STREAM_EXPERTS}:")}
-    assert sum(read.values()) == sum(experts.values())
+    read, experts = (
+        {key: count for key, count in moved(each).items() if ".tile" in key and count} for each in (model, whole)
+    )
+    assert sum(read.values()) == sum(experts.values()) > 0
     assert len(read) <= 2 * model.config.num_hidden_layers
     many = tiny_models.batch(rows=3, length=11)["input_ids"]
     assert torch.equal(model(many).logits, whole(many).logits)

@@ -10,10 +10,11 @@ import torch
 
 import horizon_lm
 from horizon_lm.device.simulated import SimulatedDevice
-from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
+from horizon_lm.engine.passes.expert_tiles import ExpertTiles
+from horizon_lm.engine.units.tiled_computation import WholeCall
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
-from horizon_lm.units import block
+from horizon_lm.units import block, tile
 from tests.support import tiny_models
 from tests.support.schedule_proofs import without_wait
 from tests.support.thinned_cases import covering, thinned
@@ -29,7 +30,7 @@ FAMILIES = {
 def all_experts() -> Iterator[None]:
     """Stream all experts, as for many tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RoutedBlocks, "for_tokens", lambda self, count: frozenset())
+        patch.setattr(ExpertTiles, "routed", lambda self, num_tokens: frozenset())
         yield
 
 
@@ -51,9 +52,11 @@ def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-def moved(model: Any, kind: Kind) -> dict[str, int]:
+def moved(model: Any) -> dict[str, int]:
+    """Return the bytes of chosen experts that were moved, by block."""
     found = horizon_lm.stats(model)["moved_bytes"]
-    return {key: count for key, count in found.items() if key.startswith(f"{kind}:block") and count}
+    tiles = {key.removeprefix(f"{Kind.STREAM_IN}:"): count for key, count in found.items() if key.endswith(".tile0")}
+    return {unit.removesuffix(".tile0"): count for unit, count in tiles.items() if count}
 
 
 @pytest.mark.parametrize(("family", "precision"), covering(FAMILIES, ("float32", "bf16")))
@@ -61,10 +64,10 @@ def test_same_bits(family: str, precision: str) -> None:
     with all_experts():
         whole = streamed(family, precision=precision)
         expected = answer(whole)
-    assert not moved(whole, Kind.STREAM_EXPERTS)
+    assert not moved(whole)
     model = streamed(family, precision=precision)
     assert same(answer(model), expected)
-    assert moved(model, Kind.STREAM_EXPERTS)
+    assert moved(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,10 +85,10 @@ def test_bytes_of_a_token() -> None:
     model(torch.tensor([[7]]))
     config = model.config
     expert = 3 * config.hidden_size * config.moe_intermediate_size * 2
-    experts, others = moved(model, Kind.STREAM_EXPERTS), moved(model, Kind.STREAM_IN)
-    assert list(experts.values()) == [2 * expert] * config.num_hidden_layers
-    slabs = [model._horizon.engine.store.units[unit].plain.weights.nbytes for unit in (block(0), block(1))]
-    assert list(others.values())[:2] == [size - EXPERTS * expert for size in slabs]
+    assert list(moved(model).values()) == [2 * expert] * config.num_hidden_layers
+    found, slabs = horizon_lm.stats(model)["moved_bytes"], model._horizon.engine.store.units
+    for unit in (block(0), block(1)):
+        assert found[f"{Kind.STREAM_IN}:{unit}"] == slabs[unit].plain.weights.nbytes - EXPERTS * expert
 
 
 @torch.no_grad()
@@ -93,28 +96,28 @@ def test_bytes_of_a_token() -> None:
 def test_up_to_half_of_the_experts(tokens: int, is_routed: bool) -> None:
     model = streamed("qwen3_moe")
     model(torch.arange(5, 5 + tokens)[None])
-    assert bool(moved(model, Kind.STREAM_EXPERTS)) == is_routed
+    assert bool(moved(model)) == is_routed
 
 
 def test_not_with_gradients() -> None:
     model = streamed("qwen3_moe")
     model(torch.tensor([[7]]))
-    assert not moved(model, Kind.STREAM_EXPERTS)
+    assert not moved(model)
 
 
 @torch.no_grad()
 def test_resident_blocks_are_not_streamed() -> None:
     model = streamed("qwen3_moe", resident_blocks=2, activation_checkpoints="device")
     model(torch.tensor([[7]]))
-    assert list(moved(model, Kind.STREAM_EXPERTS)) == ["stream_experts:block0"]
+    assert list(moved(model)) == ["block0"]
 
 
 @torch.no_grad()
 def test_dense_blocks_are_streamed_whole() -> None:
     model = streamed("deepseek_v3")
     model(torch.tensor([[7]]))
-    assert "stream_experts:block0" not in moved(model, Kind.STREAM_EXPERTS)
-    assert "stream_experts:block1" in moved(model, Kind.STREAM_EXPERTS)
+    assert "block0" not in moved(model)
+    assert "block1" in moved(model)
 
 
 @torch.no_grad()
@@ -135,7 +138,7 @@ def test_quantized_experts(family: str, kind: str, tmp_path: Path) -> None:
         expected = answer(whole)
     model = opened(folder, kind).eval()
     assert same(answer(model), expected)
-    some, every = (sum(moved(each, Kind.STREAM_EXPERTS).values()) for each in (model, whole))
+    some, every = (sum(moved(each).values()) for each in (model, whole))
     assert some > 0 == every
     assert sum(horizon_lm.stats(model)["moved_bytes"].values()) < sum(horizon_lm.stats(whole)["moved_bytes"].values())
 
@@ -147,7 +150,7 @@ def test_any_order_that_the_waits_allow(seed: int) -> None:
     assert same(answer(streamed("qwen3_moe", device, precision="float32")), expected)
 
 
-@pytest.mark.parametrize(("kind", "unit"), [(Kind.ROUTE, block(0)), (Kind.FORWARD, block(2))])
+@pytest.mark.parametrize(("kind", "unit"), [(Kind.ROUTE, block(0)), (Kind.FORWARD, tile(2, 0))])
 def test_a_dropped_wait_changes_the_numbers(kind: Kind, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control. The other waits of a routed pass are no data hazard: they order what the host already has ordered."""
     expected = answer(streamed("qwen3_moe", precision="float32"))
@@ -167,10 +170,10 @@ def test_a_dropped_wait_changes_the_numbers(kind: Kind, unit: str, monkeypatch: 
 
 
 @torch.no_grad()
-def test_experts_that_are_not_streamed_are_missing() -> None:
+def test_experts_that_are_not_streamed_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the slots hold nothing that could stand in for them."""
     expected = answer(streamed("qwen3_moe", precision="float32"))
     model = streamed("qwen3_moe", SimulatedDevice(0), precision="float32")
-    model._horizon.engine.routed.expert_moves = lambda unit, memory, chosen: []
+    monkeypatch.setattr(WholeCall, "chosen", lambda self: [])
     got = answer(model)
     assert not same(got[1:-2], expected[1:-2])

@@ -137,6 +137,21 @@ def test_tiles_of_a_routed_block_follow_its_routing() -> None:
         assert (places[Kind.STREAM_IN, unit] > places[Kind.ROUTE, block(unit.block_index)]) == (unit.block_index < 2)
 
 
+def test_experts_of_a_routed_block_without_tiles_are_one_in_its_slot() -> None:
+    layout = build.Layout(2)
+    assert not order(build.forward(layout), Kind.STREAM_IN)
+    forward = build.forward(layout, routed=(0, 1))
+    assert order(forward, Kind.STREAM_IN) == order(forward, Kind.FORWARD) == [tile(0, 0), tile(1, 0)]
+    places = forward.positions
+    for index, following in enumerate(
+        (block(1), HEAD)
+    ):  # what follows is prefetched before the host waits for the routing
+        routing, copy = places[Kind.ROUTE, block(index)], places[Kind.STREAM_IN, tile(index, 0)]
+        assert places[Kind.STREAM_IN, following] < routing < copy
+        assert forward.ops[copy].writes == (layout.weights(index),)
+        assert After(routing) in forward.ops[copy].waits
+
+
 def test_a_tile_is_copied_while_the_tile_before_computes() -> None:
     forward = build.forward(build.Layout(2, tiles=(4, 4)))
     places = forward.positions

@@ -2,7 +2,7 @@
 
 A sequence is unrolled into one list of operations. Vector clocks over the streams show which operations precede each
 operation; any two accesses to a buffer, at least one of them a write, must be ordered. The contents of buffers are
-tracked in program order: a computation must find its own unit in the slot that it reads.
+tracked in program order: a computation must find its own unit in the slot that it reads, or a tile that has completed it.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import After, Buf, Buffer, Op, Schedule, Stream, Wait
-from horizon_lm.units import EMBED, HEAD, OUTER, block
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
 
 # Maximum number of buffers of each kind, which must not depend on the number of blocks.
 # HOST_LANDING: two for blocks, then HEAD, EMBED and OUTER.
@@ -60,7 +60,7 @@ class _Unrolled:
         self._last_on_stream = [-1] * len(_STREAMS)
         self._writer: dict[Buffer, int] = {}
         self._readers: dict[Buffer, dict[Stream, int]] = {}
-        self._content: dict[Buffer, str] = {}
+        self._content: dict[Buffer, Unit] = {}
         self._last_use: dict[Wait, int] = {}
 
     def add_pass(self, pass_index: int, schedule: Schedule, scope: int) -> None:
@@ -114,8 +114,11 @@ class _Unrolled:
             )  # fmt: skip
 
     def _check_content(self, pass_index: int, op: Op, buffer: Buffer) -> None:
-        if buffer.kind in SLOTS and isinstance(buffer.index, int) and self._content.get(buffer) != op.unit:
-            self._report(pass_index, op, f"finds {self._content.get(buffer, 'nothing')} in {buffer}")
+        if buffer.kind not in SLOTS or not isinstance(buffer.index, int):
+            return
+        found = self._content.get(buffer)
+        if found is None or op.unit not in (found, found.owner):
+            self._report(pass_index, op, f"finds {found or 'nothing'} in {buffer}")
 
     def _report(self, pass_index: int, op: Op, text: str) -> None:
         self.problems.append(Problem(pass_index, op, text))

@@ -113,10 +113,16 @@ class TrainerPlan:
         loaded = sum(slab.weights[slab.own].nbytes for slab in slabs)
         if rows is None or engine.mesh.size > 1:  # several ranks load all experts
             return loaded
-        for index in engine.routed.for_tokens(rows):
-            experts = engine.routed.experts[index]
+        for index in engine.tiles.routed(rows):
+            experts, of_block = engine.tiles.model.experts[index], engine.store.units[block(index)].all
             unread = experts.count - rows * experts.per_token
-            loaded -= engine.routed.num_bytes(block(index)) * unread // experts.count
+            num_bytes = sum(
+                slab.layout.view(slab.weights, name).nbytes
+                for slab in of_block
+                for name in experts.names
+                if name in slab.layout
+            )
+            loaded -= num_bytes * unread // experts.count
         return loaded
 
     def _planned(self, run: RunConfig) -> Plan:

@@ -22,17 +22,19 @@ MatrixShape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensors:
-    """The routed experts of a block that can be computed a few at a time.
+    """The routed experts of a block.
 
     Attributes:
         count: number of experts.
         per_token: number of experts that a token is routed to.
         names: full names of their weights, each of which has a row for every expert.
+        is_divisible: they can be computed a few at a time.
     """
 
     count: int
     per_token: int
     names: frozenset[str]
+    is_divisible: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,7 @@ class ModelLayout(Generic[StorageT]):
         vocabulary, hidden: rows and columns of the embedding table, V and H.
         tied: the head uses the embedding table.
         matrices: the trained matrices of blocks, by full name.
-        experts: the routed experts of the blocks that can be cut into tiles, by the index of the block.
+        experts: the routed experts of blocks, by the index of the block.
     """
 
     units: Mapping[Unit, UnitLayout[StorageT]]
@@ -132,27 +134,35 @@ PartT = TypeVar("PartT", bound=PartLayout[Any])
 class TiledLayout(Generic[PartT]):
     """The parts of a model that have slots on the device: its units, or the core of a block with tiles, and the tiles.
 
+    The experts of a block that is not cut are one tile, which lies in the slot of the block. Only passes of few tokens stream it apart
+    from its core; others stream the block as a whole.
+
     Args:
         model: the layout of the model.
         size: number of experts in a tile; None to cut no block.
         make: makes a part; called with the arguments of `PartLayout`.
 
     Attributes:
-        parts: the tensors of each unit, core and tile that lie in its slot.
+        parts: the tensors of each unit and tile; of a block that is cut, those of its core.
+        cores: the tensors of each block with experts without these.
         slots: the slots between which tiles alternate.
     """
 
     def __init__(self, model: ModelLayout[Any], size: int | None, make: Callable[..., PartT]) -> None:
         self.model, self.size = model, size
         self.parts: dict[Unit, PartT] = {unit: make(slabs) for unit, slabs in model.units.items()}
+        self.cores: dict[Unit, PartT] = {}
         counts = [0] * model.num_blocks
-        for index, experts in model.experts.items() if size is not None else ():
-            assert size is not None
-            slabs, counts[index] = model.units[block(index)], -(-experts.count // size)
-            self.parts[block(index)] = make(slabs, frozenset(slabs.layout) - experts.names)
-            for number in range(counts[index]):
-                rows = slice(number * size, min((number + 1) * size, experts.count))
-                self.parts[tile(index, number)] = make(slabs, experts.names, rows)
+        for index, experts in model.experts.items():
+            unit, slabs = block(index), model.units[block(index)]
+            step = size if size is not None and experts.is_divisible else None
+            self.cores[unit] = make(slabs, frozenset(slabs.layout) - experts.names, in_place=step is None)
+            starts = range(0, experts.count, step or experts.count)
+            for number, start in enumerate(starts):
+                rows = slice(start, min(start + starts.step, experts.count))
+                self.parts[tile(index, number)] = make(slabs, experts.names, rows, in_place=step is None)
+            if step is not None:
+                self.parts[unit], counts[index] = self.cores[unit], len(starts)
         self.slots = TileSlots(tuple(counts) if any(counts) else ())
 
     @property
@@ -161,13 +171,17 @@ class TiledLayout(Generic[PartT]):
         return tuple(self.slots.counts)
 
     def is_cut(self, index: int) -> bool:
-        """Return whether a block has tiles."""
+        """Return whether the experts of a block are cut into tiles with slots of their own."""
         return bool(self.counts) and self.counts[index] > 0
 
     @cached_property
     def tiles(self) -> list[Unit]:
-        """All tiles."""
-        return [unit for unit in self.parts if unit.is_tile]
+        """All tiles with slots of their own."""
+        return [unit for unit, part in self.parts.items() if unit.is_tile and not part.in_place]
+
+    def tiles_of(self, index: int) -> list[Unit]:
+        """Return the tiles of a block with experts, in the order of the forward pass."""
+        return self.slots.of(index) or [tile(index, 0)]
 
     @property
     def kept_each(self) -> int:

@@ -61,8 +61,10 @@ class RoutedExperts:
 
     @property
     def most_tokens(self) -> int:
-        """The largest number of tokens that read at most half of the experts, wherever they are routed to."""
-        return self.count // (2 * self.per_token)
+        """The largest number of tokens that read at most half of the experts, wherever they are routed to; 0 with adapters, which PEFT
+        applies to all experts of a block at once.
+        """
+        return 0 if self.adapters else self.count // (2 * self.per_token)
 
 
 def num_experts(config: Any) -> int:
@@ -95,14 +97,6 @@ def weighted_rows(function: Experts, hidden: torch.Tensor, ids: torch.Tensor, we
 
 
 def find_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
-    """Return the experts that can be streamed without the others of their block, by the index of the block.
-
-    Experts with adapters are left out, because PEFT applies adapters to all experts of a block at once.
-    """
-    return {index: experts for index, experts in _experts_by_block(parts).items() if not experts.adapters}
-
-
-def _experts_by_block(parts: ModelParts) -> dict[int, RoutedExperts]:
     """Return the experts of all blocks that have any (`_experts_of`), by the index of their block."""
     found: dict[int, RoutedExperts] = {}
     per_token = experts_per_token(parts.model.config.get_text_config())
@@ -117,12 +111,15 @@ def _experts_by_block(parts: ModelParts) -> dict[int, RoutedExperts]:
 
 
 def expert_tensors(parts: ModelParts) -> dict[int, ExpertTensors]:
-    """Return the experts that can be computed a few at a time, as they are laid out, by the index of their block."""
+    """Return the experts of blocks as they are laid out, by the index of their block."""
     return {
         index: ExpertTensors(
-            each.count, each.per_token, frozenset(f"{parts.block_names[index]}.{name}" for name in each.names)
+            each.count,
+            each.per_token,
+            frozenset(f"{parts.block_names[index]}.{name}" for name in each.names),
+            is_divisible=not each.have_more,
         )
-        for index, each in find_divisible_experts(parts).items()
+        for index, each in find_experts(parts).items()
     }
 
 
@@ -154,7 +151,7 @@ def find_divisible_experts(parts: ModelParts) -> dict[int, RoutedExperts]:
 
     Experts that share weights are left out, because these weights would get a gradient from each part.
     """
-    return {index: experts for index, experts in _experts_by_block(parts).items() if not experts.have_more}
+    return {index: experts for index, experts in find_experts(parts).items() if not experts.have_more}
 
 
 _IN_PARTS = (Stack, Mxfp4, type(None))  # codecs of which one expert can be decoded by itself

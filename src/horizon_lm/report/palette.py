@@ -14,7 +14,6 @@ DARK = {TEXT: "#d5dbe2", MUTED: "#98a2ad", GRID: "#30363d", PAGE: "#151a21", FIR
 KINDS = {
     Kind.STREAM_IN: "#4c78a8",
     Kind.FETCH: "#88bde6",
-    Kind.STREAM_EXPERTS: "#35608f",
     Kind.ROUTE: "#7fbf7b",
     Kind.FORWARD: "#54a24b",
     Kind.RECOMPUTE: "#b6a13a",

@@ -12,7 +12,7 @@ from functools import lru_cache
 from horizon_lm.schedule.ops import Buf, Buffer, Kind, Op, Schedule, Stream
 from horizon_lm.schedule.tiles import TileCopies, TileSlots
 from horizon_lm.schedule.waits import derive_waits
-from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block
+from horizon_lm.units import EMBED, HEAD, OUTER, Unit, block, tile
 
 _CACHED = 32  # cached passes of each kind: deriving the waits of a deep model takes tens of milliseconds
 
@@ -151,7 +151,7 @@ def forward(
         head_grads: the head's gradients are computed in the forward pass, together with the loss, for a gradient of one. This is the
             usual case: the head is chunked, and no other pass holds the buffer.
         routed: blocks of whose experts only those are streamed that the tokens are routed to. That is known only after a part of the
-            block. None of them is resident, unless its experts are in tiles.
+            block. The experts of a block without tiles are one tile then, in the slot of the block, which must not be resident.
     """
     blocks_changed = changed if blocks_changed is None else blocks_changed
     kept, parted = frozenset(keeps), frozenset(routed)
@@ -167,14 +167,20 @@ def _forward(
     ops = _before_blocks(layout, embed, changed, table_update)
     slots = TileSlots(layout.tiles)
 
-    def load(unit: Unit) -> list[Op]:
-        """Return the copies of the weights of a block or tile; none if the block is resident and up to date."""
-        if unit.is_tile:
-            return _stream_in(unit, slots.weights(unit), layout)
-        stays = layout.is_resident(unit.block_index) and not blocks_changed
-        return [] if stays else _stream_in(unit, layout.weights(unit.block_index), layout)
+    def slot_of(unit: Unit) -> Buffer:
+        """Return the slot of a block or tile."""
+        is_cut = unit.is_tile and slots.of(unit.block_index)
+        return slots.weights(unit) if is_cut else layout.weights(unit.block_index)
 
-    copies = TileCopies(slots, range(layout.num_blocks), load, routed=routed)
+    def load(unit: Unit) -> list[Op]:
+        """Return the copies of the weights of a block, tile or head; none if the block is resident and up to date."""
+        if unit == HEAD:
+            return _stream_in(HEAD, Buffer(Buf.HEAD), layout)
+        stays = unit.is_block and layout.is_resident(unit.block_index) and not blocks_changed
+        return [] if stays else _stream_in(unit, slot_of(unit), layout)
+
+    tiles = {block(u): slots.of(u) or ([tile(u, 0)] if u in routed else []) for u in range(layout.num_blocks)}
+    copies = TileCopies({**tiles, HEAD: []}, load, routed=map(block, routed))
     # After the embedding's rows: these are known only when the embedding is called, and copies are issued in order.
     ops.extend(copies.core(0))
     for u in range(layout.num_blocks):
@@ -182,23 +188,15 @@ def _forward(
         ring = Buffer(Buf.RING, u % 2)
         writes = (ring,) if offload else ()
         ops.extend(copies.ahead(u))
-        if tiles := slots.of(u):
+        if tiles[block(u)]:
             ops.append(_compute(Kind.ROUTE, block(u), (layout.weights(u),), writes))
-            copies.note_routed(u)  # now it is known which of a tile's experts are copied
+            copies.note_routed(block(u))  # now it is known which of a tile's experts are copied
             ops.extend(copies.ahead(u))
-        for unit in tiles:
-            ops.append(_compute(Kind.FORWARD, unit, (slots.weights(unit),)))
+        for unit in tiles[block(u)]:
+            ops.append(_compute(Kind.FORWARD, unit, (slot_of(unit),)))
             copies.note_computed()  # a slot is free again
             ops.extend(copies.ahead(u))
-        if u < layout.num_blocks - 1:
-            ops.extend(copies.core(u + 1))  # prefetch: issued before this block computes
-        else:
-            ops.extend(_stream_in(HEAD, Buffer(Buf.HEAD), layout))
-        if u in routed and not tiles:
-            weights = layout.weights(u)
-            ops.append(_compute(Kind.ROUTE, block(u), (weights,)))
-            host = _host(Buf.HOST_WEIGHTS, block(u), layout)
-            ops.append(Op(Kind.STREAM_EXPERTS, block(u), Stream.COPY_IN, (host,), (weights,)))
+        ops.extend(copies.core(u + 1))  # prefetch, of the head in the end: issued before this block computes
         ops.append(_compute(Kind.FORWARD, block(u), (layout.weights(u),), writes))
         if offload:
             ops.append(Op(Kind.OFFLOAD, block(u), Stream.COPY_OUT, (ring,), (Buffer(Buf.HOST_BOUNDARY, u),)))
@@ -259,16 +257,17 @@ def _backward(layout: Layout, blocks: frozenset[int], trainable: frozenset[Unit]
 
     # All blocks write the gradients of their adapters, which are outer parameters, into one buffer.
     adapters = (Buffer(Buf.OUTER_GRADS),) if layout.adapters and OUTER in trainable else ()
-    copies = TileCopies(slots, order, load, backwards=True)
+    tiles = {block(u): slots.of(u)[::-1] for u in order}
+    copies = TileCopies(tiles, load)
     ops.extend(copies.core(0))
     for place, u in enumerate(order):
         is_trained = block(u) in trainable
         boundary = (Buffer(Buf.RING, u % 2),) if layout.is_offloaded(u) else ()
         inputs = (layout.weights(u), *boundary)
         ops.extend(copies.ahead(place))
-        if tiles := slots.of(u):
+        if tiles[block(u)]:
             ops.append(_compute(Kind.RECOMPUTE, block(u), inputs))
-        for unit in reversed(tiles):
+        for unit in tiles[block(u)]:
             slot = slots.grads(unit)
             writes = (slot, *adapters) if is_trained else adapters
             ops.append(_compute(Kind.BACKWARD, unit, (slots.weights(unit),), writes))

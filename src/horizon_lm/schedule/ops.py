@@ -62,7 +62,6 @@ class Kind(_Word):
     STREAM_IN = "stream_in"  # host weights -> device buffer; with several ranks, this rank's range of them
     GATHER = "gather"  # the ranges of all ranks -> device buffer, where quantized weights are decoded
     ROUTE = "route"  # the part of a block before its experts
-    STREAM_EXPERTS = "stream_experts"  # the weights of these experts -> device buffer
     FORWARD = "forward"
     OFFLOAD = "offload"  # boundary: device ring -> host
     FETCH = "fetch"  # boundary: host -> device ring

@@ -6,13 +6,16 @@ stays in a slot for the whole block. Its experts are copied and computed tile by
 - forward: core up to the experts (`ROUTE`), each tile, rest of the core.
 - backward: the core is computed again, as far as the gradient of the experts' output needs it (`RECOMPUTE`); then each tile is
   computed again and differentiated, the last one first; then the core is differentiated.
+
+In a forward pass of few tokens, which are routed to few experts, tiles are copied after `ROUTE`, and the experts of a block that is not
+cut are one tile, too, in the slot of the block.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from horizon_lm.schedule.ops import Buf, Buffer, Op
-from horizon_lm.units import Unit, block, tile
+from horizon_lm.units import Unit, tile
 
 
 class TileSlots:
@@ -46,25 +49,18 @@ class TileCopies:
     """The copies that a pass has still to list: of each tile as soon as a slot is free, with the core of its block before.
 
     Args:
-        slots: the slots of the model's tiles.
-        blocks: the blocks in the order of the pass.
-        load: function that returns the operations that copy a tile, or a block's core.
-        backwards: the tiles of a block are visited in the opposite order.
+        tiles: the units in the order of the pass, and the tiles of each in that order; none for most units.
+        load: function that returns the operations that copy a tile, or a unit without its tiles.
         routed: blocks whose tiles may be copied only after the block has routed its tokens (`note_routed`).
     """
 
     def __init__(
-        self, slots: TileSlots, blocks: Iterable[int], load: Callable[[Unit], list[Op]], *, backwards: bool = False,
-        routed: Collection[int] = (),
-    ) -> None:  # fmt: skip
-        self._load = load
-        self._waiting = set(routed)
-        self._cores = list(blocks)
-        self._place = {index: place for place, index in enumerate(self._cores)}
-        self._left: list[Unit] = []  # tiles whose copy is not listed, in the order of the pass
-        for index in self._cores:
-            tiles = slots.of(index)
-            self._left += reversed(tiles) if backwards else tiles
+        self, tiles: Mapping[Unit, Sequence[Unit]], load: Callable[[Unit], list[Op]], routed: Iterable[Unit] = ()
+    ) -> None:
+        self._load, self._waiting = load, set(routed)
+        self._cores = list(tiles)
+        self._place = {unit: place for place, unit in enumerate(self._cores)}
+        self._left = [each for some in tiles.values() for each in some]  # tiles whose copy is not listed
         self._tiles_computed = 0  # tiles whose computation is listed
         self._tiles_listed = 0  # tiles whose copy is listed
         self._cores_listed = 0  # cores whose copy is listed
@@ -74,24 +70,27 @@ class TileCopies:
         if place < self._cores_listed or place >= len(self._cores):
             return []
         self._cores_listed = place + 1
-        return self._load(block(self._cores[place]))
+        return self._load(self._cores[place])
 
     def ahead(self, place: int) -> list[Op]:
         """Return the copies of tiles for which there is a slot, up to those of the block after the one at this place."""
         ops: list[Op] = []
         while self._left and self._tiles_listed < self._tiles_computed + 2:  # one in each of the two slots
             unit = self._left[0]
-            place_of_block = self._place[unit.block_index]
-            if place_of_block > place + 1 or unit.block_index in self._waiting:
+            place_of_block = self._place[unit.owner]
+            if place_of_block > place + 1:
+                break
+            if unit.owner in self._waiting:  # the link is free for the next core until then
+                ops += self.core(place + 1)
                 break
             ops += [*self.core(place_of_block), *self._load(unit)]
             del self._left[0]
             self._tiles_listed += 1
         return ops
 
-    def note_routed(self, index: int) -> None:
+    def note_routed(self, unit: Unit) -> None:
         """Record that the part of a block before its experts is listed."""
-        self._waiting.discard(index)
+        self._waiting.discard(unit)
 
     def note_computed(self) -> None:
         """Record that the computation of the next tile is listed, after which its slot is free."""

@@ -123,7 +123,7 @@ class PassRunner:
         # A compiled block has no place between its parts. Ranks would have to agree on the experts of all of them.
         if len(batches) > 1 or not is_whole or is_compiled or engine.mesh.size > 1:
             return frozenset()
-        return engine.routed.for_tokens(size.tokens)
+        return engine.tiles.routed(size.tokens)
 
     def _stand_ins(self) -> AbstractContextManager[None]:
         """Context manager: replace the weights of head and embedding by stand-ins.

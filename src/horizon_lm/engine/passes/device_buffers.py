@@ -175,7 +175,7 @@ class DeviceBuffers:
     def weights_of(self, unit: Unit) -> Slot:
         """Return the slot that the weights of a unit, or of a tile, are streamed into."""
         # The buffers that the schedule names (`build.Layout.weights`), whose waits protect them.
-        if unit.is_tile:
+        if unit.is_tile and self._tiles.is_cut(unit.block_index):
             return self._slots["tile_slots"][self._tiles.slots.slot(unit)]
         if unit in (HEAD, OUTER):
             return self._slots[f"{unit}_weights"][0]

@@ -15,7 +15,6 @@ from horizon_lm.engine.passes.cursor import Cursor
 from horizon_lm.engine.passes.device_buffers import DeviceBuffers, EngineOptions
 from horizon_lm.engine.passes.expert_tiles import ExpertTiles
 from horizon_lm.engine.passes.forward_state import BetweenPasses, BoundaryPool
-from horizon_lm.engine.passes.routed_blocks import RoutedBlocks
 from horizon_lm.engine.passes.saves import Saves
 from horizon_lm.errors import StreamingError
 from horizon_lm.model.parts import ModelParts, ParamRef
@@ -35,8 +34,7 @@ class EngineState:
         expected: the largest batch for which buffers are made.
         between: the state that a pass leaves for those that follow.
         residency: what stays on the device between passes.
-        routed: blocks of which few tokens read few experts.
-        tiles: the tiles into which the experts of blocks are cut.
+        tiles: the tiles in which the experts of blocks are streamed.
         device_lost: the device has failed, and host memory was settled without it.
         retired: the model was attached again, with other adapters.
     """
@@ -57,7 +55,6 @@ class EngineState:
         self.counts: Counter[str] = Counter()
         self.expected = ExpectedBatch()
         self.residency = Residency(0)
-        self.routed = RoutedBlocks(parts, store)
         self.device_lost = self.retired = False
 
     def slab_unit(self, unit: Unit) -> Unit:
@@ -74,8 +71,8 @@ class EngineState:
 
     def weights_on_device(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return views of a unit's weights in the buffers that they are streamed into, by full name."""
-        layout, slot = self.part_of(unit).layout, self.memory.weights_of(unit)
-        return {name: layout.view(slot, name) for name in layout}
+        part, slot = self.part_of(unit), self.memory.weights_of(unit)
+        return {name: part.layout.view(slot, name) for name in part.layout if part.has(name)}
 
     def poison_weights(self, unit: Unit) -> None:
         """Let a late read of a unit's weights yield NaN on a simulated device."""

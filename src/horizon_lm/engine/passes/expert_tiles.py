@@ -1,4 +1,4 @@
-"""The parts of slabs that units, cores and tiles have slots for, and the experts of the tiles."""
+"""The parts of slabs that units, cores and tiles are streamed from, and the experts of the tiles."""
 
 import torch
 
@@ -6,13 +6,13 @@ from horizon_lm.engine.host.slab_parts import SlabPart
 from horizon_lm.layout.model import TiledLayout
 from horizon_lm.model.laid_out import laid_out
 from horizon_lm.model.parts import ModelParts
-from horizon_lm.model.routed_experts import RoutedExperts, find_divisible_experts
+from horizon_lm.model.routed_experts import find_experts
 from horizon_lm.store.store import Store
 from horizon_lm.units import Unit
 
 
 class ExpertTiles(TiledLayout[SlabPart]):
-    """The parts of a model in host memory that have slots.
+    """The parts of a model in host memory that are streamed into slots.
 
     Args:
         parts: the parts of the model.
@@ -20,13 +20,17 @@ class ExpertTiles(TiledLayout[SlabPart]):
         size: number of experts in a tile; None to cut no block.
 
     Attributes:
-        experts: the experts of the blocks that are cut, by index.
+        experts: the experts of blocks, by the index of the block.
     """
 
     def __init__(self, parts: ModelParts, store: Store, size: int | None) -> None:
         super().__init__(laid_out(parts, store.units), size, SlabPart)
         self._store = store
-        self.experts: dict[int, RoutedExperts] = {} if size is None else find_divisible_experts(parts)
+        self.experts = find_experts(parts)
+
+    def routed(self, num_tokens: int) -> frozenset[int]:
+        """Return the blocks of which this number of tokens reads at most half of the experts."""
+        return frozenset(index for index, each in self.experts.items() if num_tokens <= each.most_tokens)
 
     def decoded(self, unit: Unit) -> dict[str, torch.dtype]:
         """Return the dtype that each quantized tensor of a unit is decoded to, by full name."""

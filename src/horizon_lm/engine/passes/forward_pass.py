@@ -16,7 +16,7 @@ from horizon_lm.model.attention import Segments
 from horizon_lm.model.block_template import comparable
 from horizon_lm.schedule import build
 from horizon_lm.schedule.ops import Kind, Schedule
-from horizon_lm.units import HEAD, Unit
+from horizon_lm.units import HEAD, Unit, block
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,9 @@ class ForwardPass:
             self.state = self._record(keeps, request.may_have_head_grads)
             self.anchor = self.state.anchor.tensor
         self._drain_if_reshaped(keeps)
-        # Experts in tiles are never resident.
-        cut = engine.tiles.experts
-        self.routed = frozenset(u for u in request.routed if u in cut or not engine.layout.is_resident(u))
+        # Experts with slots of their own are never resident.
+        layout, tiles = engine.layout, engine.tiles
+        self.routed = frozenset(u for u in request.routed if tiles.is_cut(u) or not layout.is_resident(u))
         # After the drain, which may have issued the table's update.
         schedule = self._build_schedule(keeps)
         self.micro_batches = split_batches(self.num_rows, None if self.caching else engine.options)
@@ -123,7 +123,7 @@ class ForwardPass:
         self.randomness = MicroBatchRandomness(
             engine.device, len(self.micro_batches), request.draws, num_before, num_everywhere
         )
-        engine.cursor.start(schedule, UnitMoves(engine, routed=self.routed))
+        engine.cursor.start(schedule, UnitMoves(engine, routed=frozenset(map(block, self.routed))))
 
     def _build_schedule(self, keeps: frozenset[int]) -> Schedule:
         """Return the operations of the pass, of which these blocks keep their boundaries."""
@@ -167,7 +167,7 @@ class ForwardPass:
             state.graphs = frozenset(
                 index
                 for index in keeps
-                if engine.residency.keeps_graph(index, engine.parts.num_blocks) and index not in engine.tiles.experts
+                if engine.residency.keeps_graph(index, engine.parts.num_blocks) and not engine.tiles.is_cut(index)
             )
             between.graphs_lease.take(state)
         return state

@@ -38,6 +38,8 @@ from horizon_lm.planning.arithmetic.residency import (
 )
 from horizon_lm.planning.measure.block_probe import measured_footprint, run_on_meta
 from horizon_lm.planning.measure.core_probe import run_core_on_meta
+from horizon_lm.ranges import length
+from horizon_lm.units import tile
 
 
 def plan_device(
@@ -131,11 +133,11 @@ def find_footprint(
     """
     meter, dtype, device = engine.device.meter(), engine.options.compute_dtype, engine.device.torch_device
     in_float32 = engine.parts.in_float32_inside(block.name)
-    if experts := engine.tiles.experts.get(index):
-        assert engine.options.expert_tile is not None
+    if engine.tiles.is_cut(index):
+        experts, largest = engine.tiles.experts[index], engine.tiles.experts_of(tile(index, 0))
         accelerated = device.type != "cpu"
         core = run_core_on_meta(block.module, experts, args, kwargs, dtype, accelerated, in_float32)
-        footprint = core.footprint.with_tile(min(engine.options.expert_tile, experts.count) * core.grad)
+        footprint = core.footprint.with_tile(length(largest) * core.grad)
         return footprint, tree_map(lambda t: torch.zeros_like(t, device=device), core.output)
     if meter is None:
         run = run_on_meta(block.module, args, kwargs, dtype, in_float32=in_float32)

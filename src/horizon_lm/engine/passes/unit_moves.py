@@ -4,7 +4,7 @@ Movements that depend on the batch are bound later, by the code that knows them:
 
 - rows of the embedding, in both directions, and the update of these rows: `engine.units.embedding`,
 - boundaries to offload: `BlockComputation._plan_offloads`, at the first block,
-- experts that tokens are routed to: `engine.units.routed_computation` and `engine.units.tiled_computation`,
+- experts that tokens are routed to: `engine.units.tiled_computation`,
 - updates of a backward pass: `BackwardPass.note_written`.
 """
 
@@ -18,7 +18,7 @@ from horizon_lm.distributed.collectives import Gather, Reduce
 from horizon_lm.engine.passes.engine_state import EngineState
 from horizon_lm.engine.passes.forward_state import ForwardState
 from horizon_lm.schedule.ops import Kind, Op
-from horizon_lm.units import EMBED
+from horizon_lm.units import EMBED, Unit
 
 
 class UnitMoves:
@@ -33,7 +33,7 @@ class UnitMoves:
     """
 
     def __init__(
-        self, engine: EngineState, differentiated: ForwardState | None = None, routed: Collection[int] = ()
+        self, engine: EngineState, differentiated: ForwardState | None = None, routed: Collection[Unit] = ()
     ) -> None:
         self._engine, self._differentiated, self._routed = engine, differentiated, routed
 
@@ -47,12 +47,10 @@ class UnitMoves:
         """Return the moves that stream a unit into its slot, without the experts if the block is routed: copies, and the decoding
         of what is quantized. Low halves of fp32 masters stay on the host.
         """
-        is_routed = (op.unit.is_block or op.unit.is_tile) and op.unit.block_index in self._routed
+        engine, is_routed = self._engine, op.unit.owner in self._routed
         if is_routed and op.unit.is_tile:  # bound when it is known which experts its tokens are routed to
             return None
-        engine, part = self._engine, self._engine.part_of(op.unit)
-        if is_routed and op.unit.block_index not in engine.tiles.experts:
-            part = engine.routed.without_experts(op.unit)
+        part = engine.tiles.cores[op.unit] if is_routed else engine.part_of(op.unit)
         slot = engine.memory.weights_of(op.unit)
         # Each of several ranks copies its own ranges, also of codes and scales, which are decoded once they are gathered.
         if part.packed_cuts[-1]:

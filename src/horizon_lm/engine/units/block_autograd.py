@@ -136,7 +136,7 @@ class BlockAutograd(UnitNode):
     ) -> list[torch.Tensor | None]:
         """Differentiate the block. Return the gradients of its inputs; the gradients of its parameters go to a slot."""
         engine, unit, inputs = self.engine, block(self.index), list(kept)
-        experts = self._differentiate_experts(inputs, grads) if self.index in engine.tiles.experts else None
+        experts = self._differentiate_experts(inputs, grads) if engine.tiles.is_cut(self.index) else None
         is_trained, accumulates = bool(engine.trained_names(unit)), engine.memory.accumulates
         with engine.cursor.compute(Kind.BACKWARD, unit):
             if experts is None:

@@ -22,9 +22,9 @@ from horizon_lm.engine.passes.lockstep import run_together
 from horizon_lm.engine.passes.micro_batches import BlockCalls, MicroBatch, RowOutputs, run_block
 from horizon_lm.engine.passes.tree import Tree
 from horizon_lm.engine.units.expert_call import ExpertCall
-from horizon_lm.engine.units.routed_computation import computing
 from horizon_lm.engine.units.row_dims import RowDims
 from horizon_lm.engine.units.saved_for_backward import SavedForBackward
+from horizon_lm.engine.units.tiled_computation import TiledExperts
 from horizon_lm.errors import ModelNotSupportedError
 from horizon_lm.model.block_template import BuffersOfModules, StreamedBlock
 from horizon_lm.model.compiling import chunk_mlps
@@ -91,13 +91,16 @@ class BlockComputation:
         if offload:
             assert saved is not None
             self._plan_offloads(index, calls, saved.forward_state)
-        experts: list[ExpertCall] = [] if saved is None else saved.experts  # filled by `computing` (tiles)
+        experts: list[ExpertCall] = [] if saved is None else saved.experts  # filled by `TiledExperts`
         run = _BlockRun(
             engine=engine, module=module, calls=calls, dims=dims, keys=keys, uncompiled=uncompiled, saved=saved, outputs=outputs
         )  # fmt: skip
 
+        in_tiles = engine.tiles.is_cut(index) or index in engine.forward.routed
         with (
-            computing(engine, index, experts),
+            TiledExperts(engine, index).forward(experts)
+            if in_tiles
+            else engine.cursor.compute(Kind.FORWARD, block(index)),
             # With a sink, the block makes a graph of its own (`GraphUse`). The caller's mode does not matter, because
             # autograd runs a Function's forward without gradients.
             torch.set_grad_enabled(saved is not None and saved.sink is not None),
@@ -110,7 +113,7 @@ class BlockComputation:
             weights = self.weights(index)
             has_graph = saved is not None and saved.sink is not None
             with module.bound(weights if saved is None else saved.params(weights), differentiates=has_graph):
-                run.compute_all(in_lockstep=index in engine.tiles.experts)  # a tile computes the rows of all of them
+                run.compute_all(in_lockstep=in_tiles)  # a tile computes the rows of all of them
             if offload:
                 self._offload_experts(index, calls, experts)
             # Resident weights are read again, in the backward pass and by later passes until an update.
@@ -166,7 +169,7 @@ class BlockComputation:
 
         It has the hidden states (B, T, H), and of a model with tiles as many bytes again for the output of experts.
         """
-        tensors, kinds = calls.tensors, 2 if self.engine.tiles.experts else 1
+        tensors, kinds = calls.tensors, self.engine.tiles.kept_each
         hidden = [tensors[i] for i in calls.hidden]
         token_bytes = hidden[0].shape[-1] * hidden[0].element_size()
         return kinds * sum(each.nbytes for each in hidden), kinds * self.engine.expected.tokens * token_bytes

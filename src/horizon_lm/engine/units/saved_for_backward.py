@@ -71,7 +71,7 @@ class SavedForBackward:
         self.graphs: list[Graph] = []
         self.experts: list[ExpertCall] = []
         self.choices: list[Choices] = []
-        self._has_tiles = index in engine.tiles.experts
+        self._has_tiles = engine.tiles.is_cut(index)
 
     def params(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the weights for the forward computation: as they are if it makes no graph, as fresh leaves if it does, or as leaves

@@ -3,11 +3,18 @@
 All micro-batches are computed up to the experts before the first tile, so that each tile is copied once in a pass. What the
 experts return is kept for the backward pass, which therefore copies and computes each tile once more, and not twice.
 
+Passes of few tokens copy of each tile only the experts that these tokens are routed to: one token of a model with 128 experts reads
+8 of them in each block. In such a pass the experts of a block that is not cut are one tile, too, in the block's own slot. Its own
+function computes it as a whole, with the bits of a pass that streams the whole block.
+
 Shapes: N tokens of a micro-batch, K experts of a token, H hidden size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,6 +31,35 @@ from horizon_lm.units import OUTER, Unit, block
 
 Replacement = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function of hidden states (N, H), experts (N, K) and their weights (N, K) that returns (N, H)."""
+
+
+@dataclass(slots=True)
+class WholeCall:
+    """A call of the experts of a block that is not cut, which their own function computes.
+
+    Attributes:
+        count: number of experts.
+        hidden, ids, weights: as in `ExpertCall`.
+        output: the experts' output (N, H), once it is computed.
+    """
+
+    count: int
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    output: torch.Tensor | None = None
+
+    def chosen(self) -> list[int]:
+        """Return the experts that tokens are routed to. The host waits for them."""
+        # Some models give a token without an expert the number after that of the last expert.
+        return [each for each in set(self.ids.flatten().tolist()) if each < self.count]
+
+    def compute(self, _: slice, function: Experts) -> None:
+        """Compute all experts by their function."""
+        self.output = function(self.hidden, self.ids, self.weights)
+
+    def finish(self) -> None:
+        """Do nothing: the output is complete."""
 
 
 class TiledExperts:
@@ -48,7 +84,7 @@ class TiledExperts:
     @property
     def tiles(self) -> list[Unit]:
         """The tiles, in the order of the forward pass."""
-        return self._engine.tiles.slots.of(self._index)
+        return self._engine.tiles.tiles_of(self._index)
 
     def call(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, before: ExpertCall | None = None
@@ -63,10 +99,11 @@ class TiledExperts:
         """
         engine, unit = self._engine, block(self._index)
         cursor, is_routed = engine.cursor, False
+        make = self.call if engine.tiles.is_cut(self._index) else partial(WholeCall, self._experts.count)
         with self._own_randomness(), ExitStack() as current:
             current.enter_context(cursor.compute(Kind.ROUTE, unit))
 
-            def compute(arrived: Sequence[ExpertCall]) -> Sequence[ExpertCall]:
+            def compute(arrived: Sequence[Any]) -> Sequence[Any]:
                 nonlocal is_routed
                 is_routed = True
                 if self._index in engine.forward.routed:
@@ -79,9 +116,9 @@ class TiledExperts:
 
             def batched(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
                 with self._own_randomness():  # other micro-batches draw numbers while this one waits for their calls
-                    call: ExpertCall = batched_call(("experts", unit), self.call(hidden, ids, weights), compute)
-                assert call.output is not None
-                return call.attach(hidden, weights) if torch.is_grad_enabled() else call.output
+                    call = batched_call(("experts", unit), make(hidden, ids, weights), compute)
+                output: torch.Tensor = call.attach(hidden, weights) if torch.is_grad_enabled() else call.output
+                return output
 
             with self.replaced(batched):
                 yield
@@ -93,7 +130,7 @@ class TiledExperts:
         engine = self._engine
         return engine.device.rng_state_restored() if engine.forward.randomness.has_streams else nullcontext()
 
-    def _stream_chosen(self, calls: Sequence[ExpertCall]) -> None:
+    def _stream_chosen(self, calls: Sequence[ExpertCall | WholeCall]) -> None:
         """Bind copies of only those experts of each tile that tokens are routed to."""
         engine, chosen = self._engine, sorted({expert for call in calls for expert in call.chosen()})
         for unit in self.tiles:
@@ -103,14 +140,15 @@ class TiledExperts:
             engine.cursor.bind(Kind.STREAM_IN, unit, part.moves(slot, engine.tiles.decoded(unit), some))
 
     @torch.no_grad()
-    def _compute_tiles(self, calls: Sequence[ExpertCall]) -> None:
+    def _compute_tiles(self, calls: Sequence[ExpertCall | WholeCall]) -> None:
         """Compute all tiles, each for all micro-batches."""
         engine = self._engine
         for unit in self.tiles:
             with engine.cursor.compute(Kind.FORWARD, unit), self.bound(unit, self.weights(unit)) as function:
                 for call in calls:
                     call.compute(engine.tiles.experts_of(unit), function)
-                engine.poison_weights(unit)
+                if not engine.part_of(unit).in_place:  # or the rest of the core would be lost, too
+                    engine.poison_weights(unit)
         for call in calls:
             call.finish()
 

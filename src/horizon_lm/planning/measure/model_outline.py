@@ -101,7 +101,7 @@ def outline_model(
         layout=layout,
         active=_parameters_per_token(parts, layout),
         experts=num_experts(parts.model.config.get_text_config()),
-        routed_tokens=min((each.most_tokens for each in find_experts(parts).values()), default=0),
+        routed_tokens=min((each.most_tokens for each in find_experts(parts).values() if not each.adapters), default=0),
         length=length,
         compute_bytes=dtype.itemsize,
         attention=examined.attention,
