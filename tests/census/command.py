@@ -13,7 +13,7 @@ from tests.census.table import table
 from tests.census.worker import serve
 
 ROOT = Path(__file__).parents[2]
-PAGE, TABLE = ROOT / "docs/models.md", ROOT / "src/horizon_lm/model/proven.json"
+PAGE, TABLE = ROOT / "docs/generated/models.md", ROOT / "src/horizon_lm/model/proven.json"
 MAPPINGS = "causal,image_text,seq2seq,masked,classification,tokens,speech"
 
 
@@ -28,9 +28,13 @@ def main() -> None:
     runs.add_argument("--jobs", type=int, default=2, help="processes")
     runs.add_argument("--timeout", type=float, default=60, help="seconds of one case")
     runs.add_argument("--output", type=Path, default=Path("runs/census/results.json"))
-    renders = commands.add_parser("render", help="write docs/models.md and the table that ships with the package")
+    renders = commands.add_parser(
+        "render", help="write docs/generated/models.md and the table that ships with the package"
+    )
     renders.add_argument("results", type=Path, nargs="*", default=[Path("runs/census/results.json")])
-    openings = commands.add_parser("openings", help="write the section about opening folders in docs/models.md")
+    openings = commands.add_parser(
+        "openings", help="write the section about opening folders in docs/generated/models.md"
+    )
     openings.add_argument(
         "results", nargs="+", metavar="VERSION=FILE,...", help="a version of transformers, and its results"
     )

@@ -346,4 +346,4 @@ def test_every_setting_has_a_description() -> None:
 
 
 def test_settings_page_is_up_to_date() -> None:
-    assert (EXAMPLE.parents[1] / "docs" / "settings.md").read_text(encoding="utf-8") == page()
+    assert (EXAMPLE.parents[1] / "docs" / "generated" / "settings.md").read_text(encoding="utf-8") == page()

@@ -46,7 +46,7 @@ def test_located_answers_are_the_marked_ones(name: str) -> None:
 
 
 def test_masks_page_is_up_to_date() -> None:
-    assert (Path(__file__).parents[2] / "docs" / "masks.md").read_text(encoding="utf-8") == page()
+    assert (Path(__file__).parents[2] / "docs" / "generated" / "masks.md").read_text(encoding="utf-8") == page()
 
 
 # Short answers, which also occur in headers, end tokens, questions and each other

@@ -27,7 +27,7 @@ def main() -> None:
     runs.add_argument("--also", default="", help="a pattern; tests whose ids match are run whatever the share")
     runs.add_argument("--timeout", type=int, default=300, help="seconds of one test")
     runs.add_argument("--failed", action="store_true", help="run again what did not pass")
-    commands.add_parser("page", help="write docs/peers.md")
+    commands.add_parser("page", help="write docs/generated/peers.md")
     commands.add_parser("sample", help="download PEFT's tests and run a few of them")
     arguments = parser.parse_args()
     folder, results = arguments.folder, arguments.folder / "results"

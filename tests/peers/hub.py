@@ -114,7 +114,7 @@ def make(folder: Path, trl_source: Path | None) -> None:
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     if trl_source is None:
-        hub = Hub(folder, (page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))))
+        hub = Hub(folder, (page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))))
     else:
         sys.path.insert(0, str(trl_source))
         hub = Hub(folder, _texts(_datasets_of_trl(folder / "datasets_on_disk")))

@@ -1,4 +1,4 @@
-"""Write docs/peers.md from the results of the suites."""
+"""Write docs/generated/peers.md from the results of the suites."""
 
 import re
 from collections import Counter, defaultdict
@@ -11,7 +11,7 @@ from tests.peers.runner import ROOT, results_of
 from tests.peers.suites import SUITES
 from tests.peers.verdicts import KINDS, LOG_TOLERANCE, PARAMETER_TOLERANCE, Verdict, judge, read
 
-PAGE = ROOT / "docs" / "peers.md"
+PAGE = ROOT / "docs" / "generated" / "peers.md"
 _HEAD = """# Tests of other projects
 
 The tests that TRL, PEFT and transformers have for text models, run on streamed models. `python -m tests.peers run` runs them, and

@@ -1,4 +1,4 @@
-"""Undocumented names of other packages that we use: each name is listed in docs/fragile-names.md and still exists."""
+"""Undocumented names of other packages that we use: each name is listed in docs/generated/fragile-names.md and still exists."""
 
 import ast
 import importlib
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "horizon_lm"
-PAGE = ROOT / "docs" / "fragile-names.md"
+PAGE = ROOT / "docs" / "generated" / "fragile-names.md"
 FOREIGN = ("torch", "numba", "transformers", "trl", "datasets", "accelerate", "lm_eval", "huggingface_hub")
 DOCUMENTED = (  # modules whose public names are documented; of other modules only the names exported by the package
     "numba.extending", "torch.autograd", "torch.backends", "torch.distributed", "torch.nn", "torch.nn.attention", "torch.nn.functional", "torch.overrides",
@@ -146,7 +146,7 @@ USED = sorted(
 @pytest.mark.parametrize("name", sorted({*listed(), *(name for name, _ in USED if not name.startswith("."))}))
 def test_a_name_is_still_there(name: str) -> None:
     pytest.importorskip(name.split(".")[0], reason="not installed")
-    assert is_there(name), f"{name} has moved: see docs/fragile-names.md for what it is used for, and where"
+    assert is_there(name), f"{name} has moved: see docs/generated/fragile-names.md for what it is used for, and where"
 
 
 def test_every_use_is_listed() -> None:
@@ -155,7 +155,7 @@ def test_every_use_is_listed() -> None:
         use for use in USED
         if not any(use[1] == file and (_is_of(use[0], row) or row.startswith(f"{use[0]}.")) for row, file in rows)
     ]  # fmt: skip
-    assert not missing, f"add to docs/fragile-names.md, or do without: {missing}"
+    assert not missing, f"add to docs/generated/fragile-names.md, or do without: {missing}"
 
 
 def _replaces(row: str, file: str) -> bool:
@@ -170,7 +170,7 @@ def test_every_listed_name_is_used() -> None:
         each for each in rows
         if not any(each[1] == file and _is_of(name, each[0]) for name, file in USED) and not _replaces(*each)
     ]  # fmt: skip
-    assert not stale, f"remove from docs/fragile-names.md: {stale}"
+    assert not stale, f"remove from docs/generated/fragile-names.md: {stale}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Write docs/compatibility.md and report failing rows: python -m tests.seams."""
+"""Write docs/generated/compatibility.md and report failing rows: python -m tests.seams."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Generate docs/compatibility.md from the rows and their outcomes."""
+"""Generate docs/generated/compatibility.md from the rows and their outcomes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.seams.seam import ROWS, WORKS, Outcome, Row, run
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "generated" / "compatibility.md"
 
 _HEAD = """# Compatibility
 
@@ -38,7 +38,7 @@ _SECTIONS = {
     "Trainers": (
         "`transformers.Trainer` with its own optimizer, accumulation, evaluation and saving trains a streamed model as a plain one, "
         "and resumes (`tests/seams/test_trainer.py`). `horizon_lm.trainer` makes it, and TRL's trainers, load each block twice a step: "
-        "[Trainer and TRL](trainer.md) says what was tried."
+        "[Trainer and TRL](../trainer.md) says what was tried."
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Run each row of the table on each of its cases, then compare its line in docs/compatibility.md."""
+"""Run each row of the table on each of its cases, then compare its line in docs/generated/compatibility.md."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Compare our masks with those of TRL's training templates, for docs/masks.md.
+"""Compare our masks with those of TRL's training templates, for docs/generated/masks.md.
 
 ``python -m tests.support.template_masks`` prints the page.
 """
@@ -144,7 +144,7 @@ same answers and end tokens, but not all special tokens around them; the differe
 
 
 def page() -> str:
-    """Return docs/masks.md."""
+    """Return docs/generated/masks.md."""
     kinds = list(CONVERSATIONS)
     lines = [f"| template | {' | '.join(kinds)} |", f"|---|{'---|' * len(kinds)}"]
     notes: dict[str, list[str]] = {}

@@ -34,7 +34,7 @@ class ModelSettings(Settings):
     )
     allow_unproven_model: Annotated[bool, OnResume.FREE] = Field(
         False,
-        description="Allow a model type or feature that is not verified against plain autograd (docs/models.md).",
+        description="Allow a model type or feature that is not verified against plain autograd (docs/generated/models.md).",
     )
     attn_implementation: Annotated[str | None, OnResume.ROUNDING] = Field(
         None,

@@ -1,6 +1,6 @@
 """Render settings as text: the settings of a run, a starter file, and the documentation page.
 
-``python -m horizon_lm.config.text`` prints docs/settings.md.
+``python -m horizon_lm.config.text`` prints docs/generated/settings.md.
 """
 
 import inspect
@@ -97,7 +97,7 @@ def start_file(schema: type[RunConfig], values: Mapping[str, Any], heading: str,
     others = (
         "Settings that are commented out show their default."
         if full
-        else "All settings: add --full, or docs/settings.md."
+        else "All settings: add --full, or docs/generated/settings.md."
     )
     lines = [f"# {line}".rstrip() for line in [*heading.splitlines(), "", others]]
     for title, names in groups(schema):
@@ -168,7 +168,7 @@ def _without_defaults(dataset: dict[str, Any]) -> Any:
 
 
 def page() -> str:
-    """Return docs/settings.md, with every setting of every objective."""
+    """Return docs/generated/settings.md, with every setting of every objective."""
     lines = [
         "# Settings", "",
         "Write these settings into a run file, or pass them on the command line as `--name value`. Settings that TRL or transformers",
@@ -185,7 +185,7 @@ def page() -> str:
     lines += _table("An entry of `datasets` and `eval_datasets`", DatasetConfig, list(DatasetConfig.model_fields))
     lines += [
         "", "## Settings that may change on resume", "",
-        "Rows and the model are compared by content, and a step keeps its number of rows; see [checkpoints](checkpoints.md).", "",
+        "Rows and the model are compared by content, and a step keeps its number of rows; see [checkpoints](../checkpoints.md).", "",
     ]  # fmt: skip
     for rule in OnResume:
         listed = ", ".join(f"`{name}`" for name in sorted(settings_with(rule)))

@@ -1,4 +1,4 @@
-"""Look up a model in the table of types that were compared with plain autograd (``docs/models.md``)."""
+"""Look up a model in the table of types that were compared with plain autograd (``docs/generated/models.md``)."""
 
 import json
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def require_proven(reason: str) -> None:
     """Raise ModelNotSupportedError if there is a reason why a model is unproven (`Proof.reason_against`)."""
     if reason:
         raise ModelNotSupportedError(
-            f"{reason} (docs/models.md: compared with plain autograd, transformers {_table()['transformers']}). Set "
+            f"{reason} (docs/generated/models.md: compared with plain autograd, transformers {_table()['transformers']}). Set "
             "allow_unproven_model=True to stream it anyway, and check_gradients to compare its gradients yourself."
         )
 

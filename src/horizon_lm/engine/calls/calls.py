@@ -89,7 +89,7 @@ def require_supported(batch: Batch, most_rows: int, name: str, takes_images: boo
     modal = modal_inputs(batch.call)
     if modal and not takes_images:
         raise StreamingError(
-            f"{modal[0]}: {name} is streamed on text only so far (docs/models.md); leave it out, or stream "
+            f"{modal[0]}: {name} is streamed on text only so far (docs/generated/models.md); leave it out, or stream "
             "with allow_unproven_model=True"
         )
     # The trial of `RowDims` adds a row of tokens, but not the images that its placeholder tokens stand for; and pixel values

@@ -83,7 +83,7 @@ def stream(
             torch's own kernel on CUDA. None for the model's own; on CUDA, ``varlen`` replaces ``sdpa`` if the model allows it.
         check_gradients: the number of blocks to compare with plain autograd in the first backward pass; the first
             difference raises GradientMismatchError.
-        allow_unproven_model: allow models and features that are not in the table of ``docs/models.md``.
+        allow_unproven_model: allow models and features that are not in the table of ``docs/generated/models.md``.
         device_mesh: with several processes (torchrun), a DeviceMesh with the dimensions ``replicate`` and ``shard``, or ``shard``
             alone; None to shard within each machine and to replicate over the machines.
 
