@@ -22,7 +22,7 @@ def between(cuts: Iterable[int]) -> list[slice]:
 
 
 def consecutive(lengths: Iterable[int]) -> list[slice]:
-    """Return ranges of these lengths, of which the first begins at 0 and each other one where the one before it ends."""
+    """Return adjacent ranges of these lengths, starting at 0."""
     return between(accumulate(lengths, initial=0))
 
 
@@ -55,7 +55,7 @@ class Span:
         return slice(self.place, self.place + self.numel)
 
     def within(self, own: slice) -> "Span":
-        """Return those of the elements that lie in a range of the slab, maybe none."""
+        """Return the span of the elements that lie in a range of the slab; it may be empty."""
         part = overlap(self.in_slab, own)
         return Span(part.start, self.place + part.start - self.start, length(part))
 
@@ -78,7 +78,7 @@ def runs(indices: Iterable[int]) -> list[slice]:
 
 
 def cut_slot(cuts: Sequence[int], spans: Sequence[Span]) -> list[int]:
-    """Return the places at which ranks cut a slot that holds spans of a slab, so that each owns there what it owns of the slab.
+    """Return the places at which ranks cut a slot that holds spans of a slab. Each rank owns the same elements in both.
 
     Args:
         cuts: the places at which they cut the slab.
@@ -88,7 +88,7 @@ def cut_slot(cuts: Sequence[int], spans: Sequence[Span]) -> list[int]:
 
 
 def _place_of(offset: int, spans: Sequence[Span]) -> int:
-    """Return the place in the slot of the first element that lies at an offset of the slab or behind it; the slot's end if none does."""
+    """Return the place in the slot of its first element at or behind an offset of the slab; the end of the slot if it has none there."""
     for span in spans:
         if offset < span.in_slab.stop:
             return span.place + max(0, offset - span.start)

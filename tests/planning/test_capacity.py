@@ -7,7 +7,7 @@ import torch
 
 import horizon_lm
 from horizon_lm.errors import DoesNotFitError
-from horizon_lm.layout.buffers import BufferOptions, BufferSettings, BufferTable, device_buffers
+from horizon_lm.layout.buffers import BufferOptions, BufferSettings, BufferTable, buffer_bytes
 from horizon_lm.model.laid_out import model_layout
 from horizon_lm.model.units import find_parts
 from horizon_lm.planning.arithmetic.budgets import _named_items
@@ -52,7 +52,7 @@ def test_planned_capacity_equals_allocated_bytes(
         chunked_head=head == "chunked",
     )
     layout = model_layout(find_parts(tiny_models.build(family))).tiled(None)
-    buffers = device_buffers(
+    buffers = buffer_bytes(
         layout,
         BufferTable(layout, options),
         BufferSettings(

@@ -112,12 +112,12 @@ class BufferTable:
         self.block_weights = [_weights(1, [part], dtype) for part in blocks]
 
     def streamed_weights(self, resident: Collection[int]) -> SlotSizes:
-        """Return the slots that all blocks but the resident ones take turns in: none of a storage that no streamed block has."""
-        streamed = [each for index, each in enumerate(self.block_weights) if index not in resident]
-        held = [any(each.buffers[number][0] for each in streamed) for number in range(2)]
+        """Return the slots shared by all streamed blocks. A buffer is empty if no streamed block has tensors of that dtype."""
+        streamed = [sizes for index, sizes in enumerate(self.block_weights) if index not in resident]
+        is_needed = [any(sizes.buffers[number][0] for sizes in streamed) for number in range(2)]  # by buffer
         slots = self.slots["weight_slots"]
-        pairs = zip(slots.buffers, held, strict=True)
-        return SlotSizes(slots.count, tuple((numel if is_held else 0, dtype) for (numel, dtype), is_held in pairs))
+        pairs = zip(slots.buffers, is_needed, strict=True)
+        return SlotSizes(slots.count, tuple((numel if needed else 0, dtype) for (numel, dtype), needed in pairs))
 
     @property
     def gathers_packed(self) -> bool:
@@ -134,8 +134,8 @@ def _weights(count: int, parts: Parts, dtype: str) -> SlotSizes:
 
 
 def _grads(count: int, parts: Parts, dtype: str) -> SlotSizes:
-    """Return slots for the gradients of any of these parts: as large as for their weights, but without a buffer of which no tensors
-    are trained.
+    """Return slots for the gradients of any of these parts. A buffer is as large as that of the weights; it is empty if none of its tensors
+    is trained.
     """
     sizes, trained = _largest(part.slot_numels for part in parts), _largest(part.grad_numels for part in parts)
     numels = [numel if of_grads else 0 for numel, of_grads in zip(sizes, trained, strict=True)]
@@ -148,7 +148,7 @@ def _packed(parts: Parts) -> SlotSizes:
 
 
 def _largest(sizes: Iterable[list[int]]) -> list[int]:
-    """Return the elements of each buffer of a slot that is large enough for each of these, which may be none."""
+    """Return the elements of the two buffers of a slot into which each of these pairs of buffers fits; zeros if there are no pairs."""
     found = [0, 0]
     for each in sizes:
         found = [max(pair) for pair in zip(found, each, strict=True)]
@@ -160,8 +160,8 @@ def _typed(numels: list[int], dtype: str) -> tuple[tuple[int, str], ...]:
     return tuple(zip(numels, (dtype, "float32"), strict=True))
 
 
-def device_buffers(layout: TiledLayout[Any], table: BufferTable, settings: BufferSettings) -> Mapping[str, int]:
-    """Return the bytes of each kind of buffer in a training step, for the worst case of the tokens in a batch.
+def buffer_bytes(layout: TiledLayout[Any], table: BufferTable, settings: BufferSettings) -> Mapping[str, int]:
+    """Return the bytes of each kind of device buffer in a training step, for a batch whose tokens are as different as they can be.
 
     Args:
         layout: the parts of the model that have slots.
@@ -179,7 +179,7 @@ def device_buffers(layout: TiledLayout[Any], table: BufferTable, settings: Buffe
 
 
 def _activation_buffers(layout: TiledLayout[Any], settings: BufferSettings) -> dict[str, int]:
-    """Return the bytes of the rows of the embedding, and of the ring of offloaded boundaries."""
+    """Return the bytes of the buffers that grow with the batch: rows of the embedding, their gradients, and the ring of boundaries."""
     model, compute_bytes = layout.model, ITEMSIZE[settings.options.compute_dtype]
     num_rows = min(settings.tokens, model.vocabulary) if settings.table_rows is None else settings.table_rows
     boundary = layout.kept_each * settings.tokens * model.hidden * compute_bytes
@@ -206,6 +206,6 @@ def sum_buffers(size: int, of_machine: int, at_once: int = COLLECTIVE_BYTES) -> 
     """
     if size == 1:
         return {}
-    # Each of the machine's ranks sends an equal share of what is received. Their total has the length of one share, and is float32: twice
-    # the share's bytes for gradients in bfloat16, and more than enough for those in float32.
+    # What is received are equal shares of all ranks of the machine. Their total has the elements of one share, in float32: twice the bytes
+    # of a share in bfloat16, and more than enough for a share in float32.
     return {"received": at_once, "total": 2 * at_once // of_machine}

@@ -101,7 +101,7 @@ class ModelLayout(Generic[StorageT]):
         return any(slabs.codecs for slabs in self.units.values())
 
     def file_bytes(self, itemsize: float) -> int:
-        """Return the bytes of all weights in a checkpoint, of which quantized tensors keep their codes and scales."""
+        """Return the bytes of all weights in a checkpoint: codes and scales of quantized tensors, ``itemsize`` for any other element."""
         quantized = sum(slabs.layout.entry(name).numel for slabs in self.units.values() for name in slabs.codecs)
         packed = sum(slabs.packed.layout.num_params for slabs in self.units.values())
         return round((self.num_parameters - quantized) * itemsize) + packed
@@ -144,7 +144,7 @@ class TiledLayout(Generic[PartT]):
 
     Attributes:
         parts: the tensors of each unit and tile; of a block that is cut, those of its core.
-        cores: the tensors of each block with experts without these.
+        cores: the tensors of each block with experts, except for those of its experts.
         slots: the slots between which tiles alternate.
     """
 
@@ -155,6 +155,7 @@ class TiledLayout(Generic[PartT]):
         counts = [0] * model.num_blocks
         for index, experts in model.experts.items():
             unit, slabs = block(index), model.units[block(index)]
+            # Experts of a tile; None for a block that is not cut, whose experts are one tile in its slot.
             step = size if size is not None and experts.is_divisible else None
             self.cores[unit] = make(slabs, frozenset(slabs.layout) - experts.names, in_place=step is None)
             starts = range(0, experts.count, step or experts.count)
@@ -203,8 +204,8 @@ class TiledLayout(Generic[PartT]):
         return length(self.experts_of(unit)) / self.model.experts[unit.block_index].count
 
     def lands_first(self, unit: Unit) -> bool:
-        """Return whether no gradients of the same slabs are landed before a unit's in a backward pass, which visits the last tile of a
-        block first, and its core last.
+        """Return whether a unit's gradients are the first that land in their slabs in a backward pass. It visits the tiles of a block from
+        the last to the first, and then its core.
         """
         if unit.is_tile:
             return unit.tile_number == self.counts[unit.block_index] - 1

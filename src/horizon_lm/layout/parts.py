@@ -1,7 +1,7 @@
 """Tensors of a unit that have a slot on the device: all of them, or some, or the same rows of some.
 
-They lie in the buffers of the slot in the order of the slabs. So what a rank owns of a slab is a range of a buffer, too: of a
-whole slab an equal one, so that one collective gathers it, and of some of the tensors any, which may be empty.
+They lie in the buffers of the slot in the order of the slabs, so what a rank owns of a slab is a range of a buffer, too. The ranges of a
+whole slab are equal, so one collective gathers them. The ranges of a subset of tensors may have any length, including zero.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,8 +78,8 @@ class PartLayout(Generic[StorageT]):
 
     @cached_property
     def cuts(self) -> list[list[int]]:
-        """Cuts of each buffer of the slot, without what is quantized: the element at which each rank's range begins, and that at
-        which the last one ends.
+        """Cuts of each buffer of the slot, quantized tensors left out: the first element of each rank's range, and the end of the last
+        range.
         """
         return [
             slab.slot_cuts if self._is_whole(number) else self._cut(slab.cuts, slab.layout, self.layout.buffers[number])
@@ -119,13 +119,11 @@ class PartLayout(Generic[StorageT]):
 
     @cached_property
     def own(self) -> list[list[Span]]:
-        """The places of this rank's range of all that is not quantized, in each buffer. They are kept, because a dense block moves
-        twice a step.
-        """
+        """The spans of this rank's range, by buffer, quantized tensors left out. Cached, because a dense block moves twice a step."""
         return self.own_rows(None)
 
     def own_rows(self, some: Sequence[slice] | None) -> list[list[Span]]:
-        """Return the places of this rank's range of what is not quantized, in each buffer.
+        """Return the spans of this rank's range, by buffer, quantized tensors left out.
 
         Args:
             some: the rows, counted from the first in the slab, if the part has rows; None for all.
@@ -136,7 +134,9 @@ class PartLayout(Generic[StorageT]):
         ]
 
     def packed_spans(self) -> Iterator[Span]:
-        """Yield the places of codes and scales, in bytes: for each tensor, or if the part has rows, for each component of it."""
+        """Yield the spans of codes and scales, in bytes: one for each tensor; if the part has only some rows, one for each component of it,
+        because the same rows of two components do not follow each other.
+        """
         if self.names is None:
             yield Span(0, 0, self.packed.numel)
             return
@@ -148,12 +148,13 @@ class PartLayout(Generic[StorageT]):
             shape = self.layout.entry(name).shape
             starts, places = codec.starts(self.slabs.layout.entry(name).shape), codec.starts(shape)
             for component, each in codec.components(shape).items():
-                first_row = self.rows.start * (each.num_bytes // shape[0])
-                start, place = whole.offset + starts[component] + first_row, entry.offset + places[component]
+                skipped = self.rows.start * (each.num_bytes // shape[0])  # bytes of the rows before those of the part
+                start, place = whole.offset + starts[component] + skipped, entry.offset + places[component]
                 yield Span(start, place, each.num_bytes)
 
     def grad_spans(self, number: int, adds: Mapping[str, bool]) -> list[tuple[bool, Span]]:
-        """Return the places of this rank's range of the gradients in a buffer, neighbours joined that are landed alike.
+        """Return the spans of this rank's gradients in a buffer, each with whether its landing is added. Neighbours that land alike are
+        joined.
 
         Args:
             number: the buffer.
@@ -163,14 +164,15 @@ class PartLayout(Generic[StorageT]):
         places = self._places(slab.grad_layout, self.grad_layout.buffers[number])
         return [
             (add, span)
-            for add, group in groupby(places, key=lambda place: adds[place[0]])
+            for add, group in groupby(places, key=lambda named_span: adds[named_span[0]])
             for span in _within(slab.own_grads, group)
         ]
 
     def _places(
         self, whole: SlabLayout, part: SlabLayout, some: Sequence[slice] | None = None
     ) -> Iterator[tuple[str, Span]]:
-        """Yield the name and the place of each tensor that is in both layouts: all of it and the padding after it, or some rows.
+        """Yield the name and a span of each tensor that is in both layouts, with the padding behind it; if the part has only some rows, a
+        span for each range of rows, without padding.
 
         Args:
             whole: the layout of the slab.
@@ -195,8 +197,8 @@ class PartLayout(Generic[StorageT]):
         return sum(self.layout.entry(name).numel for name in self.packed)
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes in which the weights of all ranks are moved, without padding: quantized ones as codes and scales, others with
-        this many bytes each, or in float32 if they are kept in it.
+        """Return the bytes of the weights of all ranks as they are moved, without padding: codes and scales of quantized tensors, four bytes
+        for an element that is kept in float32, and ``itemsize`` bytes for any other element.
         """
         plain, in_float32 = (buffer.num_params for buffer in self.layout.buffers)
         return (plain - self.decoded_numel) * itemsize + in_float32 * 4 + self.packed.num_params
@@ -207,7 +209,7 @@ class PartLayout(Generic[StorageT]):
         return plain * itemsize + in_float32 * 4
 
     def largest_share(self) -> float:
-        """Return the share of the busiest rank in the part: all others wait for it.
+        """Return the largest share of the part that one rank owns, because all other ranks wait for that one.
 
         Codes and scales are taken to be cut as the weights that they stand for.
         """

@@ -77,8 +77,8 @@ class SlabLayout:
         return SlabLayout({name: each.shape for name, each in self.entries.items() if name in names}, self.alignment)
 
     def held_before(self, offset: int, held: "SlabLayout") -> int:
-        """Return the number of elements of a slab with some of these tensors that lie before an offset in the slab of all."""
-        place = 0  # of a tensor in the slab of the held ones
+        """Return the number of elements before the place in a slab with only the ``held`` tensors that stands for an offset in this slab."""
+        place = 0  # of the next held tensor in that slab
         for name, entry in self.entries.items():
             if name in held:
                 if offset < entry.offset + entry.numel:

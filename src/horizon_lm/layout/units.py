@@ -30,9 +30,9 @@ class StorageLayout:
     Attributes:
         name: the name by which the slab is saved, and by which the noise of its updates is drawn.
         cuts, own: the places at which the ranks cut it, and the range of this rank.
-        slot_cuts: the places between the equal parts that the ranks fill of a buffer on the device. The last part of weights
-            may reach into the place of quantized tensors, which are decoded afterwards. One rank decodes codes where they
-            are, so that it has no such buffer for them.
+        slot_cuts: the places at which the slab's buffer on the device is cut between the ranks: into equal parts, which one collective
+            gathers. The last part may end behind the slab, where the first buffer has its quantized tensors; these are decoded
+            after the weights are gathered. For the codes of a single rank, which decodes them from host memory, all are 0.
         grad_layout, grad_cuts: the gradients of its trainable tensors.
     """
 
@@ -54,7 +54,7 @@ class StorageLayout:
         self.grad_cuts = self._cuts_of(self.grad_layout)
 
     def _cuts_of(self, held: SlabLayout) -> list[int]:
-        """Return the places at which the ranks cut a slab of some of the tensors: each owns there what it owns of the weights."""
+        """Return the cuts of a slab that has only the ``held`` tensors. Each rank owns the same elements of them in both slabs."""
         return [self.layout.held_before(cut, held) for cut in self.cuts]
 
     def own_range(self, held: SlabLayout) -> slice:
@@ -110,7 +110,7 @@ class UnitLayout(Generic[StorageT]):
         plain = {name: shape for name, shape in others.items() if name not in self.codecs}
         quantized = {name: others[name] for name in self.codecs}
         num_bytes = {name: (codec.num_bytes(others[name]),) for name, codec in self.codecs.items()}
-        row = next(iter(shapes.values()))[1] if is_table else None
+        row = next(iter(shapes.values()))[1] if is_table else None  # the width of the unit's only tensor
         self.plain = make(unit, PLAIN, SlabLayout(plain), shard, row)
         self.float32 = make(unit, FLOAT32, SlabLayout(kept), shard, None)
         self.packed = make(unit, PACKED, SlabLayout(num_bytes, PACKED_ALIGNMENT), shard, None)
@@ -149,16 +149,12 @@ class UnitLayout(Generic[StorageT]):
 
     @property
     def saved(self) -> list[StorageT]:
-        """The slabs that are saved, each in a file of its own: that in the precision of the run, and that in float32 if it has
-        tensors.
-        """
+        """The slabs that are saved, each in a file of its own: the plain one, and the one in float32 if it has tensors."""
         return [self.plain, self.float32] if self.float32.layout.numel else [self.plain]
 
     @property
     def hashed(self) -> list[tuple[StorageT, ...]]:
-        """The slabs that are hashed together, under the name of the first: codes and scales with the tensors in the precision of
-        the run.
-        """
+        """The groups of slabs that are hashed together, under the name of the first one. Codes and scales go with the plain slab."""
         return [(slab, self.packed) if slab is self.plain else (slab,) for slab in self.saved]
 
     @property

@@ -14,7 +14,7 @@ from horizon_lm.constants import DEVICE_MARGIN
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.residency_planner import buffer_settings
 from horizon_lm.errors import DeviceMemoryError
-from horizon_lm.layout.buffers import BufferTable, device_buffers
+from horizon_lm.layout.buffers import BufferTable, buffer_bytes
 from horizon_lm.model.generation import Generation, layer_bytes
 from horizon_lm.model.source import ModelSource
 from horizon_lm.planning.measure.cache_probe import CacheProbe, GenerationBytes
@@ -109,7 +109,7 @@ class GenerationMemory:
         """Return the bytes of the engine's buffers, some of which are larger already, in a call with so many resident blocks."""
         engine, prompt_tokens = self._engine, generation.rows * generation.prompt
         settings = replace(buffer_settings(engine, prompt_tokens, offloaded=0), resident=resident)
-        planned = device_buffers(engine.tiles, BufferTable(engine.tiles, settings.options), settings)
+        planned = buffer_bytes(engine.tiles, BufferTable(engine.tiles, settings.options), settings)
         needed = {kind: num_bytes for kind, num_bytes in planned.items() if "grad" not in kind}
         allocated = engine.device.counters.allocated
         of_blocks = ("weight_slots", "resident_weights")  # those whose size follows the number of resident blocks

@@ -17,7 +17,7 @@ from horizon_lm.engine.passes.device_buffers import buffer_options
 from horizon_lm.engine.passes.executor import Engine
 from horizon_lm.engine.passes.micro_batches import BlockCall, BlockCalls, RowOutputs
 from horizon_lm.engine.passes.tree import Tree
-from horizon_lm.layout.buffers import BufferSettings, BufferTable, device_buffers
+from horizon_lm.layout.buffers import BufferSettings, BufferTable, buffer_bytes
 from horizon_lm.layout.model import TiledLayout
 from horizon_lm.layout.parts import PartLayout
 from horizon_lm.layout.units import StorageLayout
@@ -70,10 +70,10 @@ def plan_device(
     )
 
     table = BufferTable(layout, settings.options)
-    taken = _bytes_to_allocate(engine, device_buffers(layout, table, settings))
+    taken = _bytes_to_allocate(engine, buffer_bytes(layout, table, settings))
     residency = _find_residency(engine, taken, [slots.num_bytes for slots in table.block_weights], needed)
     final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
-    buffers = sum(device_buffers(layout, table, final).values())
+    buffers = sum(buffer_bytes(layout, table, final).values())
     step_peak = needed.step_peak(residency.boundaries, residency.graphs)
     return DevicePlan(residency, buffers + step_peak + engine.device.scratch_bytes)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from horizon_lm.constants import DEVICE_MARGIN
-from horizon_lm.layout.buffers import device_buffers
+from horizon_lm.layout.buffers import buffer_bytes
 from horizon_lm.planning.arithmetic.device_memory import device_use, step_activations, weights_of_blocks
 from horizon_lm.planning.arithmetic.host_memory import host_bytes
 from horizon_lm.planning.arithmetic.outline import ModelOutline
@@ -152,7 +152,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
     if room is None:
         return requested, _describe(requested, num_blocks, "device memory is host memory")
     # Counted with the ring through which activation checkpoints are offloaded, although it is dropped if all of them stay.
-    buffers = sum(device_buffers(step.tiled, step.buffer_table, step.buffer_settings()).values())
+    buffers = sum(buffer_bytes(step.tiled, step.buffer_table, step.buffer_settings()).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"
     needed, weights = step_activations(step), weights_of_blocks(step)

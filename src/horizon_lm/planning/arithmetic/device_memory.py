@@ -5,7 +5,7 @@ over time.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from horizon_lm.layout.buffers import device_buffers
+from horizon_lm.layout.buffers import buffer_bytes
 from horizon_lm.planning.arithmetic.matrices import orthogonalizing_bytes
 from horizon_lm.planning.arithmetic.outline import Footprint, Linear
 from horizon_lm.planning.arithmetic.plan_file import PlannedMemory
@@ -118,7 +118,7 @@ def device_use(step: Step) -> DeviceUse:
     in_update = max((orthogonalizing_bytes(step.outline.layout.matrices_of(u)) for u in step.orthogonalized), default=0)
     most = max([in_training, in_update, *(_evaluation_peak(step, batch) for batch in step.settings.forwards)])
     return DeviceUse(
-        buffers=device_buffers(step.tiled, step.buffer_table, step.buffer_settings()),
+        buffers=buffer_bytes(step.tiled, step.buffer_table, step.buffer_settings()),
         checkpoints=checkpoints, activations=most - checkpoints, shared=step.outline.shared.at(step.settings.rows),
     )  # fmt: skip
 
