@@ -70,7 +70,7 @@ def check_headers(
     """
     headers, expected = checkpoint.headers(), model.state_dict()
     parameters = parameter_names(model)
-    # Parameters and buffers without a source.
+    # Parameters and buffers for which no tensor of the checkpoint has been found yet.
     missing, unset = set(parameters.values()), expected.keys() - parameters.keys()
     for target in conversion.targets:
         if target.name in parameters:
@@ -210,7 +210,7 @@ def load_weights(parts: ModelParts, store: Store, checkpoint: Checkpoint) -> lis
     for sentence in check_headers(model, checkpoint, conversion, [ref.name for ref in optional]):
         warn(sentence, CheckpointWarning)
     parameters, buffers = parameter_names(model), dict(model.named_buffers())
-    written: dict[str, str] = {}  # parameters, each with the name under which it was found
+    written: dict[str, str] = {}  # by parameter, the name of the tensor that it was read from last
     for target in conversion.targets:
         if isinstance(checkpoint, QuantizedCheckpoint) and (own := parameters.get(target.name)) in store.codecs:
             _load_packed(model, store, checkpoint, target, own)

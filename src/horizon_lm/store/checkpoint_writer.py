@@ -144,7 +144,7 @@ class _Exporter:
             )
         self._buffers = unrounded_buffers(parts, store)
         self._overflows = False  # of float16, by a weight that was written
-        # The units that are streamed, and the names of the tensors of each. The buffers are the last unit, which is none of them.
+        # The streamed units, and the names of the tensors of each. The buffers are one more unit, the last, which is not streamed.
         self._streamed = list(store.units)
         self._units = [list(slabs.layout) for slabs in store.units.values()]
         self._units.append(list(self._buffers))
@@ -165,7 +165,7 @@ class _Exporter:
             return {name: each.clone() for name, each in tensors.items()}
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype that a weight is written in: the one asked for, else that of its value or of the file it came from."""
+        """Return the dtype in which a weight is written: the requested dtype, or that of the caller's value or of the file it came from."""
         if name in self._in_float32:
             return torch.float32
         given = self._given.get(name)

@@ -35,6 +35,7 @@ class QuantizedCheckpoint(Checkpoint):
         codec, headers = matrix_codec(quantization, str(folder)), super().headers()
         self.quantized: dict[str, QuantizedWeight] = {}  # empty while `find_weights` reads tensors by their own names
         self.quantized = find_weights(self, codec, headers)
+        # Tensors of the folder that appear only as parts of a weight: components, descriptions and shapes.
         parts = {source for each in self.quantized.values() for source in each.sources.values()}
         parts |= {name for name in headers if STATE in name}
         parts |= {each.shape_source for each in self.quantized.values() if each.shape_source is not None}

@@ -84,7 +84,15 @@ def _find_4bit(checkpoint: Checkpoint, codec: Bnb4Bit, headers: Mapping[str, Hea
 def _read_state(
     checkpoint: Checkpoint, weight: str, name: str, kind: str, headers: Mapping[str, Header]
 ) -> QuantizedWeight:
-    """Return ``weight`` as its state describes it: the bytes of a JSON object in tensor ``name``, which ends with the format ``kind``."""
+    """Return a weight as its state describes it. Raise ConfigError if the state is damaged.
+
+    Args:
+        checkpoint: the tensors of the folder.
+        weight: the name of the weight.
+        name: the tensor with its state, the bytes of a JSON object.
+        kind: the end of that name, which is the format.
+        headers: the headers of all tensors.
+    """
     try:
         if headers[name].numel > _LONGEST_STATE:
             raise ValueError(f"{headers[name].numel:,} bytes")

@@ -1,4 +1,4 @@
-"""The slabs of a model in host memory: weights (and low halves, or codes), and gradients once training starts."""
+"""The host memory of a whole model: allocate the slabs of all its units, and read and write its parameters by name."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -78,6 +78,7 @@ class Store:
         # The outer parameters have arenas of their own, because they alone grow when adapters are added.
         for units in ([unit for unit in self.units if unit != OUTER], [unit for unit in self.units if unit == OUTER]):
             trained = {self.units[unit].plain.name for unit in units if unit not in self.frozen}
+            # All slabs of one storage have one dtype, and share an arena.
             for of_storage in zip(*(self.units[unit].all for unit in units), strict=True):
                 self._allocate([slab for slab in of_storage if slab.name not in kept], trained)
         for slabs in self.units.values():
@@ -127,6 +128,7 @@ class Store:
         """
         codecs = {name: self.codecs[old] for name, old in old_names.items() if old in self.codecs}
         in_float32 = {name for name, old in old_names.items() if old in self.in_float32}
+        # The slabs of this store that have the same tensors in the other one, under their old names.
         kept = {
             old.name: old
             for unit, tensors in shapes.items()
@@ -151,7 +153,8 @@ class Store:
     def allocate_grads(self, trainable: Iterable[str], units: Collection[Unit]) -> None:
         """Allocate gradient slabs of these units for these parameters, given by full name.
 
-        All units get a layout and a dtype of gradients, by which slots and moments are made, so this can be called only once.
+        Units whose gradients are not kept get a layout of gradients all the same. Slots and moments are made by these layouts, so this can
+        be called only once.
 
         Raises:
             StreamingError: a parameter belongs to a frozen unit.
@@ -312,7 +315,9 @@ class Store:
         return torch.equal(join_master(weights, slab.low[part]), source.float())
 
     def rows_to_read(self, name: str) -> slice | None:
-        """Return the rows of a parameter in which this rank's part lies, or one, for its dtype, if it has no part; None for all rows."""
+        """Return the rows of a parameter that this rank has to read: those of its part, or if it has none, a single one that shows the dtype;
+        None for all rows.
+        """
         shape = self.shape(name)
         if self.shard.is_whole or not shape:
             return None
@@ -324,8 +329,8 @@ class Store:
         return slice(first, max(first + 1, -(-own.stop // width)))
 
     def _own_part(self, name: str, first_row: int = 0) -> tuple[slice, slice]:
-        """Return the elements of a parameter, or the bytes of its codes, that this rank owns: as a range of the slab, and of the rows
-        from ``first_row`` on.
+        """Return the part of a parameter that this rank owns, in elements or in bytes of codes: as a range of the slab, and as a range of the
+        flattened parameter without the rows before ``first_row``.
         """
         slab = self._slab_of[name]
         entry, part = slab.layout.entries[name], slab.layout.part_of(name, slab.own)

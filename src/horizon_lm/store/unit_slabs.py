@@ -1,4 +1,4 @@
-"""The slabs of a unit in host memory."""
+"""One slab in host memory: the tensors of a unit that have one storage, with their low halves and gradients."""
 
 from collections.abc import Sequence
 
@@ -61,15 +61,15 @@ class Slab(StorageLayout):
         return [self.weights] if self.low is None else [self.weights, self.low]
 
     def forget_others(self) -> None:
-        """Give back the memory of the ranges of other ranks, which were read."""
-        for slab, arena, start in (
+        """Give the memory outside of this rank's range back to the system. Reading the ranges of other ranks has filled it."""
+        for values, arena, start in (
             (self.weights, self.arena, self.start),
             (self.low, self.low_arena, self.low_start),
         ):
-            if slab is not None:
-                size = slab.element_size()
+            if values is not None:
+                size = values.element_size()
                 arena.forget(start, start + self.own.start * size)
-                arena.forget(start + self.own.stop * size, start + slab.numel() * size)
+                arena.forget(start + self.own.stop * size, start + values.numel() * size)
 
     def row_cuts(self, rows: torch.Tensor) -> list[int]:
         """Return the places at which sorted rows (R,) of a table are cut between the ranks."""
