@@ -228,8 +228,8 @@ class StreamDevice(Device):
                 self._wait_event(stream, end)
 
     def _await_inputs(self, task: Task) -> None:
-        """Block until the dependencies of a host task are done. Raise the error of one that failed, also if it was dropped since and
-        `wait` passes over it: what it should have copied to the host (gradients, or a matrix) is missing.
+        """Block until the dependencies of a host task are done. Raise the error of a failed one even if it was dropped since, when `wait`
+        raises none: the gradients or matrices that it should have copied to the host are missing.
         """
         waits = task.waits  # read once: another thread may forget them when the task is dropped
         self.wait(waits)

@@ -80,7 +80,13 @@ class HostLink:
         return self._land(lambda piece: kernel(target, values[piece], indices[piece]), len(indices), num_rows)
 
     def _land(self, land: Callable[[slice], float], count: int, step: int) -> SquaredNorm:
-        """Land elements or rows in several threads, ``step`` at a time. ``land`` lands a range of them, and returns its sum of squares."""
+        """Land ``count`` elements or rows in several threads, and return the sum of their squares.
+
+        Args:
+            land: function that lands a range of them, and returns its sum of squares.
+            count: number of elements or rows.
+            step: the number that a thread lands at once.
+        """
         parts = pieces(count, step)
         if len(parts) < 2:
             return land(slice(0, count))

@@ -139,7 +139,7 @@ class CudaLink:
         return arrived
 
     def finish(self) -> None:
-        # What `decode` has enqueued beside this stream still reads the scratch memory, and writes the decoded tensors.
+        # The work that `decode` has enqueued on the stream beside still reads the scratch memory, and writes the decoded tensors.
         if self._is_decoding:
             for free in self._free:
                 torch.cuda.current_stream(self._device).wait_event(free)
@@ -171,8 +171,8 @@ class CudaLink:
         return _sum_of_squares(norms)
 
     def _add(self, destination: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
-        """Add gradients to those in host memory, and return the norms of the sums, piece by piece. While the sum of a piece is
-        written, the next piece is read on the stream beside, because the link has two directions.
+        """Add gradients to those in host memory, and return the norms of the sums, piece by piece. While the sum of one piece goes to the
+        host, the next piece comes from there, on the stream beside: the link has two directions.
         """
         self.finish()
         for free in self._free:
@@ -183,7 +183,8 @@ class CudaLink:
         for index, (d, s) in enumerate(pieces):
             kept, turn = read[index], index % 2
             copying.wait_event(self._filled[turn])
-            # Values in fp32 are summed in place. Two places of two bytes an element leave the second half of the scratch memory.
+            # A piece has half of `_PIECE_ELEMENTS`. Two pieces in 16 bits fill half of the scratch memory, and their sum in fp32 takes the
+            # other half. Two pieces in fp32 fill all of it, so they are summed in place.
             total = kept if kept.dtype == torch.float32 else self._scratch.chunk(2)[1].view(torch.float32)[: d.numel()]
             _accumulate(kept, s, total)
             self._transport.copy(d, kept)
@@ -215,7 +216,7 @@ class CudaLink:
         return total
 
     def _take_scratch(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return scratch memory. Its previous use is earlier in this stream, which waits for one beside it (`finish`)."""
+        """Return scratch memory for ``numel`` elements. Its last use comes before in this stream, which waits for the stream beside it."""
         self.finish()
         return self._scratch[: numel * dtype.itemsize].view(dtype)
 

@@ -1,4 +1,4 @@
-"""Tell faults of a device from other errors.
+"""Distinguish faults of a device from other errors.
 
 torch raises ``AcceleratorError`` (a RuntimeError with CUDA's ``error_code``) for errors of CUDA's runtime, and
 ``OutOfMemoryError`` (a RuntimeError, too) from its allocator. cuBLAS, cuDNN, the driver's interface and Triton still raise

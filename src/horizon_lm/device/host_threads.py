@@ -136,7 +136,7 @@ class _State:
         return bool(self.queue) and not self.queue[0].preparing and self.active < self.limit
 
     def _take_work(self, job: _Job) -> Callable[[], None]:
-        """Return the next piece of work on the first job: to wait until it may run, and then one move after the other."""
+        """Return the next piece of work on the first job of the queue: the wait until it may run, and after that its next move."""
         job.running += 1
         job.started = job.started or time.perf_counter()
         if job.wait_until_ready is not None:
@@ -150,7 +150,7 @@ class _State:
         return partial(move.run, self.link)
 
     def _finish_turn(self, job: _Job) -> None:
-        """Record that a thread has run one move of a job, or has waited until the job was ready."""
+        """Record that a thread has run one move of a job, or has waited until the job was ready. The last one finishes the job's task."""
         job.running -= 1
         # No move runs while a thread is preparing, so the flag is about this thread.
         was_preparing, job.preparing = job.preparing, False

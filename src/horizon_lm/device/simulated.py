@@ -124,7 +124,9 @@ class SimulatedDevice(CpuDevice):
             queue.popleft()
 
     def _force(self, task: Task, for_task: Task) -> None:
-        """Run a task to its end, after its declared waits and the tasks before it in its stream alone. ``for_task`` needs it."""
+        """Run a task to its end, and before it nothing but its declared waits and the tasks before it in its stream; raise ScheduleError if
+        one of these cannot run. ``for_task`` is the task that needs it, for the message.
+        """
         if task.done:
             return
         queue = self._queues.get(task.op.stream)

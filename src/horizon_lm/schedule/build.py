@@ -108,8 +108,8 @@ def _land_and_update(unit: Unit, source: Buffer, layout: Layout) -> list[Op]:
 
 
 def _is_updated_at_once(unit: Unit, layout: Layout) -> bool:
-    """Return whether a unit is updated as soon as its gradient has landed. The table is updated in the next forward pass, and a
-    block's tiles with its core, which is landed last.
+    """Return whether a unit is updated as soon as its gradient has landed. The table waits for the next forward pass. A tile waits for the
+    core of its block, which lands last.
     """
     is_table = unit == EMBED or (layout.tied and unit == HEAD)
     return layout.update_in_backward and not is_table and not unit.is_tile
@@ -163,7 +163,7 @@ def _forward(
     layout: Layout, keeps: frozenset[int], embed: bool, changed: bool, blocks_changed: bool, table_update: bool,
     head_grads: bool, routed: frozenset[int]
 ) -> Schedule:  # fmt: skip
-    """Build a pass from the arguments of `forward`. A copy stands one computation before the one that needs it."""
+    """Build a pass from the arguments of `forward`. Each copy is listed one computation before the computation that needs it."""
     ops = _before_blocks(layout, embed, changed, table_update)
     slots = TileSlots(layout.tiles)
 
@@ -302,7 +302,7 @@ def _head_backward(layout: Layout, is_trained: bool, head_grads: bool) -> list[O
 
 
 def _trained_backward(u: int, inputs: tuple[Buffer, ...], adapters: tuple[Buffer, ...], layout: Layout) -> list[Op]:
-    """Return the backward computation of a block, and the landing of its gradients, which are rounded first if they are accumulated."""
+    """Return the backward computation of a block, the rounding of its gradients if they are accumulated, and their landing."""
     if not layout.accumulates:
         slot = Buffer(Buf.GRADS, u % 2)
         computed = [_compute(Kind.BACKWARD, block(u), inputs, (slot, *adapters))]
@@ -328,9 +328,9 @@ def update(layout: Layout, units: Iterable[Unit], orthogonalized: Iterable[Unit]
 
 @lru_cache(_CACHED)
 def _update_pass(layout: Layout, units: tuple[Unit, ...], orthogonalized: frozenset[Unit]) -> Schedule:
-    """Build a pass from the arguments of `update`. The matrices of a block are streamed while those of the one before are computed."""
+    """Build a pass from the arguments of `update`. The matrices of a block are streamed while those of the previous one are computed."""
     ops: list[Op] = []
-    not_streamed = [unit for unit in reversed(units) if unit in orthogonalized]  # the next one is the last
+    not_streamed = [unit for unit in reversed(units) if unit in orthogonalized]  # reversed: the next one is popped
 
     def stream_next() -> None:
         if not_streamed:
@@ -354,7 +354,7 @@ def _slot_of_matrices(unit: Unit, layout: Layout) -> Buffer:
 
 
 def _stream_matrices(unit: Unit, layout: Layout) -> list[Op]:
-    """Return the first part of a block's update, and the copy to the device of the matrices that it leaves in the gradients' slab."""
+    """Return the first part of a block's update, which leaves matrices in the gradients' slab, and their copy to the device."""
     slot, landed = _slot_of_matrices(unit, layout), _landing_buffer(unit, layout)
     weights = _host(Buf.HOST_WEIGHTS, unit, layout)
     ops = [

@@ -63,7 +63,7 @@ class Timeline:
         return sorted((span for schedule in self.passes for span in schedule), key=lambda span: span.end)
 
     def last_step(self, num_passes: int) -> tuple[float, float]:
-        """Return when the computations of the last step but one and of the last step end. A step is this many passes."""
+        """Return the ends of the computations of the last two steps, in seconds. A step has ``num_passes`` passes."""
         before, last = self.passes[-2 * num_passes : -num_passes], self.passes[-num_passes:]
         begin, end = (
             max(span.end for spans in step for span in spans if span.op.stream == Stream.COMPUTE)
@@ -92,9 +92,11 @@ def simulate(sequence: Sequence[Schedule], cost: Cost, rates: Rates) -> Timeline
 def _run(
     ops: Sequence[Op], waits: Sequence[Sequence[int]], cost: Cost, rates: Rates
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds at which each operation starts and ends, by position. ``waits`` has the positions that each waits for."""
+    """Return the seconds at which each operation starts, and those at which it ends, by its position among ``ops``. Advance from event to
+    event. ``waits`` has, for each operation, the positions of those that it waits for.
+    """
     queues = {lane: deque(i for i, op in enumerate(ops) if rates.lane(op) == lane) for lane in Stream}
-    left: dict[int, float] = {}  # remaining cost of the running operations
+    left: dict[int, float] = {}  # remaining cost of the running operations, by position
     start: dict[int, float] = {}
     end: dict[int, float] = {}
     known: dict[tuple[tuple[Stream, Kind], ...], list[float]] = {}  # the speeds of operations that run together
@@ -152,7 +154,11 @@ def without(cost: Cost, *kinds: Kind) -> Cost:
 
 
 def _speeds(running: Sequence[Op], rates: Rates) -> list[float]:
-    """Return the speed of each running operation: seconds of computation per second, or bytes per second."""
+    """Return the speed of each running operation: seconds of computation per second, or bytes per second.
+
+    First each stream gets its share of its link. Then all transfers are slowed down alike if links or host memory cannot keep up, and
+    updates divide what is left of the rate of host memory.
+    """
     collectives = {Kind.GATHER: rates.gather, Kind.GATHER_MATRICES: rates.gather, Kind.REDUCE: rates.reduce}
     transfers = [op for op in running if op.stream in (Stream.COPY_IN, Stream.COPY_OUT) and op.kind not in UPDATES]
     crossing = [op for op in running if rates.through_host and op.kind in collectives]

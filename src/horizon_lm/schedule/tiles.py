@@ -66,21 +66,23 @@ class TileCopies:
         self._cores_listed = 0  # cores whose copy is listed
 
     def core(self, place: int) -> list[Op]:
-        """Return the copy of the core at a place of the pass; nothing if it is listed already, or if the pass has ended there."""
+        """List the copy of the core at a place of the pass; nothing if it is listed already, or if the pass has ended there."""
         if place < self._cores_listed or place >= len(self._cores):
             return []
         self._cores_listed = place + 1
         return self._load(self._cores[place])
 
     def ahead(self, place: int) -> list[Op]:
-        """Return the copies of tiles for which there is a slot, up to those of the block after the one at this place."""
+        """List the copies of the next tiles while a slot is free, but of no block later than the one after this place. The core of a tile's
+        block is copied before the tile.
+        """
         ops: list[Op] = []
         while self._left and self._tiles_listed < self._tiles_computed + 2:  # one in each of the two slots
             unit = self._left[0]
             place_of_block = self._place[unit.owner]
             if place_of_block > place + 1:
                 break
-            if unit.owner in self._waiting:  # the link is free for the next core until then
+            if unit.owner in self._waiting:  # until the block has routed its tokens, the link is free for the next core
                 ops += self.core(place + 1)
                 break
             ops += [*self.core(place_of_block), *self._load(unit)]

@@ -202,8 +202,8 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
     )
     computed = sorted((s for s in spans if s.op.stream == Stream.COMPUTE), key=lambda s: s.start)
     for before, span in pairwise(computed):
-        # Before this moment of the gap the computation was not enqueued, which is the host's doing; after it, it waited for other
-        # operations. One that was enqueued before the gap was only waiting in it.
+        # Until this moment of the gap the computation was not enqueued, because the host was late. From then on it waited for other
+        # operations. If it was enqueued before the gap, it waited in all of it.
         enqueued = min(max(span.reached, before.end), span.start)
         for gap, causes in (((before.end, enqueued), lateness), ((enqueued, span.start), waiting)):
             for cause, seconds in _seconds_by_cause(gap, causes).items():
@@ -212,7 +212,7 @@ def exposed_seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _seconds_by_cause(gap: Interval, causes: Mapping[str, Sequence[Interval]]) -> dict[str, float]:
-    """Return the seconds of a gap by the first cause that was busy in them, and those without any as ``host``.
+    """Return the seconds of a gap by cause. A moment counts for the first cause that was busy then, or for ``host`` if none was.
 
     Args:
         gap: start and end, in seconds.

@@ -4,8 +4,8 @@
 stream. Inside a pass this is a transitive reduction over vector clocks. Across passes, an operation waits only for the
 last use of its own buffers: a unit is streamed in as soon as its update is done and the slot is released by its last
 block. The preceding passes are not known here, so some waits across passes are implied by others, at no cost.
-`tests/support/schedule_proofs.py` proves, by unrolling sequences of passes, that the waits suffice, that no wait inside a pass and
-no rule of the table can be dropped.
+`tests/support/schedule_proofs.py` proves, by unrolling sequences of passes, that the waits suffice, and that no wait inside a pass and no
+rule of the table can be dropped.
 """
 
 from dataclasses import replace
@@ -112,7 +112,9 @@ class _Accesses:
         self._writes: dict[Buffer, dict[Stream, int]] = {}
 
     def conflicting(self, op: Op) -> list[int]:
-        """Return, for each other stream, the last operation that shares a buffer with this one, which at least one of them writes."""
+        """Return the position of the last operation of each other stream that conflicts with this one: both access a buffer, and at least
+        one of them writes it.
+        """
         found: dict[Stream, int] = {}
         of_buffers = [
             *(self._all.get(each, {}) for each in op.writes),
