@@ -42,6 +42,7 @@ class Fp8(Codec):
         return len(heights) == 1 or all(height % self.tile[0] == 0 for height in heights)
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
+        """Cut a matrix between rows of tiles, each of which has its scales to itself."""
         (height, width), rows = shape, self.tile[0]
         for tiles in pieces(-(-height // rows), max(1, max_bytes // self.num_bytes((rows, width)))):
             top, bottom = tiles.start * rows, min(height, tiles.stop * rows)

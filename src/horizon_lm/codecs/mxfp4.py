@@ -50,6 +50,7 @@ class Mxfp4(Codec):
         Codec.pack(self, moved, packed, shape)
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
+        """Cut a stack into whole matrices, as many as fit into ``max_bytes``; if not even one fits, cut each into rows of its blocks."""
         experts, width, height = shape
         size, row = width * height, _BLOCK * height  # elements of a matrix, and of a row of its blocks
         matrix_bytes = self.num_bytes((1, width, height))

@@ -24,22 +24,29 @@ class Stack(Codec):
         return {name: Component(torch.Size((shape[0], *each.shape)), each.dtype) for name, each in inner.items()}
 
     def parts(self, shape: Sequence[int], max_bytes: int) -> Iterator[Part]:
-        one, bytes_each = torch.Size(shape[1:]), self.of.num_bytes(shape[1:])
-        if bytes_each > max_bytes:
+        """Cut a stack into whole items, as many as fit into ``max_bytes``; if not even one fits, cut each item into parts of its own."""
+        item_shape, item_bytes = torch.Size(shape[1:]), self.of.num_bytes(shape[1:])
+        if item_bytes > max_bytes:
             for index in range(shape[0]):
-                yield from self._parts_of(index, one, max_bytes)
+                yield from self._parts_of(index, item_shape, max_bytes)
             return
-        for part in pieces(shape[0], max_bytes // bytes_each):
-            rows = dict.fromkeys(self.of.components(one), part)
-            yield Part(part.start * one.numel(), part.stop * one.numel(), torch.Size((length(part), *one)), rows)
+        numel = item_shape.numel()
+        for items in pieces(shape[0], max_bytes // item_bytes):
+            rows = dict.fromkeys(self.of.components(item_shape), items)
+            yield Part(
+                start=items.start * numel,
+                stop=items.stop * numel,
+                shape=torch.Size((length(items), *item_shape)),
+                rows=rows,
+            )
 
-    def _parts_of(self, index: int, one: torch.Size, max_bytes: int) -> Iterator[Part]:
-        """Cut the tensor of this index, which has the shape ``one``."""
-        start, own = index * one.numel(), slice(index, index + 1)
-        for part in self.of.parts(one, max_bytes):
+    def _parts_of(self, index: int, item_shape: torch.Size, max_bytes: int) -> Iterator[Part]:
+        """Cut the item of this index into the parts of its own format, each as a stack of one."""
+        start, own = index * item_shape.numel(), slice(index, index + 1)
+        for part in self.of.parts(item_shape, max_bytes):
             inner = {name: each if isinstance(each, tuple) else (each,) for name, each in part.rows.items()}
             rows = {name: (own, *each) for name, each in inner.items()}
-            yield Part(start + part.start, start + part.stop, torch.Size((1, *part.shape)), rows)
+            yield Part(start=start + part.start, stop=start + part.stop, shape=torch.Size((1, *part.shape)), rows=rows)
 
     def decode_components(self, components: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         for index, each in enumerate(out):

@@ -41,11 +41,12 @@ def decode(codec: Codec, components: Components, out: torch.Tensor, dtype: torch
     elif not has_triton() or type(codec.of if isinstance(codec, Stack) else codec) not in _DECODERS:
         codec.decode_part(components, out, dtype)
     elif isinstance(codec, Stack) and not isinstance(codec.of, _OF_STACKS):
-        for index, each in enumerate(out):
-            decode(codec.of, {name: part[index] for name, part in components.items()}, each, dtype)
+        for index, matrix in enumerate(out):  # the kernel of this format decodes one matrix of a stack at a time
+            decode(codec.of, {name: part[index] for name, part in components.items()}, matrix, dtype)
     else:
-        one = codec.of if isinstance(codec, Stack) else codec
-        _DECODERS[type(one)](one, components, out, _kernels().ROUNDED_TO[None if dtype == out.dtype else dtype])
+        of_matrix = codec.of if isinstance(codec, Stack) else codec
+        via = _kernels().ROUNDED_TO[None if dtype == out.dtype else dtype]
+        _DECODERS[type(of_matrix)](of_matrix, components, out, via)
 
 
 def warm_up(

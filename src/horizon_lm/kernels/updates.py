@@ -103,7 +103,9 @@ def _inverse(scale: Any) -> Any:
 
 
 def _update(rule: Rule, weight_format: str, moment_format: str, grad_format: str) -> Any:
-    """Compose the update of consecutive elements, to be inlined. ``m`` and ``v`` are scratch space for the moments of one block."""
+    """Compose the update of consecutive elements, to be inlined. Its arguments are those of `update_kernel`'s function, and scratch space
+    for the two moments of one block (``m`` and ``v``).
+    """
     read_weight, write_weight = WEIGHT_CODECS[weight_format]
     read_grad = GRAD_READERS[grad_format]
     scaled1, scaled2 = (moment_format == "8bit" and len(rule.moments) >= count for count in (1, 2))

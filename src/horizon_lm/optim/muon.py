@@ -56,7 +56,7 @@ class _Numbers(NamedTuple):
 
     Attributes:
         one_minus_momentum: share of the gradient in its mean.
-        back: momentum - 1, by which the direction lies between the mean and the gradient.
+        back: momentum - 1, the factor on ``mean - grad`` in the step from the mean to Nesterov's direction.
         lr: distance of a step for this shape.
     """
 

@@ -202,7 +202,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     def _present(self) -> dict[Unit, list[str]]:
         """Return the parameters of each unit that have a gradient. Others are not updated, as in torch.
 
-        With updates in the backward pass, which use gradients up, all that are trained count.
+        Updates in the backward pass leave no gradients behind, so with them all trained parameters are returned.
         """
         grads = self._engine.grads
         return {
@@ -232,7 +232,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         return StepUpdate(groups, self._steps, self._seed, self._step + 1, clip)
 
     def _issue_update(self, present: Mapping[Unit, list[str]], clip: float) -> None:
-        """Wait for the last step's updates, the embedding's included if no forward pass has taken it. Then count the step, and
+        """Finish the updates of the last step, with that of the embedding if no forward pass came in between. Then count this step, and
         issue the updates of all units.
         """
         self._engine.updates.finish()

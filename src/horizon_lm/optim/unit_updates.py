@@ -65,7 +65,7 @@ class UnitUpdates:
                 compile_landing(arrays.grad_format, sources, is_table)
 
     def of_all(self, step: StepUpdate, present: Mapping[Unit, Iterable[str]]) -> UpdatePass:
-        """Return the update of all units, in the order in which the next forward pass streams them in.
+        """Return the update of all units, in the order in which the next forward pass streams them in; that pass updates the embedding.
 
         Args:
             step: the numbers of the step.
@@ -107,12 +107,12 @@ class UnitUpdates:
         return TableRows(self.arrays[slab], grads, spans[0], record, self._guard(slab))
 
     def _spans(self, step: StepUpdate, slab: Slab, names: Iterable[str]) -> list[UpdateSpan]:
-        """Return the spans of a slab in which those of these parameters that it has are updated alike."""
+        """Return the spans of a slab, of parameters that are updated alike. Parameters of other slabs are left out."""
         params = {name: self._engine.refs[name].param for name in names if name in slab.layout}
         return step.spans(slab.name, self.arrays[slab], params, self._rules)
 
     def _on_device(self, slab: Slab, spans: Sequence[UpdateSpan]) -> DevicePart:
-        """Return the part of a slab's update on the device, which begins with these spans (`first_parts`) on the host."""
+        """Return the computation on the device of a slab's update, and the part before it on the host: these spans (`first_parts`)."""
         rule = spans[0].rule
         assert rule.on_device is not None
         moves = self._pieces(self.arrays[slab].of_grads(as_array(slab.grads)), slab, spans)

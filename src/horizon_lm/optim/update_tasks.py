@@ -89,7 +89,7 @@ class StepUpdate:
         """
         order = {name: number for number, name in enumerate(arrays.layout)}
         spans: list[tuple[list[str], Rule, Scalars]] = []
-        last: tuple[Any, ...] = ()  # the place of the last parameter, and what it is updated with
+        last: tuple[Any, ...] = ()  # of the last parameter: its place in the slab's order, and what it is updated with
         for name, param in params.items():
             settings = self._settings.get(id(param))
             if settings is None:
@@ -134,7 +134,7 @@ def compile_kernels(arrays: SlabArrays, rule: Rule, settings: Mapping[str, Any],
         slabs = [each[:0] for each in slabs]
         update_kernel(*arrays.modes(rule))(*slabs, np.uint32(0), scalars)
         if is_table:
-            rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, no_rows, no_rows, scalars)
+            rows_kernel(*arrays.modes(rule))(*slabs, 1, 0, no_rows, no_rows, scalars)  # width 1, no scales
 
     if rule.on_device is None:
         compile_rule(arrays, rule)
@@ -144,23 +144,23 @@ def compile_kernels(arrays: SlabArrays, rule: Rule, settings: Mapping[str, Any],
 
 
 def first_parts(spans: Iterable[UpdateSpan]) -> list[UpdateSpan]:
-    """Return the spans of which a part is computed on the device, with scalars by which the result replaces the gradient.
+    """Return the spans that are updated in parts (`Rule.on_device`), with scalars for the first part, which replaces the gradient.
 
-    The gradient is there in place of the weight (`SlabArrays.of_grads`), and a decay to 0 removes it.
+    The gradient takes the place of the weight (`SlabArrays.of_grads`). A decay of 0 removes it, so that only the result is left there.
     """
 
     def without_weight(scalars: Scalars) -> Scalars:
-        return Scalars(scalars.clip, np.float32(0), scalars.key, scalars.numbers)
+        return Scalars(scalars.clip, decay=np.float32(0), key=scalars.key, numbers=scalars.numbers)
 
     return [replace(s, scalars=without_weight(s.scalars)) for s in spans if s.rule.on_device is not None]
 
 
 def last_parts(spans: Iterable[UpdateSpan]) -> list[UpdateSpan]:
-    """Return spans with the rules by which weights are updated, if need be from what the device has computed."""
+    """Return all spans with the rules by which weights are updated: for a span with a part on the device, the rule of its last part."""
 
-    # The device's results are no gradients: what they come from was clipped before.
     def after(span: UpdateSpan) -> UpdateSpan:
         assert span.rule.on_device is not None
+        # The device's results are not clipped: they come from gradients that the first part has clipped.
         scalars = Scalars(np.float32(1), span.scalars.decay, span.scalars.key, span.scalars.numbers)
         return replace(span, rule=span.rule.on_device.then, scalars=scalars)
 
@@ -228,8 +228,8 @@ def piece_elements(numel: int) -> int:
     return _PIECE_ELEMENTS * max(1, min(_MAX_FACTOR, numel // (_ENOUGH_PIECES * _PIECE_ELEMENTS)))
 
 
-def span_pieces(arrays: SlabArrays, spans: Sequence[UpdateSpan], values: Any, record: Record, guard: Guard) -> Pieces:
-    """Return the update of some spans of a slab, with this rank's part of its gradients as an array.
+def span_pieces(arrays: SlabArrays, spans: Sequence[UpdateSpan], grads: Any, record: Record, guard: Guard) -> Pieces:
+    """Return the update of some spans of a slab in pieces. ``grads`` is this rank's range of its gradients, as an array.
 
     The padding between parameters is also updated: zeros stay zeros.
     """
@@ -240,20 +240,23 @@ def span_pieces(arrays: SlabArrays, spans: Sequence[UpdateSpan], values: Any, re
 
     def update(number: int) -> None:
         """Update the piece with a number."""
-        index = bisect_right(firsts, number) - 1
-        placed[index].update(values, (number - firsts[index]) * sizes[index], sizes[index])
+        index = bisect_right(firsts, number) - 1  # of its span
+        placed[index].update(grads, (number - firsts[index]) * sizes[index], sizes[index])
 
     return Pieces(firsts[-1], update, record, guard)
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A span and its slab.
+    """A span in its slab, and the part of it that this rank owns.
+
+    The span is the range of the slab from its first parameter to the end of its last. Another rank may own the beginning or the end of it;
+    the part is what lies in this rank's range of the slab.
 
     Attributes:
-        arrays, span: its slab, and the span.
-        before: elements of the span that other ranks own before the part of this rank.
-        numel: elements of the part that this rank owns.
+        arrays, span: the slab, and the span.
+        before: elements of the span before the part.
+        numel: elements of the part.
         kernel, moments: those of the rule of the span.
     """
 
@@ -272,31 +275,33 @@ class _Placed:
         kernel = update_kernel(*arrays.modes(span.rule))
         return cls(arrays, span, own.start - first.offset, length(own), kernel, arrays.moments_of(span.rule))
 
-    def update(self, values: Any, offset: int, size: int) -> None:
-        """Update at most ``size`` elements, from ``offset`` in this rank's part of the span on, with its part of a gradient slab."""
-        arrays, name = self.arrays, self.span.names[0]
-        size, start = min(size, self.numel - offset), self.before + offset  # `start`: in the span
+    def update(self, grads: Any, offset: int, size: int) -> None:
+        """Update at most ``size`` elements of the part, from ``offset`` on. ``grads`` is this rank's range of a slab of gradients."""
+        arrays, name = self.arrays, self.span.names[0]  # with which the span begins in each slab
+        size, start_in_span = min(size, self.numel - offset), self.before + offset
 
-        def part_of(layout: SlabLayout, slab: Any) -> Any:
-            """Return the elements in a slab."""
-            if name not in layout:  # of a moment that the rule lacks, whose slab is empty
+        def elements_of(layout: SlabLayout, slab: Any) -> Any:
+            """Return these elements of a slab of weights, low halves or moments; none of a moment that the rule lacks."""
+            if name not in layout:
                 return slab[:0]
-            first = layout.entries[name].offset + start
-            return slab[first : first + size]
+            start = layout.entries[name].offset + start_in_span
+            return slab[start : start + size]
 
-        def scales(moment: MomentArrays) -> Any:
-            """Return their scales."""
+        def scales_of(moment: MomentArrays) -> Any:
+            """Return the scales of these elements of an 8-bit moment; none of another."""
             if not moment.scale_starts:
                 return moment.scales[:0]
-            first = moment.scale_starts[name] + start // BLOCK  # other ranks own a multiple of a block
-            return moment.scales[first : first - (-size // BLOCK)]
+            start = moment.scale_starts[name] + start_in_span // BLOCK  # other ranks own a multiple of a block
+            return moment.scales[start : start - (-size // BLOCK)]
 
-        grad = arrays.grad_layout.entries[name].offset + start - arrays.own_grads.start
-        number = arrays.layout.entries[name].offset + start  # of the first element in the slab
+        start_in_grads = arrays.grad_layout.entries[name].offset + start_in_span - arrays.own_grads.start
+        index_in_slab = arrays.layout.entries[name].offset + start_in_span
+        # The arguments are those of `update_kernel`. The index keys the noise of stochastic rounding, which is a hash of 32 bits.
         self.kernel(
-            part_of(arrays.layout, arrays.weights), part_of(arrays.layout, arrays.low), values[grad : grad + size],
-            *(part_of(each.layout, each.values) for each in self.moments), *map(scales, self.moments),
-            np.uint32(number & 0xFFFFFFFF), self.span.scalars,
+            elements_of(arrays.layout, arrays.weights), elements_of(arrays.layout, arrays.low),
+            grads[start_in_grads : start_in_grads + size],
+            *(elements_of(each.layout, each.values) for each in self.moments), *map(scales_of, self.moments),
+            np.uint32(index_in_slab & 0xFFFFFFFF), self.span.scalars,
         )  # fmt: skip
 
 
@@ -308,11 +313,11 @@ class TableRows:
         self._arrays, self._scalars, self._record, self._guard = arrays, span.scalars, record, guard
         self._num_rows, self._width = place.shape
         self._moments = arrays.moments_of(span.rule)
-        self._blocks = -(-self._width // BLOCK) if self._moments[0].scale_starts else 0
+        self._blocks = -(-self._width // BLOCK) if self._moments[0].scale_starts else 0  # scales of a row
         self._kernel = rows_kernel(*arrays.modes(span.rule))
         self._grads = as_array(grads.grads).reshape(-1)
         self._done = np.zeros(self._num_rows, dtype=bool)
-        self._grad_rows = np.arange(self._num_rows)
+        self._grad_rows = np.arange(self._num_rows)  # for each row of the table, that of its gradient
         if grads.rows is not None:
             self._grad_rows[:] = grads.rows.numel()  # the row of zeros
             self._grad_rows[grads.rows.numpy()] = np.arange(grads.rows.numel())
