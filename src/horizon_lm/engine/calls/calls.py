@@ -33,7 +33,7 @@ def modal_inputs(call: Mapping[str, Any]) -> list[str]:
 
 
 def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return the arguments of a call by name, including those in ``**kwargs``.
+    """Return the arguments of a call by name. Those that the method takes by ``**kwargs`` are among them.
 
     Args:
         signature: of the model's own forward method.

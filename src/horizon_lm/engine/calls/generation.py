@@ -106,7 +106,7 @@ class GenerationMemory:
             engine.device.trim()
 
     def _buffer_bytes(self, generation: Generation, resident: int) -> int:
-        """Return the bytes of the engine's buffers, some of which are larger already, in a call with so many resident blocks."""
+        """Return the bytes of the engine's buffers in a call with so many resident blocks. Buffers that are larger already stay so."""
         engine, prompt_tokens = self._engine, generation.rows * generation.prompt
         settings = replace(buffer_settings(engine, prompt_tokens, offloaded=0), resident=resident)
         planned = buffer_bytes(engine.tiles, BufferTable(engine.tiles, settings.options), settings)

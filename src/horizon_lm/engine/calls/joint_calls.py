@@ -63,7 +63,7 @@ class JointCalls:
     @contextmanager
     def in_lockstep(self) -> Iterator[None]:
         """Context manager: remember which adapters were active when the lock-step began."""
-        present = self._present()
+        present = self._present()  # only now, because PEFT may have changed the adapters since this object was made
         before, model = present._adapters_at_begin, present._model()
         if present._has_adapters and not present.switches_per_call and model is not None:
             present._adapters_at_begin = ActiveAdapters(model).read()
@@ -73,7 +73,7 @@ class JointCalls:
             present._adapters_at_begin = before
 
     def _present(self) -> "JointCalls":
-        """Return the object that the model has now, which has replaced this one if PEFT has changed the adapters."""
+        """Return the model's present `JointCalls`: a new one if the model was attached again, because PEFT has changed its adapters."""
         model = self._model()
         if model is None or "_horizon" not in vars(model):  # it is being attached
             return self

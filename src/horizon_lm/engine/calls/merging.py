@@ -37,9 +37,7 @@ def _watch_new_layers() -> None:
 
 
 def _replace_methods_of_new(layer: nn.Module, name: str, base: nn.Module | None) -> None:
-    """Replace the methods of a layer of PEFT that gets a streamed base. A hook of torch: called for each child that any
-    module gets.
-    """
+    """Replace the methods of a layer of PEFT that gets a streamed base. torch calls this hook whenever any module gets a child."""
     if base is None or not is_adapter_layer(layer):
         return
     # The new layer does not know the model; the streamed weights inside it do.
@@ -94,7 +92,7 @@ def _runs_unmerged(layer: Any) -> bool:
 
 
 def _adding(layer_ref: "weakref.ref[Any]") -> Callable[..., Any]:
-    """Return the method that gives a layer new adapters, in the place of PEFT's own."""
+    """Return a method in the place of PEFT's own that gives a layer new adapters. Base weights that it replaces are copied."""
 
     def add(*args: Any, **kwargs: Any) -> Any:
         layer = layer_ref()

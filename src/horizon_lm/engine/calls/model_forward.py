@@ -137,7 +137,7 @@ class ModelForward:
         return forwards
 
     def _head_forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Return the logits of hidden states; in a chunked pass those of the current chunk, or zeros (`ChunkedLmHead.head_forward`)."""
+        """Return the logits of hidden states. In a chunked pass these are the current chunk's, or zeros (`ChunkedLmHead.head_forward`)."""
         if options:  # PEFT's names of the adapters of each row
             raise StreamingError(
                 f"{', '.join(options)}: adapters for each row are not supported by the head of a streamed model; compute the rows "

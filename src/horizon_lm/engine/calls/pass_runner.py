@@ -116,11 +116,12 @@ class PassRunner:
         return self._engine.options.rows_at_once(batch.rows) * batch.length
 
     def _routed(self, batches: list[Batch], size: BatchSize, caching: bool) -> frozenset[int]:
-        """Return the blocks of which a pass without gradients streams only the experts that its tokens are routed to."""
+        """Return the blocks whose experts are streamed selectively in a pass without gradients: only those that tokens are routed to."""
         engine = self._engine
+        # With a cache, blocks run whole and uncompiled, whatever the options are (`ForwardRequest.caching`).
         is_whole = caching or size.tokens_at_once == size.tokens  # the batch is not cut into micro-batches
         is_compiled = engine.options.compile and not caching
-        # A compiled block has no place between its parts. Ranks would have to agree on the experts of all of them.
+        # A compiled block cannot stop between its router and its experts. Several ranks would have to agree on the experts.
         if len(batches) > 1 or not is_whole or is_compiled or engine.mesh.size > 1:
             return frozenset()
         return engine.tiles.routed(size.tokens)

@@ -185,7 +185,7 @@ class HostGrads:
         return grad is None
 
     def begin_landings(self, unit: Unit) -> None:
-        """Begin the sums of squares of a unit, before its first landing in a backward pass, in which all of its parts land."""
+        """Begin the sums of squares of a unit, before the first of its parts lands in a backward pass."""
         # Only a tied head lands the whole table by `moves`, after which any row may be nonzero; rows of tokens land by `LandRows`.
         if unit == EMBED:
             self._table_rows = None
@@ -213,29 +213,30 @@ class HostGrads:
             adds = {name: not self.is_empty(name) for name in part.grad_layout}
         moves: list[Move] = []
         for number, slab in enumerate(part.slabs.of_weights):
-            report, first = self.squared_norms.reporter_of(slab), slab.own_grads.start
+            # A target has this rank's range alone, and spans count from the beginning of the slab.
+            report, own_start = self.squared_norms.reporter_of(slab), slab.own_grads.start
             for add, span in part.grad_spans(number, adds):
-                target = targets[number][span.start - first :][: span.numel]
+                target = targets[number][span.start - own_start :][: span.numel]
                 moves.append(Land(target, source[number][span.in_slot], report, add=add))
         return moves
 
-    def rows_to_clear(self, rows: torch.Tensor, is_empty: bool) -> torch.Tensor | slice | None:
-        """Return the rows of the embedding's gradient to zero before the next landing; None if that is added to the gradient.
-        Remember the landing's rows for the one after it.
+    def take_rows_to_clear(self, rows: torch.Tensor, is_empty: bool) -> torch.Tensor | slice | None:
+        """Return the rows of the embedding's gradient to zero before a landing; None if the landing is added to the gradient. Remember the
+        landing's rows for the next call.
 
-        The whole gradient (V, H) is too large to clear in every step, so only rows of the last landing are cleared, and of
-        these only those that this landing does not overwrite: it ends a step, when no computation hides host work.
+        The whole gradient (V, H) is too large to zero in every step. So only rows of the last landing are zeroed, without those that this
+        landing overwrites: at the end of a step, no computation hides the time that this takes on the host.
 
         Args:
             rows: the rows to land, shape (R,).
             is_empty: the gradient is empty, so all other rows must become zero.
         """
-        before, self._table_rows = self._table_rows, None
+        before, self._table_rows = self._table_rows, None  # unknown, unless set below
         if not is_empty:
             return None
         if self._table_is_exclusive:
             self._table_rows = rows
-        if before is None:  # any row may be nonzero
+        if before is None:  # it is not known which rows are nonzero, so all are zeroed
             return slice(None)
         return before[~torch.isin(before, rows, assume_unique=True)]
 

@@ -146,13 +146,14 @@ class StreamedParameter(nn.Parameter):
             # The same memory is accepted: torch's `Module.to` assigns it if it changes nothing.
             if is_same_memory(self, value):
                 return
+            # The present values are read or overwritten below, so their update must be done and no checkpoint may be reading them.
             owner.hand_out_weight()
-            if _copies_data and value.shape == self.shape:
+            if _copies_data and value.shape == self.shape:  # inside `copying_data()`
                 with torch.no_grad():
                     self.detach().copy_(value)
             # PEFT's `prepare_model_for_kbit_training` casts all weights in 16 bits to float32, which loses nothing.
             elif is_wider_copy(value, _DATA.__get__(self)):
-                owner.after_ignored_cast(value.dtype)
+                owner.after_ignored_cast(value.dtype)  # warns if blocks compute in a narrower dtype
             elif value.dtype != self.dtype and value.shape == self.shape and not value.is_meta:
                 raise StreamingError(
                     f"a weight of a streamed model cannot be cast from {self.dtype} to {value.dtype}; choose the precision in "
@@ -275,12 +276,12 @@ def _streamed_in(values: Iterable[Any]) -> Iterator[StreamedParameter]:
             yield from _streamed_in(value)
 
 
-_copies_data = False  # a tensor that replaces the values of a weight is copied
+_copies_data = False  # True inside `copying_data`
 
 
 @contextmanager
 def copying_data() -> Iterator[None]:
-    """Context manager: copy tensors that other code assigns to ``.data`` of a weight, because it keeps no tensor of the old values."""
+    """Context manager: let an assignment to ``.data`` of a weight copy the new values, for code that keeps no tensor of the old ones."""
     global _copies_data
     before, _copies_data = _copies_data, True
     try:

@@ -14,7 +14,8 @@ class SlabPart(PartLayout[Slab]):
     """The tensors in a unit's slabs that have a slot of their own, in host memory."""
 
     def moves(self, slot: Slot, dtypes: Mapping[str, torch.dtype], some: Sequence[slice] | None = None) -> list[Move]:
-        """Return the moves that stream the part into its slot, from host memory that is not divided between ranks.
+        """Return the moves that stream the part into its slot: copies of this rank's range, and the decoding of quantized tensors, all of
+        whose codes this rank must own.
 
         Args:
             slot: the slot.

@@ -95,8 +95,8 @@ class PartialUpdate:
 class PendingUpdates:
     """The running updates, and that of the embedding.
 
-    The embedding is updated by operations of the next forward pass, because that pass alone knows which rows it reads, which
-    come first. Until then its update is kept here, and whoever needs all weights earlier runs it as a whole (`finish`).
+    The embedding is updated in the next forward pass: first the rows that this pass reads, which it alone knows, then the others. Until
+    then its update is kept here; code that needs all weights earlier runs it as a whole (`finish`).
 
     Attributes:
         table: the embedding's update, until a forward pass has issued all of it; None if there is none.

@@ -173,7 +173,7 @@ def _engine_options(
     ``stored`` is the dtype of weights in host memory.
     """
     dtype = arguments.compute_dtype or (torch.float32 if device.torch_device.type == "cpu" else stored)
-    trunk = parts.trunks()[-1] if path is None else path.trunk
+    trunk = parts.trunks()[-1] if path is None else path.trunk  # without a path, the innermost module around the blocks
     spare = device.spare_bytes()
     if arguments.compile == "auto":  # compiled code has no place between a block and its tiles
         compiles = arguments.on_accelerator and arguments.expert_tile is None
@@ -187,6 +187,7 @@ def _engine_options(
         "compile": compiles,
     }
     return EngineOptions(
+        # Each of these wins over those before it: the arguments as given, the residency that they fix, and the choices above.
         **StreamingOptions.of(arguments) | _residency(arguments, parts.num_blocks, device) | chosen,
         compute_dtype=dtype,
         # Without a limit no memory is planned, so nobody needs this trial run of the head on the meta device.

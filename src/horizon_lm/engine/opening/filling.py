@@ -61,7 +61,7 @@ def with_store(
 def draw(
     model: Any, refs: Sequence[ParamRef], store: Store, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
-    """Initialise the parameters of one unit on a device, and write them to the store.
+    """Initialise the parameters of one unit on a device, and write them to the store. The modules get their own parameters back.
 
     They are drawn in ``dtype``; None for that of the store.
     """

@@ -116,8 +116,8 @@ def _require_between_steps(engine: Engine) -> None:
 
 @contextmanager
 def _detaching(horizon: ModelForward) -> Iterator[None]:
-    """Context manager: make the model an ordinary one, whose parameters are views into the store. After an error it is again the
-    streamed one that it was.
+    """Context manager: make the model an ordinary one, whose parameters are views into the store. On success the caller attaches it again;
+    after an error the streamed model is restored.
     """
     model, streamed_class = horizon.model, type(horizon.model)
     # Replaced forwards and streamed parameters would be taken for the model's own when it is examined.
@@ -137,13 +137,13 @@ def _detaching(horizon: ModelForward) -> Iterator[None]:
 
 
 def _extended(engine: Engine, parts: ModelParts, precision: Precision) -> tuple[Store, dict[str, str]]:
-    """Return the store of a model with other adapters than before, and the old name of each weight that it had, by its new name."""
+    """Return the store of a model with other adapters, and the old names of the weights that it had before, by their new names."""
     old, old_names = engine.store, parts.old_names(engine.parts)
     frozen = set(parts.frozen_base())
     if precision.low_half:
         # A base without low halves does not get them back, and adapters that are not trained now keep theirs.
-        without = (unit for unit, slabs in old.units.items() if slabs.plain.low is None)
-        frozen |= {unit for unit in without if old.units[unit].layout.buffers[0].numel} - {OUTER}
+        without_low = (unit for unit, slabs in old.units.items() if slabs.plain.low is None)
+        frozen |= {unit for unit in without_low if old.units[unit].layout.buffers[0].numel} - {OUTER}
         if old.units[OUTER].plain.low is not None:
             frozen.discard(OUTER)
     store = old.extended(parts.shapes(), old_names, precision, frozen)

@@ -66,7 +66,7 @@ def _read_device(place: Any) -> torch.device | None:
 
 
 def _agreed(device: Any, named: torch.device, device_map: Any) -> Any:
-    """Return the argument ``device``, or the device that the map names if it says as much or more."""
+    """Return ``device``, or the device that the map names if that is more precise; raise ConfigError if they are different devices."""
     if device == "auto":
         return str(named)
     given = _torch_device(device)

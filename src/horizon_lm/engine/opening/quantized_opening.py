@@ -44,7 +44,7 @@ def read_quantization(options: dict[str, Any]) -> dict[str, Any] | None:
 def open_weights(
     folder: Path, published: Mapping[str, Any] | None, asked: Mapping[str, Any] | None, dtype: torch.dtype
 ) -> tuple[Checkpoint, FindCodecs | None]:
-    """Return the weights in a folder, and the function that finds the codecs of weights that stay quantized, if any may.
+    """Return the weights in a folder, and a function that finds the codecs of those that stay quantized; None if no weight can.
 
     Args:
         folder: the folder.

@@ -30,10 +30,9 @@ class _Range(NamedTuple):
 class SameWeights:
     """A comparison of all bytes that the ranks read while they load a model with the bytes of another copy of it.
 
-    Ranks of one machine that read the same files read the same bytes. Otherwise each rank hashes what it reads, and what several
-    ranks have read is compared. What was read from one copy of the files alone is read a second time: by the ranks of the first
-    one's machine from theirs, or if only these have read it, by the ranks of another copy. The files of a shared file system are
-    one copy, and are read once.
+    Ranks of one machine that read the same files read the same bytes. Otherwise each rank hashes the ranges that it reads, and the hashes
+    of a range are compared. A range that was read from only one copy of the files is read once more from another copy: that of the first
+    rank's machine, or if it was read from this one, some other copy. The files of a shared file system are one copy, and are read once.
 
     Args:
         mesh: the ranks.
@@ -89,7 +88,7 @@ class SameWeights:
                     )
 
     def _unread(self, loaded: list[dict[_Range, str]], users: list[int], readers: list[int]) -> dict[_Range, int]:
-        """Return the ranges that only users have loaded, from files of which the readers have another copy, with a reader for each."""
+        """Choose a reader for each range that ``users`` have loaded, but no reader has, if readers have another copy of its file."""
         if not readers:
             return {}
         known = {place for rank in readers for place in loaded[rank]}

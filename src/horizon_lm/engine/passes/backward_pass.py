@@ -82,6 +82,7 @@ class BackwardPass:
         """Return the update of these parameters of a unit, whose gradients land in slots."""
         slots, slabs = self._engine.grads.slots, self._engine.store.units[unit].saved
         assert slots is not None
+        # Not strict, because `saved` leaves out a float32 slab without tensors, for which the slot has an empty buffer.
         moves = [
             optimizer.moves(slab, [name for name in names if name in slab.layout], grads)
             for slab, grads in zip(slabs, slots.slot_of(unit), strict=False)

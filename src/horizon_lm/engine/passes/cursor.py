@@ -164,7 +164,7 @@ class Cursor:
         return index
 
     def _skip(self, skipped: list[Op], index: int, wanted: str) -> None:
-        """Cancel the operations of skipped units; raise ScheduleMismatchError if the schedule does not let them be left out."""
+        """Cancel the operations of units whose computations are left out. Raise ScheduleMismatchError if the schedule does not allow it."""
         units, schedule = {op.unit for op in skipped}, self.schedule
         assert schedule is not None
         if not (units <= schedule.optional or (schedule.begins_anywhere and not self._has_computed)):
@@ -173,7 +173,7 @@ class Cursor:
         self._device.cancel([t for t in self._tasks[self._position : index] if t.op.unit in units])
 
     def _issue_copies(self, up_to: int | None = None) -> None:
-        """Issue tasks from this position up to the next computation, the first task without known movements, or position ``up_to``."""
+        """Issue tasks from this position on. Stop at the next computation, at a task whose movements are not known yet, or at ``up_to``."""
         stop = len(self._tasks) if up_to is None else up_to
         while self._position < stop:
             task = self._tasks[self._position]

@@ -245,8 +245,8 @@ class Engine(EngineState):
         self.retired = True
         self.memory.release()
         self.boundaries.close()
-        # The new store has taken over the slabs that have the same parameters as before: all but those of the outer parameters,
-        # so all codes. Gradients are allocated anew, and low halves are not page-locked.
+        # The new store has taken over the slabs that have the same parameters as before: all but those of the outer parameters, and so
+        # all codes. The rest is freed. Low halves are not page-locked, so nothing is to be undone for them.
         taken_over = {slab.weights.data_ptr() for slab in store.slabs}
         for slab in self.store.slabs:
             # The own ranges, as they were registered: on most ranks they begin in the middle of a slab.

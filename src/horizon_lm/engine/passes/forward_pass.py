@@ -119,7 +119,7 @@ class ForwardPass:
         schedule = self._build_schedule(keeps)
         self.micro_batches = split_batches(self.num_rows, None if self.caching else engine.options)
         # Before the first copy: a rank that is elsewhere must get an error here, and not join another pass's collectives.
-        num_before, num_everywhere = _agree(engine, schedule, len(self.micro_batches))
+        num_before, num_everywhere = _require_same_pass(engine, schedule, len(self.micro_batches))
         self.randomness = MicroBatchRandomness(
             engine.device, len(self.micro_batches), request.draws, num_before, num_everywhere
         )
@@ -173,10 +173,10 @@ class ForwardPass:
         return state
 
     def _drain_if_reshaped(self, keeps: frozenset[int]) -> None:
-        """Drain if this pass is recorded and has other kept blocks, residency or trained parameters than the last recorded one, which
-        rarely happens.
+        """Drain if this pass is recorded and has another structure (kept blocks, residency, trained parameters) than the last recorded one,
+        which rarely happens.
 
-        The waits between passes are proven sufficient for passes of one such structure, and those between them that are not recorded.
+        The waits across passes are proven to suffice for recorded passes of one structure, with any unrecorded passes in between.
         """
         engine = self._engine
         structure = (keeps, engine.residency, [name for names in self.trained.values() for name in names])
@@ -221,8 +221,9 @@ def _kept_blocks(engine: EngineState, inputs_need_grad: bool) -> frozenset[int]:
     return frozenset(range(first, engine.parts.num_blocks))
 
 
-def _agree(engine: EngineState, schedule: Schedule, num_micro_batches: int) -> tuple[int, int | None]:
-    """Return the number of micro-batches of the ranks before this one, and of all ranks; None for one rank.
+def _require_same_pass(engine: EngineState, schedule: Schedule, num_micro_batches: int) -> tuple[int, int | None]:
+    """Require that all ranks run the same pass. Return how many micro-batches the ranks before this one have, and how many all ranks have;
+    0 and None for a single rank.
 
     Raises:
         DisagreementError: the ranks are about to run different passes.

@@ -178,7 +178,7 @@ class BoundaryPool:
         return forward_state.boundary(block)
 
     def _find(self) -> torch.Tensor | None:
-        """Return a free buffer that is large enough, or None; free buffers that are too small."""
+        """Return a buffer of the pool that is large enough, or None. Buffers that are too small are freed for good on the way."""
         is_idle = False
         while self._free:
             buffer, task = self._free.pop()

@@ -96,7 +96,7 @@ class _Caller:
             raise error
 
     def wait(self, arrival: _Arrival) -> Any:
-        """Wait for a arrival, inside the function. Return the answer."""
+        """Wait at a point, inside the function. Return the answer."""
         self.arrival = arrival
         self._waits.release()
         self._may_run.acquire()
@@ -173,9 +173,9 @@ def _run_members(functions: Sequence[Callable[[], T]], prepare: Sequence[Callabl
             callers.append(_Caller(function, state, before))
         for caller in callers:
             caller.resume()
-        # The first that waits decides what is computed next; callers at other points wait for a arrival of their own.
+        # The first that waits decides which point is computed next; callers at other points go on waiting.
         while waiting := [caller for caller in callers if caller.arrival is not None]:
-            _hold(waiting)
+            _compute_first_point(waiting)
         return [caller.result for caller in callers]
     finally:
         for caller in callers:
@@ -186,8 +186,8 @@ def _nothing() -> None:
     pass
 
 
-def _hold(waiting: list[_Caller]) -> None:
-    """Hold one arrival, of the first of these callers and of all callers that wait at the same point."""
+def _compute_first_point(waiting: list[_Caller]) -> None:
+    """Compute the point of the first of these callers, for all that wait at the same one. Then let each of them run to its next point."""
     first = waiting[0].arrival
     assert first is not None
     together = [

@@ -100,7 +100,13 @@ class BlockCalls:
             call.drop_tensors()
 
     def inputs(self, tensors: Sequence[Any], dims: Sequence[int | None], part: MicroBatch) -> list[torch.Tensor]:
-        """Return the tensors of a micro-batch, cut from ``tensors`` of all calls. ``dims`` has the row dimension of each."""
+        """Return the rows of a micro-batch of each tensor of its batch.
+
+        Args:
+            tensors: the tensors of all calls.
+            dims: the row dimension of each.
+            part: the micro-batch.
+        """
         span = self.spans[part.batch]
         return slice_all(tensors[span], dims[span], part.rows)
 
@@ -211,7 +217,7 @@ class RowOutputs:
         self.tensors = []
 
     def zeros(self, num_rows: int) -> Any:
-        """Return a block's output for another number of rows, with zeros, and without what was captured inside of the block."""
+        """Return zeros in the structure of a block's output for another number of rows, without the outputs captured inside of it."""
         zeros = []
         for shape, dtype, device in self._like:
             size = (shape[0] // self._num_rows * num_rows, *shape[1:]) if shape else ()

@@ -70,6 +70,7 @@ def plan_device(
     )
 
     table = BufferTable(layout, settings.options)
+    # With no resident block and all boundaries offloaded, to find the residency; then with that residency.
     taken = _bytes_to_allocate(engine, buffer_bytes(layout, table, settings))
     residency = _find_residency(engine, taken, [slots.num_bytes for slots in table.block_weights], needed)
     final = replace(settings, offloaded=max(0, num_blocks - residency.boundaries - first), resident=residency.weights)
@@ -79,12 +80,12 @@ def plan_device(
 
 
 def _layout_of_step(engine: Engine) -> TiledLayout[PartLayout[StorageLayout]]:
-    """Return what has slots in a step that trains all parameters that require a gradient now; their gradients may not be allocated yet."""
+    """Return the layout of a step that trains all parameters that require a gradient now. Their gradients need not be allocated yet."""
     return model_layout(engine.parts).on(engine.store.shard).tiled(engine.options.expert_tile)
 
 
 def _bytes_to_allocate(engine: Engine, buffers: Mapping[str, int]) -> int:
-    """Return the bytes of these buffers, by kind, that are not allocated yet; the scratch memory of the links already is."""
+    """Return how many bytes are still to be allocated for these buffers, given by kind; the scratch memory of the links already is."""
     missing = max(0, sum(buffers.values()) - engine.device.counters.allocated_total)
     largest_grads = max((num for kind, num in buffers.items() if kind.endswith(("_grads", "grad_slots"))), default=0)
     return missing + engine.mesh.growth_bytes(largest_grads)

@@ -31,8 +31,8 @@ def allocate_grads(engine: EngineState) -> None:
 
 
 def trains_other_adapters(engine: EngineState) -> bool:
-    """Return whether a parameter requires a gradient that has no memory: an adapter that was frozen when training began, or an idle
-    table of the embedding (`IDLE`).
+    """Return whether a parameter requires a gradient for which there is no memory: an adapter that was frozen when training began, or a
+    table of the embedding that was idle (`IDLE`).
     """
     with torch._C.DisableTorchFunctionSubclass():
         if any(ref.param.requires_grad for ref in engine.parts.units.get(IDLE, ())):

@@ -44,8 +44,8 @@ class UnitMoves:
         return find(self, op)
 
     def _stream_in(self, op: Op) -> list[Move] | None:
-        """Return the moves that stream a unit into its slot, without the experts if the block is routed: copies, and the decoding
-        of what is quantized. Low halves of fp32 masters stay on the host.
+        """Return the moves that stream a unit into its slot: copies, and the decoding of quantized tensors. Low halves of fp32 masters stay
+        on the host. If the block is routed, only its core is moved here, and its tiles are bound later.
         """
         engine, is_routed = self._engine, op.unit.owner in self._routed
         if is_routed and op.unit.is_tile:  # bound when it is known which experts its tokens are routed to

@@ -73,10 +73,10 @@ class UpdateMoves:
         slab, buffer = self._engine.slabs(op.unit).plain, self._engine.memory.grads_of(op.unit)[0]
         if op.kind == Kind.GATHER_MATRICES:
             return [Gather(self._engine.mesh.gather, buffer[: slab.grad_cuts[-1]], slab.grad_cuts)]
-        here, there = slab.grads[slab.own_grads], buffer[slab.own_grads]
-        num_bytes = here.numel() * here.element_size()
+        on_host, on_device = slab.grads[slab.own_grads], buffer[slab.own_grads]
+        num_bytes = on_host.numel() * on_host.element_size()
         returns = op.kind == Kind.RETURN_MATRICES
-        return [Copy(here, there, num_bytes) if returns else Copy(there, here, num_bytes)]
+        return [Copy(on_host, on_device, num_bytes) if returns else Copy(on_device, on_host, num_bytes)]
 
 
 @torch.no_grad()

@@ -217,8 +217,8 @@ class BlockAutograd(UnitNode):
         return input_grads, names if experts is None else self._in_order({*names, *experts.written})
 
     def _graph_of(self, number: int, inputs: list[torch.Tensor | None], experts: TiledBackward | None) -> Graph:
-        """Return a graph of a micro-batch: a new one, unless `TiledBackward` has kept that in which it found the gradient of the
-        experts' output, as it does for a single micro-batch.
+        """Return the graph of a micro-batch. For a single micro-batch of a block with tiles it is the graph in which `TiledBackward` found
+        the gradient of the experts' output; otherwise it is a new one.
         """
         if experts is None:
             return self._recompute(number, inputs)
@@ -244,8 +244,8 @@ class BlockAutograd(UnitNode):
             )
 
     def _restore_from_ring(self, inputs: list[torch.Tensor | None]) -> None:
-        """Put what was offloaded, and copied from the host into the ring, back in its place: hidden states (B, T, H) of each batch
-        among the inputs, and the outputs of experts that are cut into tiles among their calls.
+        """Put offloaded tensors, which were fetched into the ring, back in their places: hidden states (B, T, H) of each batch into
+        ``inputs``, and the outputs of experts that are cut into tiles into their calls.
         """
         if not self.offloaded:
             return
@@ -292,7 +292,7 @@ class BlockAutograd(UnitNode):
         return Graph(leaves, outputs)
 
     def outputs_of(self, tensors: Sequence[Any], micro_batch: MicroBatch) -> Sequence[Any]:
-        """Return what belongs to the batch of a micro-batch, from a sequence with one entry for each output of all batches."""
+        """Return the entries of the batch of a micro-batch, from a sequence with one entry for each output of each batch."""
         return tensors[consecutive(each.num_tensors for each in self.outputs)[micro_batch.batch]]
 
     def _pairs(
@@ -310,8 +310,8 @@ class BlockAutograd(UnitNode):
         self, number: int, graph: Graph, inputs: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None],
         input_grads: list[torch.Tensor | None],
     ) -> None:  # fmt: skip
-        """Differentiate one micro-batch. Add the gradients of its inputs to ``input_grads``, which has those of the whole batches;
-        those of the block's parameters go to the sink, by hooks of their leaves.
+        """Differentiate one micro-batch. Add the gradients of its inputs to ``input_grads``, the gradients of the inputs of whole batches.
+        Hooks of the leaves move the gradients of the block's parameters into the sink.
         """
         micro_batch, pairs = self.micro_batches[number], self._pairs(number, graph, grads)
         with torch.enable_grad():

@@ -165,7 +165,7 @@ class BlockComputation:
             put_bytes(ring[num_bytes // 2 :], [call.take_output() for call in experts])
 
     def _boundary_bytes(self, calls: BlockCalls) -> tuple[int, int]:
-        """Return the size in bytes of a boundary, for these batches and for the largest expected batch.
+        """Return two sizes of a boundary in bytes: for these batches, and for the largest expected batch.
 
         It has the hidden states (B, T, H), and of a model with tiles as many bytes again for the output of experts.
         """

@@ -160,9 +160,7 @@ class Chunk:
         self.owner, self.hidden, self.outer, self.slot = owner, hidden, outer, slot
 
     def normalise(self) -> torch.Tensor:
-        """Return the normed hidden states (1, N, H), or unchanged hidden states if the norm is not left to
-        the chunks.
-        """
+        """Return the normed hidden states (1, N, H). They are returned as they are if the norm is not left to the chunks."""
         norm, attributes = self.owner.engine.parts.final_norm, self.owner.norm_attributes
         # Every final norm has weights; they are among the outer parameters only if the norm is left to the chunks.
         weights = {attributes[name]: tensor for name, tensor in self.outer.items() if name in attributes}

@@ -41,8 +41,14 @@ class ChunkedRun(HeadRun):
         self._results: list[torch.Tensor] = []  # of the running forward pass
 
     @abstractmethod
-    def values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return named values of the tokens of a chunk, whose positions (N,) in the flattened batch are given."""
+    def chunk_values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+        """Compute a chunk. Return its values in the order of ``names``, all from the same logits; a `LossRun` has one value, the loss.
+
+        Args:
+            chunk: the chunk.
+            index: the positions (N,) of its tokens in the flattened batch.
+            names: the names of the values.
+        """
 
     @abstractmethod
     def collect(self, index: torch.Tensor, values: list[torch.Tensor]) -> None:
@@ -65,7 +71,7 @@ class ChunkedRun(HeadRun):
         with torch.no_grad(), no_autocast_cache():
             for index in self._chunks():
                 # All values of a chunk come from the same logits, which are gone after it.
-                self.collect(index, self.values(Chunk(self.owner, flat[index][None], outer, None), index, names))
+                self.collect(index, self.chunk_values(Chunk(self.owner, flat[index][None], outer, None), index, names))
 
     def differentiate(
         self, hidden: torch.Tensor, outer: Outer, slot: GradSlot | None, grads: Mapping[str, torch.Tensor | None]
@@ -74,10 +80,11 @@ class ChunkedRun(HeadRun):
 
         Args:
             hidden, outer, slot: as in `HeadRun.forward`.
-            grads: by the names of values, their gradient: that of each token (B * T,), or of a sum over chunks; None for one.
+            grads: the gradient of each value, by name: one for each token (B * T,), or a scalar for a sum over all chunks. None stands
+                for a scalar of 1.
         """
         flat, chunks = hidden.detach().reshape(-1, hidden.shape[-1]), self._chunks()  # (B * T, H)
-        if not chunks and slot is not None:  # a gradient of zero
+        if not chunks and slot is not None:  # no token is trained: the head's gradient is zero, and not missing
             for target, adds in map(slot.write, slot.trained):
                 if not adds:
                     target.zero_()
@@ -88,7 +95,7 @@ class ChunkedRun(HeadRun):
             for index in chunks:
                 # A copy of the chunk's rows, and the leaf of its graph, which ends here.
                 leaf = flat[index].requires_grad_()  # (N, H)
-                values = self.values(Chunk(self.owner, leaf[None], leaves, slot), index, list(grads))
+                values = self.chunk_values(Chunk(self.owner, leaf[None], leaves, slot), index, list(grads))
                 pairs = zip(grads.values(), values, strict=True)
                 torch.autograd.backward(values, [_grad_of_chunk(grad, index, value.dtype) for grad, value in pairs])
                 hidden_grad[index] = leaf.grad if leaf.grad is not None else 0
@@ -104,7 +111,7 @@ class ChunkedRun(HeadRun):
 
 
 def _grad_of_chunk(grad: torch.Tensor | None, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the part of a gradient that belongs to the tokens of a chunk, at positions (N,); all of that of a sum over chunks."""
+    """Return the gradient of a chunk's value: the entries of its tokens, at positions (N,), or the scalar gradient of a sum over chunks."""
     if grad is None:
         return None
     # A model's own loss may have another dtype than the sum.
@@ -161,9 +168,9 @@ class LossRun(ChunkedRun):
                     tensor.mul_(grad)
         return hidden_grad, outer_grads
 
-    def values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return what the tokens of a chunk add to the batch's loss: the sum of their losses, divided by the number of items of the
-        whole batch.
+    def chunk_values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the chunk's share of the batch's loss, as the only value: the sum of its tokens' losses, divided by the number of items of
+        the whole batch.
         """
         # transformers computes a loss if there are `labels`, and shifts none if there are `shift_labels`: tokens of a
         # chunk need not follow each other.
@@ -217,8 +224,8 @@ class LogprobRun(ChunkedRun):
         grad_of = {name: grad for name, grad in zip(self._names, grads, strict=True) if grad is not None}
         return self.context.run(lambda: self.differentiate(hidden, outer, slot, grad_of))
 
-    def values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the named values (N,) of the tokens of a chunk."""
+    def chunk_values(self, chunk: Chunk, index: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the named values of the tokens of a chunk, (N,) each."""
         logits = self.call_model(chunk).logits[0]  # (N, V)
         if self.statistics is not None:
             self.statistics.add(index, logits)

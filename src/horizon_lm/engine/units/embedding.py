@@ -97,11 +97,10 @@ class StreamedEmbedding:
             engine.cursor.bind(Kind.GATHER, EMBED, [Gather(engine.mesh.gather, received, self._cuts(rows))])
 
     def _max_rows(self, tokens: int, vocabulary: int) -> int:
-        """Return an upper bound on the distinct rows that all ranks together read in a pass with this many tokens on each of them.
-        In a recorded pass it is that of the largest expected batch, if that is larger.
+        """Return an upper bound on the distinct rows that all ranks together read in a pass with this many tokens on each of them, or in a
+        recorded pass with the tokens of the largest expected batch, if these are more.
 
-        Buffers are allocated for this number of rows. Otherwise the first batch with more distinct ids would replace
-        them.
+        Buffers are allocated for this number of rows, so that no later batch with more distinct ids replaces them.
         """
         expected = self.engine.expected
         most = max(tokens, expected.tokens if self.engine.recording is not None else 0)
@@ -142,17 +141,18 @@ class StreamedEmbedding:
     def read(self, index: Any) -> torch.Tensor:
         """Return rows of the table that the model reads directly, outside of a lookup. Their gradient must be zero."""
         engine = self.engine
-        engine.access.hand_out_weight()
+        engine.access.hand_out_weight()  # waits for the table's update, since these rows are read past the schedule and its waits
         # A copy even on the CPU, where a slice would be a view of the weights that code could write to or mark as a
         # leaf.
         rows = self._table()[index].to(engine.device.torch_device, engine.options.compute_dtype, copy=True)
+        # Only a lookup lands gradients. If a backward pass may follow that trains the table, one that reaches these rows is an error.
         if engine.recording is not None and self._is_trained():
             rows.requires_grad_().register_hook(_reject_gradient)
         return rows
 
     def _on_host(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids on the host, copied from the device unless they are those of a batch of the pass, unchanged, which the caller had
-        on the host: for a copy, the host would wait.
+        """Return ids on the host. If they are the ids of a batch, unchanged since the caller gave them on the host, return the caller's:
+        for a copy from the device the host would wait.
         """
         # Most models pass the ids on as they are, or as another view of the same memory.
         for batch in self.engine.forward.batches:
@@ -186,7 +186,7 @@ class StreamedEmbedding:
     def landing_move(self, rows: torch.Tensor, outgoing: torch.Tensor, room: int) -> Move:
         """Return the move that lands the gradients of distinct rows, in the table's gradient or in a buffer of landed rows.
 
-        Unless they are added to a gradient, begin the sum of squares anew.
+        Side effect: unless they are added to a gradient, the sum of squares begins anew.
 
         Args:
             rows: the rows, shape (R,).
@@ -204,7 +204,7 @@ class StreamedEmbedding:
         is_empty = engine.grads.is_empty(self._name) and not (engine.parts.tied and HEAD in engine.backward.ready)
         if is_empty:
             norms.begin(slab)
-        clear, report = engine.grads.rows_to_clear(rows, is_empty), norms.reporter_of(slab)
+        clear, report = engine.grads.take_rows_to_clear(rows, is_empty), norms.reporter_of(slab)
         return LandRows(engine.store.grad(self._name), outgoing, rows, clear=clear, add=not is_empty, report=report)
 
 

@@ -63,7 +63,8 @@ class ExpertCall:
         num_tokens, num_ranks = ids.shape
         flat = (ids.t() if self._order.by_rank else ids).reshape(-1)
         self._experts, order = self._order.sort(flat)  # (S,)
-        # By row (S,): its token, and the place of its pair in the flattened (N, K).
+        # By row (S,): its token, and the place of its pair in the flattened (N, K). `order` counts in (K, N) if rows are ordered by rank,
+        # and otherwise in (N, K).
         self._tokens = order % num_tokens if self._order.by_rank else order // num_ranks
         self._places = self._tokens * num_ranks + order // num_tokens if self._order.by_rank else order
         self._count = count
@@ -101,7 +102,9 @@ class ExpertCall:
         self._row_outputs = self._put(self._row_outputs, rows, weighted, by_place=self._order.adds_by_token)
 
     def _put(self, total: torch.Tensor | None, rows: torch.Tensor, new: torch.Tensor, by_place: bool) -> torch.Tensor:
-        """Put new values (R, H) of rows (R,) into those of all rows (S, H), by place or sorted by expert, and return these."""
+        """Put new values (R, H) of rows (R,) into ``total``, the values of all rows (S, H), and return it; it is allocated if None. With
+        ``by_place`` the rows of ``total`` are ordered by place in (N, K), otherwise by expert.
+        """
         if total is None:  # zeros if there are rows without an expert
             allocate = new.new_empty if self._bounds[-1] == self._ids.numel() else new.new_zeros
             total = allocate((self._ids.numel(), new.shape[-1]))
@@ -109,15 +112,15 @@ class ExpertCall:
         return total
 
     def _tile(self, experts: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the experts (R, 1) of a tile's rows and these rows (R,), both in the order in which they are given to the function; None
-        if no token is routed to these experts.
+        """Return the experts (R, 1) of a tile's rows, counted from the tile's first, and the numbers of these rows (R,) among all sorted
+        rows; None if no token is routed to these experts. Both have the order in which the experts' function is given the rows.
         """
         start, stop = self._bounds[experts.start], self._bounds[experts.stop]
         if start == stop:
             return None
         ids = self._experts[start:stop] - experts.start
-        # The function sorts by expert again. Where its sort is unstable, that exchanges rows of one expert: they are given such that it
-        # undoes the exchange, and the sorted ids stay as they are.
+        # The function sorts by expert again, and an unstable sort exchanges rows of one expert. Rows are given in the order that this
+        # exchange turns into the present one. All exchanged rows have the same expert, so `ids` is the same in either order.
         given = self._order.before_sorting(ids)
         return ids[:, None], start + given
 
@@ -134,7 +137,7 @@ class ExpertCall:
         del self._ids, self._hidden, self._weights, self._experts, self._tokens, self._places
 
     def _add(self, total: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
-        """Add the rows of one expert to their tokens. A token occurs once among them, so the order does not matter."""
+        """Add the rows (S, H) of one expert to their tokens in a total (N, H). A token occurs once among them, so the order does not matter."""
         start, stop = self._bounds[expert], self._bounds[expert + 1]
         if start < stop:
             total.index_add_(0, self._tokens[start:stop], rows[start:stop].to(total.dtype))

@@ -53,7 +53,7 @@ class GradSink:
             self._adapter_slot.buffers = memory.grads_of(OUTER)
 
     def close(self) -> list[str]:
-        """Zero what no gradient was written to (unused parameters, padding). Return the names of the parameters that have one.
+        """Zero the places without a gradient (unused parameters, padding). Return the names of the parameters that received one.
 
         Adapters are not among them: their names go to the running backward pass, which lands them with the outer parameters.
         """
@@ -138,8 +138,8 @@ class GradSlot:
         return self.layout.view(self.buffers, name)
 
     def write(self, name: str) -> tuple[torch.Tensor, bool]:
-        """Return the place of a parameter's gradient, which is about to be written, and whether it is to be added to the gradient of
-        another part of the unit there: a micro-batch, a chunk of tokens or another batch.
+        """Record that a parameter's gradient is about to be written. Return its place in the slot, and whether it must be added to what is
+        there: the gradient of another micro-batch, chunk of tokens or batch.
         """
         adds = name in self.written
         self.written.add(name)

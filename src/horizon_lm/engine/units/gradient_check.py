@@ -111,10 +111,10 @@ class GradientCheck:
         self, node: BlockAutograd, inputs: list[torch.Tensor], grads: Sequence[torch.Tensor | None], dtype: torch.dtype,
         parts: list[MicroBatch],
     ) -> Grads:  # fmt: skip
-        """Return the gradients summed over these micro-batches, computed by plain autograd in that dtype.
+        """Return the gradients summed over ``parts``, computed by plain autograd in that dtype.
 
         Raises:
-            _DrawsNumbersError: the result depends on the way that batches are split.
+            _DrawsNumbersError: the block draws random numbers, and ``parts`` are not the micro-batches that it was computed in.
         """
         engine, params = self._engine, self._params(node, dtype)
         # Only inputs that required a gradient do so here: a mask that required one would be another computation.

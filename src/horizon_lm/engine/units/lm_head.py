@@ -123,7 +123,7 @@ class HeadRun(ABC):
         """Return the gradients of what the results are computed from. Those of the head's weights go to the slot.
 
         Args:
-            grads: the gradient of each result; None for a result that no loss depends on, which is not so for all.
+            grads: the gradient of each result; None for a result that no loss depends on. At least one is not None.
             hidden, outer, slot: the arguments of `forward`.
         """
 
@@ -141,6 +141,7 @@ def compute_runs(
     """
     # Outer parameters are inputs of the node, so that autograd hands their gradients to the node of the outer parameters.
     values = _HeadNode(head, forward_state, runs, list(outer)).compute(*outer.values(), *hidden)
+    # All runs of a pass have the same number of results.
     return [values[part] for part in pieces(len(values), len(values) // len(runs))]
 
 
@@ -253,9 +254,9 @@ class _ViewOfWeights(NamedTuple):
 def _without_weights(
     buffers: Sequence[torch.Tensor],
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """Return the hooks for what a graph saves, which keep of weights in these buffers only the geometry of their views.
+    """Return the hooks (pack, unpack) for the tensors that a graph saves. Of a view of weights in these buffers only the geometry is kept.
 
-    The backward pass finds the same values in the same buffers, which other units use in between.
+    Other units use the buffers until the backward pass, for which the same weights are streamed into the same places again.
     """
     by_storage = {buffer.untyped_storage().data_ptr(): buffer for buffer in buffers}
 

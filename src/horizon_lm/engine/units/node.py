@@ -50,8 +50,8 @@ class UnitNode(ABC):
 
     def compute(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute the unit as a node of autograd's graph, and return its outputs."""
-        # Without the anchor, autograd would skip a node none of whose inputs needs a gradient, as the first block on a frozen table.
-        # A pass without a backward pass, in which only the chunked head comes here, has no anchor, and needs none.
+        # Without the anchor, autograd would skip a node if none of its inputs needs a gradient, such as the first block on a frozen table.
+        # A pass that no backward pass can follow has no anchor and needs none. In such a pass only the chunked head comes here.
         anchor = torch.empty(0) if self.forward_state is None else self.engine.anchor
         outputs: tuple[torch.Tensor, ...] = _NodeFunction.apply(self, anchor, *inputs)
         return outputs

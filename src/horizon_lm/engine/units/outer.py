@@ -37,7 +37,9 @@ class OuterParameters:
                     module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def load(self) -> dict[str, torch.Tensor]:
-        """Return the outer parameters on the device, by full name. Trained ones are differentiable, and renew the pass's anchor."""
+        """Return the outer parameters on the device, by full name. If some are trained, these are differentiable, and the pass gets a new
+        anchor, which depends on them.
+        """
         engine = self.engine
         with engine.cursor.compute(Kind.FORWARD, OUTER):
             views = self._views()

@@ -72,7 +72,7 @@ class RowDims:
         return dims
 
     def _with_one_more(self, index: int, batch: int) -> list[torch.Size]:
-        """Return the shapes of the inputs of a block, by a trial of the model's outer code on a batch of the pass with one more row."""
+        """Run the model's outer code on a batch of the pass with one more row. Return the shapes of the inputs that it gives to a block."""
         engine, forward, parts = self._engine, self._engine.forward, self._engine.parts
         rows, arguments = forward.num_rows[batch], Tree(forward.batches[batch].call)
         pairs = zip(arguments.paths, arguments.tensors, strict=True)

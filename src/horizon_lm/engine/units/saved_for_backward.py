@@ -98,12 +98,12 @@ class SavedForBackward:
         return leaves
 
     def input_leaves(self, inputs: list[torch.Tensor], span: slice) -> list[torch.Tensor]:
-        """Return fresh leaves over inputs. They require a gradient if the inputs of the node at this place did."""
+        """Return fresh leaves over inputs, which are ``span`` among those of the node. A leaf requires a gradient if its input did."""
         # Detached, so that differentiating the graph ends at the block; autograd passes the gradients on.
         return [t.detach().requires_grad_(need) for t, need in zip(inputs, self._needs_grad[span], strict=True)]
 
     def new_choices(self) -> Choices | None:
-        """Return what records the choices of the next micro-batch; None for a block without tiles."""
+        """Add and return a record for the choices of the next micro-batch; None for a block without tiles."""
         if not self._has_tiles:
             return None
         self.choices.append(Choices())

@@ -95,11 +95,12 @@ class TiledExperts:
     @contextmanager
     def forward(self, calls: list[ExpertCall]) -> Iterator[None]:
         """Context manager: compute a block in the running forward pass: its core up to the experts (ROUTE), the tiles, and the rest
-        of the core (FORWARD). Add the calls of the experts for all micro-batches to a list.
+        of the core (FORWARD). Append the calls of the experts of all micro-batches to ``calls``.
         """
         engine, unit = self._engine, block(self._index)
         cursor, is_routed = engine.cursor, False
         make = self.call if engine.tiles.is_cut(self._index) else partial(WholeCall, self._experts.count)
+        # `current` holds the computation that the cursor is in: first ROUTE, in the end FORWARD.
         with self._own_randomness(), ExitStack() as current:
             current.enter_context(cursor.compute(Kind.ROUTE, unit))
 

@@ -48,7 +48,7 @@ def trained_tokens_forward(layer: Any) -> Callable[..., torch.Tensor]:
 def _replace(
     layer: Any, hidden: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, tokens: list[int]
 ) -> torch.Tensor:
-    """Return hidden states (B, T, H) of ids (B, T), in which those of the trained tokens are computed from their rows (n, H)."""
+    """Return hidden states (B, T, H) of ids (B, T), those of the n trained ``tokens`` computed from their rows (n, H) instead."""
     # PEFT keeps the tokens as they were given; `searchsorted` needs them in order.
     order = torch.tensor(sorted(range(len(tokens)), key=tokens.__getitem__))  # (n,)
     known, order = send(torch.tensor(tokens)[order], ids.device), send(order, ids.device)
