@@ -10,7 +10,7 @@ from horizon_lm.distributed.mesh import Mesh
 
 
 def copy_from_first(mesh: Mesh, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Give weights of all ranks the values of the first one, in place. Return the names of those that were different.
+    """Overwrite the weights of all ranks with the values of the first rank. Return the names of the weights that were different.
 
     Without a common seed, each rank has drawn other values for new adapters, or for a model that was made in memory.
 
@@ -30,7 +30,7 @@ def copy_from_first(mesh: Mesh, weights: Mapping[str, torch.Tensor]) -> list[str
     )
     differing = [name for name in weights if len({hashes[name] for hashes in everyone}) > 1]
     for name in differing:
-        values = weights[name].detach().contiguous()  # the weight itself, or a copy of one that is not contiguous
+        values = weights[name].detach().contiguous()  # the weight's own memory, or a copy if it is not contiguous
         mesh.broadcast(values.view(-1).view(torch.uint8), 0)
         weights[name].data.copy_(values)
     return differing

@@ -99,21 +99,22 @@ class Group:
         """
         ranges = between(cuts)
         longest = max(map(length, ranges))
-        step = max(1, COLLECTIVE_BYTES // (max(1, _width(buffer)) * self.size))
+        step = max(1, COLLECTIVE_BYTES // (max(1, _bytes_each(buffer)) * self.size))
         for offset in range(0, longest, step):
             spans = [overlap(slice(own.start + offset, own.start + offset + step), own) for own in ranges]
             self._sum_spans(buffer, spans)
         self._send_sums_home(buffer, cuts)
 
     def _sum_spans(self, buffer: torch.Tensor, spans: Sequence[slice]) -> None:
-        """Sum a span of each range, at the rank of the last machine that has the owner's place there.
+        """Sum one span of each rank's range. On several machines the sums end on the last one, and `_send_sums_home` sends them on.
 
-        On each machine, the rank with the owner's place receives the parts of its neighbours. It adds them, in their order, to the
-        sum of the machines before, and sends that on. On a single machine this rank is the owner.
+        A place is the number of a rank within its machine. On each machine, the rank with the same place as a span's owner receives
+        the span from its neighbours, adds these parts, in the order of the ranks, to the sum of the machines before, and sends the
+        sum to the next machine. On a single machine this rank is the owner.
         """
 
         def parts_at(place: int) -> list[torch.Tensor]:
-            """Return the spans whose owners have a place in their machines: one for each machine."""
+            """Return the spans whose owners have this place in their machines: one for each machine."""
             return [buffer[span] for span in spans[place :: self._of_machine]]
 
         machine, own_place = divmod(self._index, self._of_machine)
@@ -127,8 +128,8 @@ class Group:
             sent={first_neighbour + place: parts_at(place) for place in places},
             received={first_neighbour + place: received[place].split(lengths) for place in places},
         )
-        for part, kept in zip(own, received[own_place].split(lengths), strict=True):
-            kept.copy_(part)
+        for part, slot in zip(own, received[own_place].split(lengths), strict=True):
+            slot.copy_(part)
         total = self._take("total", torch.float32, shape, buffer.device)
         if machine == 0:
             total.copy_(received[0])
@@ -140,18 +141,18 @@ class Group:
         if machine < self.num_machines - 1:
             self._exchange(sent={self._index + self._of_machine: [total]}, received={})
             return
-        for part, found in zip(own, total.split(lengths), strict=True):
-            part.copy_(found)
+        for part, part_of_total in zip(own, total.split(lengths), strict=True):
+            part.copy_(part_of_total)
 
     def _send_sums_home(self, buffer: torch.Tensor, cuts: Sequence[int]) -> None:
         """Send sums from the last machine to their owners on the others."""
         machine, place = divmod(self._index, self._of_machine)
-        last = self.size - self._of_machine + place  # the rank with this place on the last machine
+        source = self.size - self._of_machine + place  # the rank on the last machine that has these sums
         ranges = [buffer[part] for part in between(cuts)]
         if machine < self.num_machines - 1:
-            self._exchange(sent={}, received={last: [ranges[self._index]]})
+            self._exchange(sent={}, received={source: [ranges[self._index]]})
         elif self.num_machines > 1:
-            owners = range(place, last, self._of_machine)
+            owners = range(place, source, self._of_machine)
             self._exchange(sent={rank: [ranges[rank]] for rank in owners}, received={})
 
     def received_by_sum(self, own: int, row: int, itemsize: int) -> int:
@@ -197,8 +198,8 @@ class Group:
                 work.wait()
 
 
-def _width(buffer: torch.Tensor) -> int:
-    """Return the bytes of an element, or of a row."""
+def _bytes_each(buffer: torch.Tensor) -> int:
+    """Return the bytes of a buffer's element or, of a table, of its row."""
     return buffer[:1].numel() * buffer.element_size()
 
 
@@ -214,7 +215,7 @@ class Gather:
     def host_bytes(self) -> int:
         """The bytes that this rank receives, which cross no host link within a machine."""
         own = self.cuts[self.group.index + 1] - self.cuts[self.group.index]
-        return (self.cuts[-1] - own) * _width(self.buffer)
+        return (self.cuts[-1] - own) * _bytes_each(self.buffer)
 
     def run(self, link: Link) -> None:
         link.call(lambda: self.group.gather(self.buffer, self.cuts))
@@ -241,11 +242,11 @@ class Reduce:
     def host_bytes(self) -> int:
         """The bytes that this rank receives, which cross no host link within a machine."""
         shard, replicate = self.groups.shard, self.groups.replicate
-        own, width = self.cuts[shard.index + 1] - self.cuts[shard.index], _width(self.buffer)
+        own, bytes_each = self.cuts[shard.index + 1] - self.cuts[shard.index], _bytes_each(self.buffer)
         itemsize = self.buffer.element_size()
-        # Over the copies, a rank receives all parts of its range but its own twice: for the sum, and gathered.
-        over_copies = 0 if replicate is None else round(2 * own * (replicate.size - 1) / replicate.size) * width
-        return shard.received_by_sum(own, width // itemsize, itemsize) + over_copies
+        # Between the copies, a rank's range is summed in parts and gathered, so it receives all parts but its own twice.
+        over_copies = 0 if replicate is None else round(2 * own * (replicate.size - 1) / replicate.size) * bytes_each
+        return shard.received_by_sum(own, bytes_each // itemsize, itemsize) + over_copies
 
     def run(self, link: Link) -> None:
         link.call(lambda: self.groups.sum(self.buffer, self.cuts))

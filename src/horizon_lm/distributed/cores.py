@@ -21,7 +21,7 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def divide_cores(rank: int, exchange: Callable[[str, Any], list[Any]], device: torch.device) -> None:
-    """Keep this rank to the cores near its device, and let it use its share of them. All ranks must call it.
+    """Pin this process to the cores near its device, and limit it to its share of them. All ranks must call it.
 
     Cores that a launcher has given to this process alone are all its own. Ranks that may use the same cores share them equally.
 
@@ -35,41 +35,41 @@ def divide_cores(rank: int, exchange: Callable[[str, Any], list[Any]], device: t
     here = socket.gethostname()
     everyone = exchange("the cores of a rank", [here, sorted(allowed), sorted(cores_near(device))])
     of_machine = {other: cores for other, (host, *cores) in enumerate(everyone) if host == here}
-    places = keep_near(
+    cores_of_ranks = keep_near(
         [set(allowed_there) for allowed_there, _ in of_machine.values()], [set(near) for _, near in of_machine.values()]
     )
-    own = places[list(of_machine).index(rank)]
+    own = cores_of_ranks[list(of_machine).index(rank)]
     if own != allowed:
         _move_threads(own)
     quota = usable_cores()  # fewer than the cores if a control group limits their time, for all ranks together
-    limit_cores(share_of(own, places, quota if quota < len(own) else None))
+    limit_cores(share_of(own, cores_of_ranks, quota if quota < len(own) else None))
 
 
 def keep_near(allowed: Sequence[set[int]], near: Sequence[set[int]]) -> list[set[int]]:
-    """Return the cores of each rank of a machine: those near its device, unless others would be left without a rank.
+    """Return the cores of each rank of a machine: those near its device. If a rank had none then, or a core no rank, all that are allowed.
 
     Args:
         allowed: the cores that each rank may use.
         near: the cores near the device of each rank; empty if unknown.
     """
-    places = [own & close for own, close in zip(allowed, near, strict=True)]
-    is_all_used = set().union(*places) == set().union(*allowed)
-    return places if all(places) and is_all_used else list(allowed)
+    allowed_and_near = [own & close for own, close in zip(allowed, near, strict=True)]
+    is_all_used = set().union(*allowed_and_near) == set().union(*allowed)
+    return allowed_and_near if all(allowed_and_near) and is_all_used else list(allowed)
 
 
-def share_of(own: set[int], places: Sequence[set[int]], quota: int | None) -> int:
+def share_of(own: set[int], cores_of_ranks: Sequence[set[int]], quota: int | None) -> int:
     """Return the number of cores that a rank may use, at least one.
 
     Args:
         own: its cores.
-        places: the cores of all ranks of the machine.
+        cores_of_ranks: the cores of each rank of the machine, this one included.
         quota: cores whose time all ranks of the machine share; None for no limit.
     """
-    num_users = Counter(core for each in places for core in each)
+    num_users = Counter(core for cores in cores_of_ranks for core in cores)
     share = sum(1 / num_users[core] for core in own)
     if quota is not None:
-        share = min(share, quota / len(places))
-    return max(1, math.floor(share + 1e-6))  # the sum of three thirds may be below 1
+        share = min(share, quota / len(cores_of_ranks))
+    return max(1, math.floor(share + 1e-6))  # three thirds may add up to slightly less than 1
 
 
 def cores_near(device: torch.device, devices: Path = _PCI) -> set[int]:
@@ -81,7 +81,7 @@ def cores_near(device: torch.device, devices: Path = _PCI) -> set[int]:
     """
     if device.type != "cuda":
         return set()
-    found: Any = torch.cuda.get_device_properties(device)  # torch's types lack its place
+    found: Any = torch.cuda.get_device_properties(device)  # torch's type annotations lack the address
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
         text = (devices / address / "local_cpulist").read_text()

@@ -108,18 +108,18 @@ class ProcessMesh(Mesh):
             )
         self.progress, self.place = 0, "the start"
         self.shard = Shard(self.rank % shard, shard)
-        # Every process must create all groups, also those that it is not in.
+        # Every process must create all groups, also those that it is not in: the ranks of each copy, and the ranks with each range.
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         of_machine = local if shard > local and shard % local == 0 else None  # if a copy of the model spans machines
-        copies = [list(range(first, first + shard)) for first in range(0, self.size, shard)]
-        ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
-        self.gather = self._group_of(copies, of_machine)
-        self.reduce = ReduceGroups(self.gather, self._group_of(ranges) if ranges else None)
+        of_copies = [list(range(first, first + shard)) for first in range(0, self.size, shard)]
+        of_ranges = [list(range(first, self.size, shard)) for first in range(shard)] if replicate > 1 else []
+        self.gather = self._group_of(of_copies, of_machine)
+        self.reduce = ReduceGroups(self.gather, self._group_of(of_ranges) if of_ranges else None)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
         divide_cores(self.rank, self.exchange, self._device)
 
     def _group_of(self, partition: Iterable[Sequence[int]], of_machine: int | None = None) -> Group:
-        """Create a group for each part of a partition of the ranks, and return this rank's."""
+        """Create a group for each part of a partition of the ranks, and return the one that this rank is in."""
         backend = BACKENDS[self._device.type]
         groups = [(ranks, dist.new_group(list(ranks), self._timeout, backend)) for ranks in partition]
         own_ranks, own_group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
@@ -159,6 +159,7 @@ class ProcessMesh(Mesh):
             dist.broadcast(tensor, source, group=self.control)
 
     def broadcast_text(self, text: str) -> str:
+        # With one more byte, because `frombuffer` takes no empty buffer.
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         self.broadcast(size, 0)
@@ -180,7 +181,8 @@ class ProcessMesh(Mesh):
     def _collect(self, place: str, data: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in their order.
 
-        A rank sends the name of the place and its data in one message, padded to the length of the longest.
+        A rank sends the name of the place and its data in one message, padded to the length of the longest, because a collective needs
+        messages of equal length.
         """
         self.progress, self.place = self.progress + 1, place
         name = place.encode()
@@ -240,7 +242,7 @@ def find_mesh(device_mesh: Any = None, device: torch.device | None = None) -> Me
     """
     if isinstance(device_mesh, ProcessMesh):
         return device_mesh
-    if isinstance(device_mesh, Mesh):  # that of a single process, which may have joined others since
+    if isinstance(device_mesh, Mesh):  # the mesh of a single process, which may have joined other processes since
         device_mesh = None
     if not (dist.is_available() and dist.is_initialized()):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:

@@ -51,7 +51,7 @@ class Monitor:
         self.watches_progress = False  # while all ranks do the same, at the same time
         address = os.environ.get("MASTER_ADDR", "localhost")
         port = 0
-        if mesh.rank == 0:
+        if mesh.rank == 0:  # the system chooses a free port
             with socket.socket() as free:
                 free.bind(("", 0))
                 port = free.getsockname()[1]
@@ -65,10 +65,12 @@ class Monitor:
         self._thread.start()
 
     def stop(self, failure: str = "") -> bool:
-        """Stop watching, because this rank has finished, or failed for this reason. Wait a few seconds for others if need be.
+        """Stop watching, because this rank has finished or, with a ``failure``, has failed for this reason.
+
+        The other ranks are informed. The first rank, which keeps the store, waits some seconds until they have read it.
 
         Returns:
-            True if the first rank has failed in the same way, and reports it.
+            True if the first rank has failed for the same reason, and reports it.
         """
         self._stopped.set()
         self._thread.join(_SILENT_SECONDS)
@@ -96,7 +98,7 @@ class Monitor:
         return False
 
     def reason(self) -> str:
-        """Return why a collective failed: which rank has ended. Wait until that is known."""
+        """Wait until it is known which rank has ended, and return a message about it: the reason why a collective has failed."""
         limit = time.monotonic() + 2 * _SILENT_SECONDS
         while not self._message and time.monotonic() < limit and self._thread.is_alive():
             time.sleep(0.1)
@@ -109,7 +111,7 @@ class Monitor:
         return False
 
     def _run(self) -> None:
-        """Send beats and look at the others, until a rank ends; then end this process if the training does not end by itself."""
+        """Send beats and look at those of the others until a rank ends; then end this process if the training does not end by itself."""
         beats = 0
         while not self._stopped.wait(_BEAT_SECONDS):
             beats += 1
@@ -133,7 +135,7 @@ class Monitor:
             return "rank 0 has ended, or cannot be reached"
 
     def _find_lost(self) -> str:
-        """Return a message about a rank that is dead or hangs; empty if all are well."""
+        """Read the beats of the other ranks, and return a message about one that is dead or hangs; empty if all are well."""
         now, progress = time.monotonic(), {}
         for rank in range(self._mesh.size):
             if rank == self._mesh.rank:
@@ -169,8 +171,8 @@ class Progress:
     def find_hanging(self, progress: Mapping[int, tuple[int, str]], now: float) -> str:
         """Return a message about a rank that hangs; empty without one.
 
-        A rank that goes on does not hang, even if it is behind whenever this is called: what is known of others is older than what
-        a rank knows of itself.
+        A rank hangs if it is behind the others and its number does not change. A rank whose number changes does not hang, even if it
+        is behind at every call: what is known of other ranks is older than what a rank knows of itself.
 
         Args:
             progress: the number of agreements that each rank has reached, and the place of the last one; empty while ranks are not

@@ -86,7 +86,8 @@ def _wait(store: dist.TCPStore) -> None:
     world, limit = int(os.environ["WORLD_SIZE"]), time.monotonic() + _SECONDS
     store.add("joining", 1)
     while True:
-        started = store.add("joining", 0)  # looked at first: a process that fails announces that before it is counted
+        # To add 0 reads the number. It is read before the failure, because a process that fails announces that before it is counted.
+        started = store.add("joining", 0)
         if store.check(["failed"]):
             rank, _, text = store.get("failed").decode().partition(" ")
             time.sleep(_LAST_SECONDS if os.environ["RANK"] == "0" else 0)
@@ -99,7 +100,10 @@ def _wait(store: dist.TCPStore) -> None:
 
 
 def _announce(store: dist.TCPStore, text: str) -> bool:
-    """Announce that this process has failed, and wait for the others to see it. Return whether the first one reports the same."""
+    """Announce that this process has failed, and return whether the first process reports the same error.
+
+    It waits until all processes have started, so that they see the failure, and then for the error of the first process.
+    """
     rank, begun = os.environ["RANK"], time.monotonic()
     store.set(f"failed/{rank}", text)
     store.compare_set("failed", "", f"{rank} {text}")  # unless another process has failed before
@@ -116,7 +120,7 @@ def _announce(store: dist.TCPStore, text: str) -> bool:
 
 
 def _store() -> dist.TCPStore | None:
-    """Return the store of this start of the processes, which the first one keeps. Return None for a single process."""
+    """Return the key-value store of this start of the processes, which the first process keeps; None for a single process."""
     if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() or os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     address, port, is_first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
@@ -146,7 +150,7 @@ def _new_store(address: str, port: int, is_first: bool) -> dist.TCPStore:
 
 @cache
 def _open(address: str, port: int, is_server: bool, seconds: float) -> dist.TCPStore:
-    """Return a store, or connect to it within some seconds."""
+    """Create the store in this process if it is the server, else connect to it within some seconds. Return the store."""
     store = dist.TCPStore(
         address,
         port,

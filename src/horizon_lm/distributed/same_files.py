@@ -56,7 +56,7 @@ class SeenFiles:
 
 
 def _seen(folder: Path, names: Iterable[str]) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Return the machine with the number of its file system, and what identifies each file."""
+    """Return a text for the machine and the file systems of the files, and for each file the numbers of `_identity`."""
     stats = {name: (folder / name).stat() for name in names}
     devices = sorted({stat.st_dev for stat in stats.values()})
     files = {name: _identity(stat) for name, stat in stats.items()}
@@ -64,6 +64,7 @@ def _seen(folder: Path, names: Iterable[str]) -> tuple[str, dict[str, tuple[int,
 
 
 def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    """Return the numbers that are equal for two ranks only if they see the same file."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 

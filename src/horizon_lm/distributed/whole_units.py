@@ -17,8 +17,8 @@ _DONE = ""
 def borrowing(mesh: Mesh, store: Store) -> Iterator[None]:
     """Context manager of the first rank: let it read whole units (`Store.whole`). The other ranks call `lend` meanwhile.
 
-    All ranks must have agreed that they are at the same place. What the first rank sends are the units that it wants, then
-    `_DONE` and its error, or an empty text.
+    All ranks must have agreed that they are at the same place. The first rank broadcasts the name of each unit that it wants, and at the
+    end `_DONE` and its error, which is an empty text if it has not failed.
     """
 
     def fill(unit: Unit) -> None:
@@ -63,7 +63,7 @@ def lend(mesh: Mesh, store: Store) -> None:
 
 
 def _cut_tensors(store: Store, unit: Unit) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """Yield the values of a unit, low halves and codes among them, each with the places at which the ranks cut it."""
+    """Yield the tensors of a unit's slabs, low halves and codes among them, each with the places at which the ranks cut it."""
     for slab in store.units[unit].all:
         for tensor in slab.tensors():
             yield tensor, slab.cuts
@@ -71,7 +71,7 @@ def _cut_tensors(store: Store, unit: Unit) -> Iterator[tuple[torch.Tensor, list[
 
 @contextmanager
 def sharing(mesh: Mesh, store: Store, unit: Unit) -> Iterator[None]:
-    """Context manager of all ranks: let each read a whole unit, which takes its memory on each of them meanwhile."""
+    """Context manager of all ranks: let each read a whole unit. Each rank holds all of it until the end, and then its own range again."""
     mesh.exchange(f"the reading of {unit}", None)
     for tensor, cuts in _cut_tensors(store, unit):
         for rank in range(store.shard.count):

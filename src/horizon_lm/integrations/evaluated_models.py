@@ -46,7 +46,9 @@ class EvaluatedModels:
 
 
 def stream_beside(model: Any, trained: Any) -> None:
-    """Stream a model that is evaluated beside the trained one, unless it is streamed. Report one that cannot be, such as an encoder.
+    """Stream a model that is evaluated beside the trained one, and print where its weights are.
+
+    A model that is streamed already is left as it is, and one that cannot be streamed, such as an encoder, stays whole on the device.
 
     Raises:
         DoesNotFitError: the device has no room for a model that cannot be streamed.
@@ -76,12 +78,19 @@ def stream_beside(model: Any, trained: Any) -> None:
 
 
 def _precision(trained: Any, dtype: torch.dtype = torch.float32) -> str:
-    """Return the precision of a model with this dtype, or with that of its folder, that is evaluated beside the trained one."""
+    """Return the precision of a model that is evaluated beside the trained one: ``float32`` if both are in float32, else ``bf16``.
+
+    Args:
+        trained: the trained model.
+        dtype: dtype of the evaluated model; for a model that is read from a folder, the trained one alone decides.
+    """
     return "float32" if engine_of(trained).store.precision.name == "float32" and dtype == torch.float32 else "bf16"
 
 
 def streamed_like(trained: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a replacement for functions that load a model by name: the model is streamed, to the device of the trained one."""
+    """Return a function that makes, of TRL's function that loads a model by its name, one that streams the model to the device of the
+    trained one.
+    """
 
     def replace_loader(_original: Callable[..., Any]) -> Callable[..., Any]:
         def load(name: str, *_classes: Any, **kwargs: Any) -> Any:
@@ -101,7 +110,10 @@ def streamed_like(trained: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def copied_from(trained: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a replacement for a function that copies the trained model: its folder is streamed, with its present weights."""
+    """Return a function that makes, of TRL's function that copies a model, one that copies the trained model without moving it.
+
+    The copy is streamed from the trained model's folder, and then gets its present weights. Other models are copied as before.
+    """
 
     def replace_copy(original: Callable[..., Any]) -> Callable[..., Any]:
         def copy_model(model: Any, *args: Any, **kwargs: Any) -> Any:

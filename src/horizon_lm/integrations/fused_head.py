@@ -22,7 +22,7 @@ _STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def unless_streamed(model: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a replacement for TRL's function that patches models, which leaves the head of a streamed model to `add_head`.
+    """Return a function that makes, of TRL's function that patches a model, one that patches streamed models by `add_head`.
 
     Args:
         model: the trainer's streamed model. If it has adapters, TRL patches the model inside it, which is the streamed one
@@ -32,7 +32,10 @@ def unless_streamed(model: Any) -> Callable[[Callable[..., None]], Callable[...,
 
     def replace_patch(original: Callable[..., None]) -> Callable[..., None]:
         def add_fused_lm_head(patched: Any, *args: Any, **kwargs: Any) -> None:
-            """Patch a model, which may be the one that prompts are around, or a reference, which is streamed first if it can be."""
+            """Patch the trained model, or a reference, which is streamed first if it can be.
+
+            TRL passes the model inside PEFT's layers; if only the PEFT model around it is streamed, as with prompts, that one is patched.
+            """
             if patched is inside and not is_streamed(patched):
                 patched = model
             stream_beside(patched, model)
@@ -97,7 +100,7 @@ def _fused_output(
     targets = torch.nn.functional.pad(targets, (num_prompt, 0), value=IGNORE_INDEX)
     if not are_shifted:
         targets = targets[:, 1:]
-    # Like TRL, without the last position of a row if that has no target.
+    # As in TRL, the last position of a row is left out unless the labels are shifted: it has no target.
     used = slice(None) if are_shifted else slice(None, -1)
     log_probs = values.logprobs[:, used]
     mask = targets != IGNORE_INDEX

@@ -36,8 +36,9 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         state = self.accelerator.gradient_state
         is_last = state.sync_gradients  # of the step's micro-batches
         compute = partial(_compute, compute_loss, self, model, inputs, **kwargs)
-        # A loss may depend on whether its micro-batch is the last one.
-        held = self._held = [*(self._held or ()), (compute, partial(state._set_sync_gradients, is_last))]
+        # The computation of a loss may read accelerate's flag, so it is set again to what it was when the loss was held back.
+        set_flag = partial(state._set_sync_gradients, is_last)
+        held = self._held = [*(self._held or ()), (compute, set_flag)]
         engine_of(self.model).access.holds_losses = not is_last
         if not is_last:
             return torch.zeros((), device=self.args.device, requires_grad=True)
@@ -51,19 +52,19 @@ def _held_back(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_held(model: Any, held: list[tuple[Any, Any]]) -> list[Any]:
-    """Compute losses in lock-step. Each may switch the model's adapters for itself, as for a reference.
+    """Compute losses in lock-step, and return them. Each loss may switch the model's adapters for itself, as for a reference.
 
-    ``held`` has pairs of functions: one computes a loss, and the other sets what accelerate had set for it.
+    ``held`` has pairs of functions: one computes a loss, and the other sets accelerate's flag as it was when the loss was held back.
     """
-    functions, prepare = map(list, zip(*held, strict=True))
+    functions, set_flags = map(list, zip(*held, strict=True))
     horizon = getattr(model, "_horizon", None)
     if horizon is None or not horizon.adapter_params:
-        return run_together(functions, prepare)
+        return run_together(functions, set_flags)
     states = StatePerMember(model, len(held))
 
     def go_on(number: int) -> None:
-        """Set what a loss was left with when another one was computed."""
-        prepare[number]()
+        """Restore accelerate's flag and the switches of adapters before a loss is computed further."""
+        set_flags[number]()
         states.go_on_with(number)
 
     horizon.joint.switches_per_call = True
@@ -75,7 +76,7 @@ def _run_held(model: Any, held: list[tuple[Any, Any]]) -> list[Any]:
 
 
 def _compute(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute a loss that was held back, in which a call of the base class's `compute_loss` is not held back again."""
+    """Compute a loss that was held back. A call of the base class's `compute_loss` inside it is not held back again."""
     token = _computing.set(True)
     try:
         return compute_loss(*args, **kwargs)

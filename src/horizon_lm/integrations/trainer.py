@@ -84,7 +84,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         """Create the accelerator, and let one of several GPUs train a model that may be placed anywhere, as if it were split."""
         super().create_accelerator_and_postprocess()
         trainer: Any = self
-        # Here, because TRL's trainers check it as soon as Trainer's own __init__ has ended, and may replace the arguments before it.
+        # It is set here: TRL's trainers may replace the arguments before Trainer's own __init__, and check the number right after it.
         if trainer.args.n_gpu > 1 and getattr(trainer.model, "placed_anywhere", False):
             trainer.args._n_gpu = 1
 
@@ -101,7 +101,11 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         return super()._wrap_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Create an optimizer of ours, with the Trainer's settings and parameter groups, unless another kind is asked for."""
+        """Create the trainer's optimizer, and return it: one of this library, with the Trainer's settings and parameter groups, unless the
+        user or the trainer's class has made another, or has named a kind that this library lacks.
+
+        The plan comes first: a run that does not fit ends before the optimizer allocates memory.
+        """
         from accelerate.optimizer import AcceleratedOptimizer
 
         trainer: Any = self
@@ -109,11 +113,11 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
             return trainer.optimizer
         self._apply_plan()
         known = by_other_name(getattr(trainer.args.optim, "value", trainer.args.optim))
-        if trainer.optimizer is None and self._chooses_optimizer():
+        if trainer.optimizer is None and self._class_makes_optimizer():
             trainer.optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if trainer.optimizer is None and known is not None and self._takes_own_optimizer():
+        if trainer.optimizer is None and known is not None and self._may_use_our_optimizer():
             name, moments = known
-            trainer.optimizer = self._own_optimizer(trainer.model if model is None else model, name, moments)
+            trainer.optimizer = self._make_our_optimizer(trainer.model if model is None else model, name, moments)
         if not isinstance(trainer.optimizer, SlabOptimizer):
             return trainer.optimizer or super().create_optimizer(model)  # type: ignore[misc]
         self.streamed_optimizer, self._own_limit = trainer.optimizer, trainer.optimizer.max_grad_norm
@@ -123,22 +127,28 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         trainer.optimizer._is_accelerate_prepared = True
         return trainer.optimizer
 
-    def _chooses_optimizer(self) -> bool:
-        """Return whether the trainer's own class, or one between it and Trainer, has another way to make an optimizer."""
+    def _class_makes_optimizer(self) -> bool:
+        """Return whether the trainer's class, or a base class of it before Trainer, overrides how Trainer makes an optimizer."""
         from transformers import Trainer
 
         after_mixin = type(self).__mro__[type(self).__mro__.index(StreamedTrainer) + 1 :]
-        own = [each for each in after_mixin if each is not Trainer and issubclass(each, Trainer)]
-        return any(name in vars(each) for each in own for name in ("create_optimizer", "get_optimizer_cls_and_kwargs"))
+        subclasses = [each for each in after_mixin if each is not Trainer and issubclass(each, Trainer)]
+        names = ("create_optimizer", "get_optimizer_cls_and_kwargs")
+        return any(name in vars(each) for each in subclasses for name in names)
 
-    def _takes_own_optimizer(self) -> bool:
-        """Return whether an optimizer of ours can be chosen: not if all that is trained is a prompt around the model."""
+    def _may_use_our_optimizer(self) -> bool:
+        """Return whether an optimizer of this library can be made: not if the user has named a class, or trains a prompt around the model
+        alone.
+        """
         trainer: Any = self
         trained = [param for param in trainer.model.parameters() if param.requires_grad]
         return trainer.optimizer_cls_and_kwargs is None and any(isinstance(p, StreamedParameter) for p in trained)
 
     def _apply_plan(self) -> None:
-        """Print the plan of the steps, choose what it chooses, and raise DoesNotFitError if they do not fit."""
+        """Plan the steps, apply what the plan chooses, and print the plan. Raise DoesNotFitError if the steps do not fit.
+
+        A plan that cannot be made is no obstacle: the reason is printed, and training begins without one.
+        """
         trainer: Any = self
         args, tokenizer = trainer.args, trainer.processing_class
         length, evaluates = longest_row(trainer.train_dataset, args, tokenizer), trainer.eval_dataset is not None
@@ -153,7 +163,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         try:
             planned = TrainerPlan(trainer.model, args, length, eval_length, trainer.state.max_steps or None)
             plan = planned.make()
-        except HorizonError as error:  # trains all the same
+        except HorizonError as error:
             self._print(f"no plan was made: {first_line(error)}")
             return
         if not plan.fits:
@@ -168,7 +178,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         if trainer.is_world_process_zero():
             print(line)
 
-    def _own_optimizer(self, model: Any, name: str, moments: str) -> SlabOptimizer:
+    def _make_our_optimizer(self, model: Any, name: str, moments: str) -> SlabOptimizer:
         """Return an optimizer of this library, with the weight decay and learning rate of the trainer."""
         trainer: Any = self
         args = trainer.args
@@ -194,7 +204,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         """
         trainer: Any = self
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        # The ranks of all copies of the model skip a step, or none.
+        # Exchanged, because all ranks must skip a step, or none.
         value = sum(engine_of(trainer.model).mesh.exchange("the loss of a step", float(loss)))
         if math.isfinite(value):
             return loss
@@ -210,7 +220,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         )
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Return the norm of the gradients. The step clips them, unless other code may look at them between."""
+        """Return the norm of the gradients. They are clipped here only if a callback may look at them before the step, else by the step."""
         optimizer = self.streamed_optimizer
         if optimizer is None:
             return super()._clip_grad_norm(model)  # type: ignore[misc]
@@ -230,7 +240,7 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         return any(function is not getattr(TrainerCallback, event) for function in own)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return the norm of the gradients where the Trainer does not clip; None if updates in the backward pass used them up."""
+        """Return the norm of the gradients if the Trainer does not clip them; None if updates in the backward pass have used them up."""
         optimizer = self.streamed_optimizer
         if optimizer is None or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
@@ -238,7 +248,11 @@ class StreamedTrainer(HeldBatches, EvaluatedModels, TrainerCheckpoints, TrainerR
         return None if optimizer.update_in_backward else optimizer.landed_grad_norm()
 
     def _clip_in_step(self) -> None:
-        """Let our optimizer clip gradients to the Trainer's present norm, because it does so while it updates."""
+        """Let our optimizer clip the gradients while it updates, by the smaller one of the Trainer's present limit and its own.
+
+        Raises:
+            ConfigError: there is a limit, and updates in the backward pass come before the norm is known.
+        """
         trainer, optimizer = cast(Any, self), self.streamed_optimizer
         assert optimizer is not None
         limits = [limit for limit in (trainer.args.max_grad_norm, self._own_limit) if limit]
@@ -299,12 +313,16 @@ def _distills(cls: type) -> bool:
 
 
 def _named(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trainer's constructor by name, as far as its first base class that takes a model has these names."""
+    """Return the arguments of a trainer's constructor by name.
+
+    The names are those of the first class in the order of base classes whose constructor names a ``model``. Arguments that it does not
+    name are left out.
+    """
     signatures = [inspect.signature(vars(each)["__init__"]) for each in cls.__mro__ if "__init__" in vars(each)]
     with_model = next(each for each in signatures if "model" in each.parameters)
-    called = next((each for each in signatures if not _passes_on(each)), signatures[0])
-    # A subclass that takes arguments of its own may order them otherwise; then only those given by name are known.
-    positional = args if called is with_model else ()
+    receiver = next((each for each in signatures if not _passes_on(each)), signatures[0])
+    # A subclass with a signature of its own may order arguments otherwise; then only those given by name are known.
+    positional = args if receiver is with_model else ()
     known = {name: value for name, value in kwargs.items() if name in with_model.parameters}
     itself = None
     return with_model.bind_partial(itself, *positional, **known).arguments

@@ -68,7 +68,9 @@ class TrainerPlan:
         self._batch = args.per_device_train_batch_size * _sequences(args)
 
     def make(self) -> Plan:
-        """Return the plan. Micro-batches are those of the Trainer; if these do not fit, the largest that do."""
+        """Return the plan. If the Trainer accumulates gradients over several micro-batches, these are kept if they fit; otherwise the
+        planner chooses their size.
+        """
         accumulates = self._args.gradient_accumulation_steps > 1
         if accumulates and self._run.device_micro_batch_size is None:
             made = self._planned(self._run.model_copy(update={"device_micro_batch_size": self._batch}))
@@ -87,14 +89,14 @@ class TrainerPlan:
         raise does_not_fit(plan, remedies_of(plan, self._run, self._source))
 
     def generation_lines(self, plan: Plan) -> Iterator[str]:
-        """Yield what generating costs in each step, if this trainer generates."""
+        """Yield a line with the forward passes, bytes and seconds of generation, if this trainer generates."""
         args = self._args
-        every = getattr(args, "steps_per_generation", None)
-        if every is None or not getattr(args, "max_completion_length", None):
+        micro_batches = getattr(args, "steps_per_generation", None)  # for which completions are generated at once
+        if micro_batches is None or not getattr(args, "max_completion_length", None):
             return
-        times_per_step = args.gradient_accumulation_steps / every
+        times_per_step = args.gradient_accumulation_steps / micro_batches
         passes = round(args.max_completion_length * max(1.0, times_per_step))
-        rows = args.per_device_train_batch_size * every
+        rows = args.per_device_train_batch_size * micro_batches
         loaded, loaded_for_many = self._loaded_bytes(rows), self._loaded_bytes(None)
         experts = f" with the experts of {counted(rows, 'token')}" if loaded < loaded_for_many else ""
         duration = ""
@@ -107,7 +109,11 @@ class TrainerPlan:
         )
 
     def _loaded_bytes(self, rows: int | None) -> int:
-        """Return the bytes that a pass loads at most for one token of each of these rows; None for so many that all experts are used."""
+        """Return the most bytes of weights that a forward pass over one token of each row loads.
+
+        Args:
+            rows: number of rows, whose tokens are routed to a part of the experts; None for so many rows that all experts are loaded.
+        """
         engine = engine_of(self._model)
         slabs = [slab for unit in engine.store.units.values() for slab in unit.all]
         loaded = sum(slab.weights[slab.own].nbytes for slab in slabs)
@@ -115,7 +121,7 @@ class TrainerPlan:
             return loaded
         for index in engine.tiles.routed(rows):
             experts, of_block = engine.tiles.model.experts[index], engine.store.units[block(index)].all
-            unread = experts.count - rows * experts.per_token
+            unread = experts.count - rows * experts.per_token  # at least so many, even if no two tokens share an expert
             num_bytes = sum(
                 slab.layout.view(slab.weights, name).nbytes
                 for slab in of_block
@@ -143,7 +149,7 @@ class TrainerPlan:
         return replace(machine, process_bytes=max(0, machine.process_bytes - loaded))
 
     def _saves(self) -> Saves:
-        """Return how often the trainer saves, if each evaluation finds a better model, and what it keeps."""
+        """Return the trainer's checkpoints: with ``save_strategy="best"``, as if each evaluation found a better model."""
         args = self._args
         if args.save_strategy == "best":
             num = self._num_times(args.eval_strategy, args.eval_steps)

@@ -70,7 +70,8 @@ def num_targets(batch: Batch) -> torch.Tensor:
 def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None, batch: Batch) -> torch.Tensor:
     """Return a loss plus the auxiliary loss that balances the experts of a mixture, if there is one.
 
-    Ranks balance the experts over their own rows, and the step has the mean of theirs.
+    Each rank balances the experts over its own rows. Its auxiliary loss is weighted by its share of the rows, so that the sum over the
+    ranks is their mean.
     """
     if aux_loss is None:
         return loss
@@ -79,7 +80,10 @@ def add_aux_loss(loss: torch.Tensor, aux_loss: torch.Tensor | None, batch: Batch
 
 
 def share_aux_loss(loss: torch.Tensor, output: Any, model: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss in a model's output, with its auxiliary loss, which is in it already, scaled by the batch's share of the step."""
+    """Return the loss in a model's output, in which the auxiliary loss is weighted by the batch's share of the step.
+
+    The model has added the whole auxiliary loss already, so the part of it beyond the share is subtracted.
+    """
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is None or batch.share == 1:
         return loss
@@ -137,9 +141,10 @@ class CustomObjective:
 
 
 def _part_of_step(batch: Batch) -> Batch:
-    """Return a rank's batch with the number of targets that makes a sum over targets, divided by it, its part of the step's mean.
+    """Return a rank's batch for a user's loss function, which divides a sum over targets by ``num_trained``.
 
-    Losses are weighted by the rows of the ranks, which have other shares of the targets.
+    The loss is multiplied by the rank's share of the rows afterwards, although its share of the targets is another. With the number set
+    here, the product is the sum over the rank's targets, divided by the normalizer of the step.
     """
     return batch if batch.is_stand_in else replace(batch, num_trained=batch.normalizer * batch.share)
 

@@ -45,7 +45,8 @@ class PairFile:
     """
 
     def __init__(self, file: Path | None, count: int, key: str) -> None:
-        self._file, self._key = file, np.frombuffer(bytes.fromhex(key)[:8], np.uint64)[0]  # 8 bytes, as a pair has
+        self._file = file
+        self._key = np.frombuffer(bytes.fromhex(key)[:8], np.uint64)[0]  # 8 bytes, as a pair has
         self.values, self.known, self.num_altered = np.zeros((count, 2), np.float32), np.zeros(count, bool), 0
         with suppress(OSError):  # no file yet, or none that can be read: all pairs are computed
             self._read(b"" if file is None else file.read_bytes())
@@ -64,7 +65,7 @@ class PairFile:
         self.num_altered = int((written & ~self.known).sum())
 
     def put(self, first: int, pairs: np.ndarray) -> None:
-        """Store the pairs of consecutive rows. If writing fails, another run has to compute them again."""
+        """Store the pairs of consecutive rows in memory and in the file. If writing fails, a later run computes them again."""
         stop = first + len(pairs)
         self.values[first:stop], self.known[first:stop] = pairs, True
         if self._file is None:
@@ -154,10 +155,11 @@ class ReferenceCache:
     def _compute(self, kept: PairFile, rows: TokenTable, batch_size: int, advance: Callable[[int, int], None]) -> None:
         """Compute and store the pairs that are missing.
 
-        Ranks take turns. In the last turn, those without a batch compute one again, because all take part in every pass.
+        In each turn, every rank computes another batch, and all ranks store the pairs of all. Ranks without a batch in the last turn
+        compute its last one again, because all ranks take part in every pass.
         """
         mesh = engine_of(self._model).mesh
-        # Each machine has files of its own: what one lacks is computed for all.
+        # Each machine has a file of its own, so a pair counts as known only if all ranks know it.
         masks = mesh.exchange("the known reference", np.packbits(kept.known).tobytes().hex())
         known = np.bitwise_and.reduce([np.frombuffer(bytes.fromhex(mask), np.uint8) for mask in masks])
         kept.known = np.unpackbits(known, count=len(rows)).astype(bool)
@@ -171,6 +173,7 @@ class ReferenceCache:
                 logprobs, _ = answer_logprobs(self._model, batch)
                 pairs = logprobs.T.cpu().numpy()
                 everyone = mesh.exchange("the reference", pairs.tolist())
+                # Ranks beyond the starts have repeated the last batch.
                 for start, found in zip(starts, everyone, strict=False):
                     kept.put(start, np.asarray(found, np.float32))
                 advance(min(starts[-1] + batch_size, len(rows)), len(rows))
@@ -182,7 +185,14 @@ def lookup(values: np.ndarray) -> Callable[[Batch], np.ndarray]:
 
 
 def model_key(model: Any, with_adapters: bool = False) -> str:
-    """Return a hash of a streamed model's config, computation and weights, with its adapters or without. It is the same on all ranks."""
+    """Return a hash of all that a streamed model's outputs depend on: its config, the way in which it is computed, and its weights.
+
+    It is the same on all ranks.
+
+    Args:
+        model: the streamed model.
+        with_adapters: also hash the configs and weights of its adapters; otherwise the base alone.
+    """
     import transformers
 
     engine = engine_of(model)
