@@ -27,7 +27,7 @@ LAYER_NORM = "attention.layer_norm_epsilon"
 
 
 class Layout(NamedTuple):
-    """The layout of a tensor in a file: the functions that turn that of transformers into it, and it into that of transformers."""
+    """A pair of functions that convert a tensor from transformers' layout to the file's, and back."""
 
     write: Callable[[torch.Tensor], torch.Tensor]
     read: Callable[[torch.Tensor], torch.Tensor]
@@ -40,16 +40,16 @@ class Architecture:
     Attributes:
         name: its name in a file.
         numbers: keys of a config and their names in the metadata, beside those that all architectures have.
-        absent: values of numbers that a file may lack, as llama.cpp takes them.
-        assumed: function that returns settings that are not in a file, with the values with which llama.cpp computes. It takes a
-            config, or anything with its numbers and its ``head_dim``.
+        absent: the numbers that a file may lack, with the values that llama.cpp assumes for them.
+        assumed: function that returns the settings that no file has, with the values that llama.cpp computes with. It takes a
+            config, or any object with its numbers and its ``head_dim``.
         of_tensors: settings that are true if a file has a tensor, with the tensor's name.
         layouts: function that returns the layouts of a config's tensors, by their names without that of the block, such as
             ``attn_q.weight``.
         factors: tensors of factors of rotary frequencies that llama.cpp reads.
         switches: metadata that must have this value, if it is there.
-        window_pattern: of this many layers, the last has full attention and the others a window; None for no windows.
-        window_theta: base of the rotary embeddings of layers with windows, which are not scaled; None for those of the others.
+        window_pattern: of every so many layers, the last one has full attention and the others a window; None for no windows.
+        window_theta: base of the rotary embeddings of layers with windows, which are not scaled; None if all layers have the same ones.
         read: function that returns settings of a file that are not single numbers of it.
         has_rotary: whether there are rotary embeddings.
         partial_rotary: whether a part of each head may be rotated.
@@ -99,12 +99,16 @@ def both(name: str, layout: Layout) -> dict[str, Layout]:
 
 
 def _neighbours(config: Any) -> Mapping[str, Layout]:
-    """Return the layouts of queries and keys: llama.cpp rotates pairs of neighbours, and transformers element i with D / 2 + i."""
+    """Return the layouts of the projections of queries and keys, whose rows a file has in another order within each head.
+
+    Rotary embeddings rotate pairs of elements: neighbours in llama.cpp, and element i with D / 2 + i in transformers.
+    """
 
     def interleaved(heads: int) -> Layout:
         """Return the layout in which the two halves of each head's rows are interleaved."""
 
         def swapped(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+            """Transpose the rows of each head, as a matrix of this shape: (2, D / 2) turns halves into neighbours, (D / 2, 2) back."""
             return tensor.view(heads, *shape, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
         return Layout(lambda tensor: swapped(tensor, 2, -1), lambda tensor: swapped(tensor, -1, 2))
@@ -132,9 +136,10 @@ def _offset_norms(config: Any) -> Mapping[str, Layout]:
 
 
 def _attention_scale(config: Any, num_layers_of_27b: int) -> Mapping[str, Any]:
-    """Return the number by whose square root llama.cpp divides the scores of attention.
+    """Return the number by whose square root llama.cpp divides the scores of attention: the dimension of a head.
 
-    It is the size of a head, but the mean size in the model of 27B, which llama.cpp recognizes by its number of layers.
+    For Gemma's model of 27B, which llama.cpp recognizes by its number of layers, it is the hidden size divided by the number of heads,
+    which differs from the dimension of a head there.
     """
     mean_head_dim = config.hidden_size // config.num_attention_heads
     is_27b = config.num_hidden_layers == num_layers_of_27b
@@ -142,7 +147,7 @@ def _attention_scale(config: Any, num_layers_of_27b: int) -> Mapping[str, Any]:
 
 
 def _square_heads(config: Any) -> Mapping[str, Any]:
-    """Return the size of a head if all heads together are as wide as the model, as llama.cpp demands of some architectures."""
+    """Return the head dimension with which all heads together are as wide as the model, which llama.cpp demands of some architectures."""
     return {"head_dim": config.hidden_size // config.num_attention_heads}
 
 

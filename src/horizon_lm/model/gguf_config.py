@@ -85,7 +85,11 @@ def _require_whole_model(header: GgufHeader) -> None:
 
 
 def _numbers(keys: Keys, architecture: Architecture, header: GgufHeader) -> dict[str, Any]:
-    """Return the settings that a file has under names of their own."""
+    """Return the settings that a file has as numbers, and those that `Architecture.read` derives from its metadata.
+
+    Raises:
+        ConfigError: a number is missing, or llama.cpp would not compute with it as it is written.
+    """
     absent = {"num_key_value_heads": keys.one("attention.head_count"), **architecture.absent}
     found = dict(architecture.read(keys))
     if tokens := header.metadata.get(_TOKENS):  # which count, whatever `vocab_size` is
@@ -107,11 +111,15 @@ def _numbers(keys: Keys, architecture: Architecture, header: GgufHeader) -> dict
 
 
 def _attention(keys: Keys, architecture: Architecture, header: GgufHeader, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of heads, windows and rotary embeddings."""
+    """Return the settings of heads, of rotary embeddings and of windows. ``numbers`` are those of `_numbers`.
+
+    Raises:
+        ConfigError: heads of two sizes, or a scaling or a window that transformers cannot compute in this architecture.
+    """
     num_heads = numbers["num_attention_heads"]
-    head_dim = numbers["hidden_size"] // num_heads if num_heads else 0
-    found: dict[str, Any] = {"head_dim": keys.one("attention.key_length", head_dim)}
-    head_dim = found["head_dim"]
+    usual_head_dim = numbers["hidden_size"] // num_heads if num_heads else 0
+    head_dim = keys.one("attention.key_length", usual_head_dim)
+    found: dict[str, Any] = {"head_dim": head_dim}
     for name in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
         if keys.one(name, head_dim) != head_dim:
             raise keys.rejected(name)
@@ -125,7 +133,7 @@ def _attention(keys: Keys, architecture: Architecture, header: GgufHeader, numbe
     if "sliding_window" in numbers:
         found["sliding_window"] = numbers["sliding_window"] or None
         if not numbers["sliding_window"] and architecture.absent["sliding_window"]:
-            raise keys.rejected("attention.sliding_window")  # in which a token does not even see itself
+            raise keys.rejected("attention.sliding_window")  # a window of 0, in which a token does not even see itself
     if architecture.window_pattern is not None:
         found["layer_types"] = _layer_types(keys, architecture.window_pattern, {**numbers, **found})
         # Without windows, transformers needs the size of one all the same.
@@ -142,7 +150,13 @@ def _attention(keys: Keys, architecture: Architecture, header: GgufHeader, numbe
 
 
 def _layer_types(keys: Keys, pattern: int, values: dict[str, Any]) -> list[str]:
-    """Return the types of the layers of a model with windows in some of them."""
+    """Return the type of each layer of a model with windows in some of its layers.
+
+    Args:
+        keys: the metadata, whose pattern may be a list with a flag for each layer, or a number as in `Architecture.window_pattern`.
+        pattern: the number that llama.cpp assumes if the file has no pattern.
+        values: the settings of the model.
+    """
     name, num_layers = "attention.sliding_window_pattern", values["num_hidden_layers"]
     given = keys.take(name, pattern)
     if isinstance(given, list):
@@ -161,13 +175,14 @@ def _built(model_type: str, values: dict[str, Any], header: GgufHeader) -> Any:
 
     kind = CONFIG_MAPPING[model_type]
     known = {*kind().to_dict(), *kind.attribute_map}
-    usual = values["hidden_size"] // max(values["num_attention_heads"], 1)
+    usual_head_dim = values["hidden_size"] // max(values["num_attention_heads"], 1)
     try:
         return kind(
             **{
                 key: value
                 for key, value in values.items()
-                if key in known or (key == "head_dim" and value != usual)  # which models read if a config has it
+                # Models read `head_dim` if a config has it, even if the config does not declare it.
+                if key in known or (key == "head_dim" and value != usual_head_dim)
             }
         )
     except Exception as error:  # the checks of transformers raise anything

@@ -27,14 +27,17 @@ _TRANSPOSED = Layout(torch.t, torch.t)
 
 
 def _chain(first: Layout, second: Layout) -> Layout:
-    """Return the layout of a tensor that is written in a first way, and the result in a second."""
+    """Return the layout that writes a tensor by a first layout, and the result by a second; reading goes the other way round."""
     return Layout(
         lambda tensor: second.write(first.write(tensor)), lambda tensor: first.read(second.read(tensor))
     )  # fmt: skip
 
 
 def _swapped(outer: int, inner: int, start: int = 0, axis: int = 0) -> Layout:
-    """Return the layout in which parts of an axis, ``outer`` groups of ``inner`` from ``start`` on, are ``inner`` groups of ``outer``."""
+    """Return a layout in which the parts of an axis have another order.
+
+    From element ``start`` on, transformers has ``outer`` groups of ``inner`` parts each; a file has ``inner`` groups of ``outer`` parts.
+    """
 
     def layout(tensor: torch.Tensor, groups: int, parts: int) -> torch.Tensor:
         moved = tensor.movedim(axis, 0)
@@ -108,24 +111,23 @@ def _qwen35(keys: Keys) -> Mapping[str, Any]:
 
 
 def _qwen35_layouts(config: Any) -> Mapping[str, Layout]:
-    """Return the layouts of a Qwen3.5: norms with an offset, and value heads that are not grouped by their key heads."""
-    heads = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
-    values = _swapped(*heads)
-    last = _swapped(
-        *heads, start=2 * config.linear_num_key_heads * config.linear_key_head_dim
-    )  # after queries and keys
+    """Return the layouts of a Qwen3.5: norms with an offset, and value heads, which transformers alone groups by their key heads."""
+    groups = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    of_values = _swapped(*groups)
+    # Of tensors that have the queries and keys before the values.
+    of_last_values = _swapped(*groups, start=2 * config.linear_num_key_heads * config.linear_key_head_dim)
     names = ("attn", "attn_k", "attn_q", "output", "post_attention")
     return {
         **flat_gate(config),
         **{f"{name}_norm.weight": PLUS_ONE for name in names},
-        "attn_gate.weight": values,
-        "attn_qkv.weight": last,
-        "ssm_a": _chain(_NEGATIVE, values),
-        "ssm_alpha.weight": values,
-        "ssm_beta.weight": values,
-        "ssm_conv1d.weight": _chain(_UNSQUEEZED, last),
-        "ssm_dt.bias": values,
-        "ssm_out.weight": _swapped(*heads, axis=1),
+        "attn_gate.weight": of_values,
+        "attn_qkv.weight": of_last_values,
+        "ssm_a": _chain(_NEGATIVE, of_values),
+        "ssm_alpha.weight": of_values,
+        "ssm_beta.weight": of_values,
+        "ssm_conv1d.weight": _chain(_UNSQUEEZED, of_last_values),
+        "ssm_dt.bias": of_values,
+        "ssm_out.weight": _swapped(*groups, axis=1),
     }
 
 

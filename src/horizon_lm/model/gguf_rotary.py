@@ -45,9 +45,10 @@ def scaling_metadata(config: Any) -> dict[str, Any]:
 
 
 def frequency_factors(config: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of factors by which frequencies are divided, shape (D / 2,) in float32.
+    """Return the tensors by whose factors frequencies are divided, shape (D / 2,) in float32, by their names in a file.
 
-    A Llama 3.1 has one, and a Phi-3 for long contexts one for contexts up to that of its pre-training and one for longer ones.
+    A Llama 3.1 has one tensor. A Phi-3 for long contexts has two: one for contexts up to that of its pre-training, and one for longer
+    contexts. Other models have none.
     """
     parameters = parameters_of(config)
     if parameters["rope_type"] == "longrope":
@@ -67,7 +68,12 @@ def plain_frequencies(theta: float, dim: int) -> torch.Tensor:
 
 
 def frequencies(config: Any, num_tokens: int | None = None) -> tuple[torch.Tensor, float]:
-    """Return the frequencies of transformers for texts of a length, shape (D / 2,), and its factor of queries and keys."""
+    """Return the frequencies that transformers computes with, shape (D / 2,), and its factor of queries and keys.
+
+    Args:
+        config: config of the model.
+        num_tokens: length of the text, on which the frequencies depend in some scalings; None as when transformers builds a model.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = parameters_of(config)
@@ -111,7 +117,7 @@ def read_rotary(
     factor = keys.take("rope.scaling.factor", keys.take("rope.scale_linear")) or 1.0
     factor = 1.0 if kind == "none" else factor
     original = keys.take("rope.scaling.original_context_length", max_position_embeddings)
-    attention = keys.take("rope.scaling.attn_factor", 1.0)
+    attention_factor = keys.take("rope.scaling.attn_factor", 1.0)
     _require_yarn(keys, kind, factor)
     if present := FACTORS & header.tensors.keys():
         if other := present - factors:
@@ -120,23 +126,23 @@ def read_rotary(
         if factor != 1.0:
             raise keys.rejected("rope.scaling.factor")
         if FREQUENCIES not in header.tensors:
-            return found | _longrope(header, original, attention)
+            return found | _longrope(header, original, attention_factor)
         found |= _llama3(header, found["rope_theta"], dim)
     elif kind == "yarn":
         found |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        if attention != 1.0:
-            return found | {"attention_factor": _yarn_scale(factor) * attention}
+        if attention_factor != 1.0:
+            return found | {"attention_factor": _yarn_scale(factor) * attention_factor}
     elif kind in ("linear", "longrope", "none"):
         found |= {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
     else:
         raise keys.rejected("rope.scaling.type")
-    if attention != 1.0:
+    if attention_factor != 1.0:
         raise keys.rejected("rope.scaling.attn_factor")
     return found
 
 
 def _require_yarn(keys: Keys, kind: str, factor: float) -> None:
-    """Raise ConfigError if a setting of yarn is another than llama.cpp takes."""
+    """Raise ConfigError if a file has another setting of yarn than the one that llama.cpp computes with in any case."""
     expected = {**_YARN, "yarn_attn_factor": _yarn_scale(factor)}
     for name, value in expected.items():
         found = keys.take(f"rope.scaling.{name}", value)
@@ -149,8 +155,8 @@ def _yarn_scale(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _longrope(header: GgufHeader, original: int, attention: float) -> dict[str, Any]:
-    """Return the scaling of a Phi-3 for long contexts."""
+def _longrope(header: GgufHeader, original: int, attention_factor: float) -> dict[str, Any]:
+    """Return the scaling of a Phi-3 for long contexts; ``original`` is the context of its pre-training."""
     if missing := {_LONG, _SHORT} - header.tensors.keys():
         raise ConfigError(f"gguf_file: {header.path} has no tensor {missing.pop()}; make the file again")
     return {
@@ -158,7 +164,7 @@ def _longrope(header: GgufHeader, original: int, attention: float) -> dict[str, 
         "long_factor": header.floats(_LONG),
         "short_factor": header.floats(_SHORT),
         "original_max_position_embeddings": original,
-        "attention_factor": float(attention),
+        "attention_factor": float(attention_factor),
     }
 
 

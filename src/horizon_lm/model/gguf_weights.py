@@ -50,7 +50,7 @@ def load_gguf(folder: Path, gguf_file: str, dtype: torch.dtype) -> Any:
 
 
 def _end_answers(model: Any, header: GgufHeader) -> None:
-    """Let all tokens end an answer that a file names for it: the end of a text, of a turn and of a message."""
+    """Let an answer end at each token that the file names as an end: of a text, of a turn and of a message."""
     ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     found = [number for number in dict.fromkeys(ends) if number is not None]
     if len(found) > 1:
@@ -94,14 +94,17 @@ def _sources(model: Any, header: GgufHeader, architecture: Architecture) -> dict
 
 
 def _require_all_used(header: GgufHeader, architecture: Architecture, sources: dict[str, list[str]]) -> None:
-    """Raise ConfigError, naming it, if a tensor of a file would not be used, and is not of the last blocks, which predict further tokens."""
+    """Raise ConfigError, naming the tensor, if a file has one that the model does not use.
+
+    Tensors of the last blocks that predict further tokens are exempt: transformers leaves these blocks out.
+    """
     used = {name for names in sources.values() for name in names} | architecture.factors
-    end, further = (
+    num_blocks, num_predicting = (
         header.metadata.get(f"{architecture.name}.{key}", 0) for key in ("block_count", "nextn_predict_layers")
     )
     for name in sorted(header.tensors.keys() - used):
         block = re.match(r"blk\.(\d+)\.", name)
-        if block is None or not end - further <= int(block[1]) < end:
+        if block is None or not num_blocks - num_predicting <= int(block[1]) < num_blocks:
             raise ConfigError(
                 f"gguf_file: {header.path}: tensor {name} is not supported for files of {architecture.name}; open the model's "
                 "Hugging Face folder instead"

@@ -39,9 +39,14 @@ def scaling_of(factors: Sequence[float], frequencies: Sequence[float]) -> dict[s
 
 
 def _limits(factors: Sequence[float], frequencies: Sequence[float], largest: float) -> list[tuple[int, float, float]]:
-    """Return candidates for the original context, the low and the high limit, those with round numbers first: all that the ramp allows."""
+    """Return candidates for the original context, the low and the high limit; first those with round numbers. Empty if there are none.
+
+    The share of the frequency without scaling is 0 up to the low limit, 1 from the high limit on, and a straight line, the ramp, between
+    them. Two frequencies on the ramp determine the line. With fewer of them, a limit is taken from the nearest frequency beside the ramp.
+    """
     turns = [frequency / (2 * math.pi) for frequency in frequencies]  # for each token of a context
     shares = [(1 / factor - 1 / largest) / (1 - 1 / largest) for factor in factors]  # of the frequency without scaling
+    # Shares within 1e-4 of 0 and 1 count as these, because factors are rounded to float32.
     ramp = [(t, share) for t, share in zip(turns, shares, strict=True) if 1e-4 < share < 1 - 1e-4]
     below = max((t for t, share in zip(turns, shares, strict=True) if share <= 1e-4), default=turns[-1] / 2)
     above = min((t for t, share in zip(turns, shares, strict=True) if share >= 1 - 1e-4), default=2 * turns[0])
