@@ -18,10 +18,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NO_PEFT = "adapters need PEFT: pip install 'horizon-lm[peft]'"
 _FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 _MAX_NUMBER = 2**20  # of any setting; published adapters have ranks up to 4,096
-_SMALL_RANK = 128  # PEFT takes less where a layer is narrower, as with the default of AdaMSS, 100
+_SMALL_RANK = 128  # allowed in any case: PEFT lowers the rank in a narrower layer, as the default of AdaMSS, 100
 _MAX_HEADER_BYTES = 2**24  # of the weights; published adapters have up to 2**20
 _MAX_ITERATIONS = 1_000  # of an initialization by singular values
-_NO_NAMES = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version")
+_NO_NAMES = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version")  # settings that name no modules
 _WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")  # PEFT compares these with whole names
 
 
@@ -67,7 +67,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _require_rank_of_weights(content: Mapping[str, Any], folder: Path) -> None:
-    """Raise ConfigError if a rank in a config is longer than all axes of the weights beside it, so that PEFT would allocate more."""
+    """Raise ConfigError if a rank in a config is larger than every axis of the weights beside it, because PEFT would allocate matrices of
+    this rank before it reads them.
+    """
     path, ranks = folder / ADAPTER_CONFIG, content.get("rank_pattern")
     declared = [content.get("r"), *(ranks.values() if isinstance(ranks, dict) else ())]
     rank = max((each for each in declared if type(each) is int), default=0)

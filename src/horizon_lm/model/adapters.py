@@ -95,10 +95,11 @@ class Adapters:
             if folder is not None and (settings := read_generation_config(folder)) is not None:
                 adapted_model(model).generation_config = settings  # with the tokens that end the trained turns
             if folder is not None and draw:
-                values = read_values(folder)  # rejects what PEFT would take
+                values = read_values(folder)  # rejects values that are not finite, and pickles, which PEFT would accept
                 adapted = peft.PeftModel.from_pretrained(model, folder, name, is_trainable=True, config=config)
-                if not config.is_prompt_learning:  # whose values PEFT reads without the model
-                    # Again, for the result, which PEFT keeps: it takes what fits of adapters of another base.
+                if not config.is_prompt_learning:  # PEFT reads the values of prompts without the model
+                    # Read again, because only this call returns the missing and unexpected names. PEFT ignores them, so that adapters of
+                    # another base would be read in part.
                     require_all_read(adapted, peft.set_peft_model_state_dict(adapted, values, name), folder)
                 return adapted
             if isinstance(model, peft.PeftModel):
@@ -217,7 +218,7 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 
 def require_all_read(model: Any, result: Any, folder: Path) -> None:
-    """Raise ConfigError if a PEFT model has no place for values of the adapters in a folder, or trains some that it lacks.
+    """Raise ConfigError if a PEFT model has no place for a value of the adapters in a folder, or if the folder lacks a trained parameter.
 
     ``result`` is what PEFT returns when it reads the values.
     """
@@ -280,7 +281,7 @@ def _require_layers(model: Any, wanted: Sequence[str]) -> None:
 
 
 def _layers_remedy(model: Any, wanted: str | Iterable[str] | None) -> str:
-    """Return the remedy for targets that no layer of a model has: the names of its linear layers but the head, the nearest first."""
+    """Return the remedy for names that no layer of a model has: the names of its linear layers without the head, the most similar first."""
     typed = [wanted] if isinstance(wanted, str) else wanted or ()
     plain = adapted_model(model)
     head = plain.get_output_embeddings()
@@ -342,7 +343,8 @@ def _rejections(folder: str | None = None, layers_remedy: Callable[[], str] = st
     except HorizonError:
         raise
     except Exception as error:  # PEFT raises anything
-        _, _, shapes = str(error).partition("Error(s) in loading state_dict for")  # torch names them below this line
+        # The first line of torch's message about other shapes says nothing; the second names the first tensor.
+        _, _, shapes = str(error).partition("Error(s) in loading state_dict for")
         detail = shapes.split("\n")[1].strip() if "\n" in shapes else first_line(error)
         place = "" if folder is None else f"{folder}: "
         remedy = "give them the base and the vocabulary that they were trained on"

@@ -87,7 +87,7 @@ def segments_of_call(call: Mapping[str, Any], device: torch.device) -> Segments 
     """Return the segments of a call's rows (`find_segments`).
 
     Raises:
-        ModelNotSupportedError: the mask is not one of tokens and padding, or a row has several segments, and a cache.
+        ModelNotSupportedError: the mask is not one of tokens and padding, or a row has several segments although the call has a cache.
     """
     mask = call.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
@@ -231,8 +231,9 @@ def flash_attn() -> Any:
 
 
 def _supports_flash_attn(query: torch.Tensor) -> bool:
-    """Return whether flash-attn is installed, supports this query, and is to be used: not in compiled blocks, and not if the user
-    has activated a kernel in place of torch's, such as FA3.
+    """Return whether flash-attn computes this query: it is installed and supports the query's device and dtype.
+
+    It is not used in compiled blocks, under `plain_kernels`, or if the user has activated another kernel in place of torch's, such as FA3.
     """
     if activated_kernel() is not None:
         return False

@@ -142,7 +142,7 @@ class StreamedBlock:
         for name, tensor in params.items():
             owner, attribute = self._places[name]
             if (owner, attribute) in self._parametrized and not tensor.requires_grad:
-                tensor = tensor.data  # parametrize counts up its version, which it shares with the whole slot
+                tensor = tensor.data  # torch's parametrize counts up the version, which all tensors in a slot share
             owner._parameters[attribute] = tensor  # type: ignore[assignment]
         for (module, name), copy in buffers.items():
             module._buffers[name] = copy.device
@@ -216,12 +216,12 @@ class StreamedBlock:
 
 
 def _parametrized(modules: Iterable[nn.Module]) -> set[tuple[nn.Module, str]]:
-    """Return the parameters to which PEFT applies adapters by torch's parametrize, with their modules."""
+    """Return the modules and names of the parameters to which PEFT applies adapters by torch's parametrize."""
     return {(m.get_base_layer(), m.parameter_name) for m in modules if hasattr(m, "parameter_name")}  # type: ignore[operator, misc]
 
 
 def restore_parameters(module: nn.Module, names: list[str]) -> None:
-    """Put the parameters of a module in their order again, and remove the buffers of their names.
+    """Restore the order of a module's parameters, and remove the buffers that have taken their names.
 
     PEFT applies adapters of a parameter by torch's parametrize, in each forward pass. This takes the parameter out and puts it
     back at the end, but as a buffer, because bound weights are plain tensors.
@@ -368,7 +368,8 @@ def comparable(value: Any) -> Any:
     return id(value)
 
 
-_OF_PLACE = ("layer_idx", "kwargs")  # number of a block; arguments of an adapted layer of PEFT, with its full name
+# Attributes in which blocks of one structure differ: the number of a block; the arguments of PEFT's layer, with its full name.
+_OF_PLACE = ("layer_idx", "kwargs")
 
 
 def structure_key(block: nn.Module) -> tuple[Any, ...]:

@@ -49,7 +49,7 @@ def capture(keys: tuple[str, ...]) -> Iterator[Captured]:
 
 
 def copy_context() -> contextvars.Context:
-    """Return the current context variables without the collector, which would form a reference cycle with the graph."""
+    """Return a copy of the current context variables without the collector, which would form a reference cycle with the graph."""
     context = contextvars.copy_context()
     context.run(_active_collector.set, None)
     return context

@@ -23,7 +23,7 @@ class ChunkLinear(torch.autograd.Function):
     """A replacement of ``F.linear`` whose backward pass adds the gradients of weight and bias to buffers.
 
     Autograd would compute a gradient (V, H) for each chunk and add it to the sum, which takes two more tensors of the
-    head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned.
+    head's size. The gradient of a bias without a buffer (an outer parameter, if the head is tied) is returned to autograd.
 
     Its arguments are those of ``F.linear``; the targets of gradients, by the names ``weight`` and ``bias``; and whether a chunk's product may be added to a float32 buffer unrounded, where the device can do that: it is
     more exact than plain autograd, which rounds products to the dtype of the logits.

@@ -76,7 +76,11 @@ def _compile_two_versions(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 def _compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """Compile a forward or a backward pass: the first in two versions if it is differentiated."""
+    """Compile one graph: a forward pass that is differentiated in two versions, and any other, such as a backward pass, as inductor does.
+
+    The backward pass is compiled for the strides of the tensors that the forward pass saves, so both versions must save the same ones;
+    if they do not, only the first version is used.
+    """
     from torch._guards import TracingContext
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -88,18 +92,20 @@ def _compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any)
     if shorter is None:
         return compile_fx_inner(graph, inputs, **options)
     without_outputs = compile_fx_inner(shorter, inputs, **options)
-    strides = context.output_strides.copy()
-    context.output_strides.clear()  # to which the compiler appends
+    strides_without_outputs = context.output_strides.copy()
+    context.output_strides.clear()  # the compiler appends to it
     whole = compile_fx_inner(graph, inputs, **options)
-    if strides[num_outputs:] != context.output_strides[num_outputs:]:  # those for which the backward pass is compiled
+    # The tensors behind the outputs are those that are saved.
+    if strides_without_outputs[num_outputs:] != context.output_strides[num_outputs:]:
         return whole
     return _TwoVersions(whole, without_outputs)
 
 
 def _without_outputs(module: fx.GraphModule, num_outputs: int) -> fx.GraphModule | None:
-    """Return a graph without what is computed for its first outputs alone; None if that is nothing, or cannot be left out.
+    """Return a forward graph without the operations that only its first ``num_outputs`` outputs need.
 
-    An output is left out if an input has its shape, as hidden states do.
+    Such an output is replaced by an empty tensor like an input of the same layout, as hidden states have. Return None if no matrix
+    product is left out then, or if an operation that draws random numbers would be.
     """
     graph: fx.Graph = copy.deepcopy(module.graph)
     end = next(node for node in graph.nodes if node.op == "output")

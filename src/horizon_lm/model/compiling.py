@@ -46,7 +46,7 @@ def _raise_recompile_limit() -> None:
 
 
 def mark_lengths(tensors: Iterable[torch.Tensor]) -> None:
-    """Tell torch.compile that rows and tokens vary between batches, so that one graph serves all of them.
+    """Mark for torch.compile that rows and tokens vary between batches, so that one graph serves all of them.
 
     A single row needs a separate graph, because torch.compile treats sizes of one as constants.
 
@@ -62,9 +62,7 @@ def mark_lengths(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def mark_varying(tensor: torch.Tensor, dims: list[int]) -> None:
-    """Tell torch.compile that these dimensions vary. Code that specializes on a dimension gets a graph for
-    each size.
-    """
+    """Mark for torch.compile that these dimensions vary. Code that specializes on a dimension nevertheless gets a graph for each size."""
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 

@@ -71,8 +71,8 @@ def applied_to(wrappers: Sequence[Any], size: int) -> Iterator[None]:
         wrappers: PEFT's layers.
         size: the number of these experts.
     """
-    # A layer calls `get_delta_factors` if one adapter is active, and `get_delta_weight` for each of several. Only the factors depend
-    # on `num_experts`. Elsewhere it stays that of all experts, because PEFT takes the tensor of a single expert for a matrix.
+    # A layer calls `get_delta_factors` if one adapter is active, and `get_delta_weight` for each of several. Only the factors depend on
+    # `num_experts`, so it is changed in that call alone: with one expert, PEFT would take the tensor for a matrix elsewhere.
     for each in wrappers:
         each.get_delta_factors = partial(_factors, each, each.get_delta_factors, size)
         each.get_delta_weight = partial(_product, each.get_delta_factors)
@@ -87,7 +87,14 @@ Factors = tuple[torch.Tensor, torch.Tensor, float]
 
 
 def _factors(wrapper: Any, form: Callable[[str], Factors], size: int, adapter: str) -> Factors:
-    """Return both factors of an adapter's change of the experts' weights, and its scale, from PEFT's own function ``form``."""
+    """Return both factors of an adapter's change of the experts' weights, and its scale.
+
+    Args:
+        wrapper: PEFT's layer.
+        form: PEFT's own function, which reads the number of experts from the layer.
+        size: the number of experts whose parts of the adapter are bound.
+        adapter: name of the adapter.
+    """
     count = wrapper.num_experts
     wrapper.num_experts = size
     try:

@@ -89,7 +89,7 @@ def end_tokens(settings: Any) -> list[int]:
 
 
 def _tokens_of_folder(settings: Any, num_tokens: int) -> dict[str, Any]:
-    """Return the first and the last tokens of a generation config; raise ConfigError if they are none of a vocabulary's."""
+    """Return the tokens that begin and end a text in a generation config; raise ConfigError if the vocabulary does not have them."""
     chosen = {}
     for name in ("bos_token_id", "eos_token_id"):
         value = getattr(settings, name, None)
@@ -105,7 +105,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _numbers_of_folder(settings: Any, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the numbers of a generation config, None for 0, which is off; raise ConfigError for one below 0 or above its limit."""
+    """Return the settings named in ``limits`` of a generation config; None for one that is 0, which switches it off.
+
+    Raises:
+        ConfigError: a setting is no number, is below 0, or is above its limit.
+    """
     chosen = {}
     for name, most in limits.items():
         value = getattr(settings, name, None)

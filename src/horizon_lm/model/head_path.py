@@ -42,7 +42,10 @@ class ChunkedPath:
 
 
 def find_chunked_path(parts: ModelParts) -> ChunkedPath | str:
-    """Return the path for computing a model's loss in chunks, or the reason why it cannot be, for the innermost trunk."""
+    """Return the path by which a model's loss is computed in chunks, or the reason why it cannot be.
+
+    Every module around the blocks is tried as the trunk, the outermost first; the reason is that of the innermost one.
+    """
     if parts.classifies:
         return "a classifier has few scores, which need no chunks"
     if type(parts.head) is not nn.Linear:
@@ -85,7 +88,7 @@ class _HeadTrial:
         self.vocabulary = parts.vocabulary
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.randn((_ROWS, _LENGTH, parts.head_width), generator=generator).requires_grad_()
-        columns = min(8, parts.head_width)  # a head that reads a few columns shows the same, and is small
+        columns = min(8, parts.head_width)  # a head that reads a few columns gives the same answer, and is small
         self._weight = torch.randn((self.vocabulary, columns), generator=generator)
         self.ids = torch.randint(min(self.vocabulary, 1000), (_ROWS, _LENGTH), generator=generator)
         self.labels = self.ids.clone()
@@ -104,11 +107,18 @@ class _HeadTrial:
             return type(self._model).forward(self._model, **arguments, **self._options)
 
     def loss_without_labels(self) -> float:
-        """Return the loss of a call without labels and with a single row of logits, as the engine's first one is."""
-        nothing = self.labels.new_full((1, 1), IGNORE_INDEX)
+        """Return the loss of a call whose only label is ignored, with one row of zero logits.
+
+        The engine calls the model once without labels before its chunks. The loss of that call must be 0 if the loss is of labels alone.
+        """
+        ignored = self.labels.new_full((1, 1), IGNORE_INDEX)
+
+        def zero_logits(states: torch.Tensor) -> torch.Tensor:
+            return states.new_zeros((1, 1, self.vocabulary))
+
         output = self.run(
-            self.hidden, lambda states: states.new_zeros((1, 1, self.vocabulary)), input_ids=self.ids,
-            labels=nothing, shift_labels=nothing, num_items_in_batch=len(self.trained),
+            self.hidden, zero_logits, input_ids=self.ids,
+            labels=ignored, shift_labels=ignored, num_items_in_batch=len(self.trained),
         )  # fmt: skip
         return float(output.loss.detach())
 
@@ -117,11 +127,11 @@ def _difference(trying: _HeadTrial) -> str:
     """Return the reason why the loss over chunks differs from the loss over all tokens; empty if they are equal."""
     if trying.loss_without_labels() != 0:
         return "its loss is not only that of labels"
-    # All tokens at once, as the model computes them; then in chunks, each as a batch of one row.
+    # First all tokens at once, as the model computes them; below in chunks, each of which is a batch of one row.
     whole = trying.run(trying.hidden, trying.project, input_ids=trying.ids, labels=trying.labels)
     outer = {id(weight): weight for _, _, weight in trying.outer}
-    used = torch.autograd.grad(whole.loss, [*outer.values()], allow_unused=True, retain_graph=True) if outer else ()
-    if any(grad is not None for grad in used):
+    reached = torch.autograd.grad(whole.loss, [*outer.values()], allow_unused=True, retain_graph=True) if outer else ()
+    if any(grad is not None for grad in reached):
         return "it has layers with weights between its decoder and its loss"
     (expected,) = torch.autograd.grad(whole.loss, trying.hidden)
     grads, loss = torch.zeros_like(expected).flatten(0, 1), 0.0

@@ -163,19 +163,22 @@ def config_bytes(config: Any) -> int:
 
 
 def stored_bytes(folder: Path, config: Any) -> int:
-    """Return the bytes per element of the checkpoint in a folder: of most of its first file's numbers, or else as its config says."""
+    """Return the bytes per element of the checkpoint in a folder: of the most frequent floating-point type in the first file that has one.
+
+    If no file has one or can be read, they are those of `config_bytes`.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         for file in weight_files(folder):
-            numels = Counter[str]()  # by dtype; some weights may be in float32, such as those of routers
+            numels = Counter[str]()  # elements by dtype; some weights, such as those of routers, may be in float32
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (not a dict)
                     entry = tensors.get_slice(name)
                     if entry.get_dtype() in ("F64", "F32", "F16", "BF16"):
                         numels[entry.get_dtype()] += math.prod(entry.get_shape())
             if numels:
-                return int(re.sub(r"\D", "", numels.most_common(1)[0][0])) // 8
+                return int(re.sub(r"\D", "", numels.most_common(1)[0][0])) // 8  # the number in its name counts bits
     except (OSError, SafetensorError):  # the error is raised when the weights are read
         pass
     return config_bytes(config)

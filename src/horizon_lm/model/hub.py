@@ -94,7 +94,7 @@ def require_on_hub(name: str) -> None:
 
 
 def _ask_hub(name: str) -> Exception | None:
-    """Ask the hub for a config, and return its rejection; None if the config is there, or in the cache.
+    """Ask the hub for a config, and return the error with which it rejects the name; None if the config is there, or in the cache.
 
     Raises:
         ConfigError: the hub does not answer. transformers would try for most of a minute.
@@ -120,7 +120,13 @@ def _require_hub_id(name: str) -> None:
 
 
 def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
-    """Return the error for a name, as the user has typed it, that is no folder and whose hub id the hub has rejected with ``error``."""
+    """Return the error for a name that is neither a folder nor a model on the hub.
+
+    Args:
+        typed: the name, as the user has typed it.
+        hub_id: the hub id that it stands for.
+        error: the error of the request to the hub.
+    """
     known = f" as {hub_id}" if hub_id != typed else ""
     meant = "" if known else _did_you_mean(typed)
     names = "" if known or meant else _list_of_names(typed)
@@ -131,7 +137,7 @@ def _not_found(typed: str, hub_id: str, error: Exception) -> ConfigError:
 
 
 def _did_you_mean(typed: str) -> str:
-    """Return the hint at a known model with a similar name, or else at a similar path; empty if there is neither."""
+    """Return the end of an error message that names a known model with a similar name, or else a similar path; empty without either."""
     close = closest_model(typed, (name for each in known_models() for name in (each.name, *each.aliases)))
     if close and close != typed:
         return f"; did you mean {close}?"

@@ -74,7 +74,7 @@ def find_known(name: str) -> KnownModel | None:
     releases = {_key(known): model.released_as(known) for model in _read() for known in (model.name, *model.aliases)}
     if wanted in releases:
         return deepcopy(releases[wanted])
-    # By name, because the same model may have aliases of several organizations.
+    # Found by the model's name, because several organizations may have released the same model.
     found = {model.name: model for known, model in releases.items() if known.rpartition("/")[2] == wanted}
     return deepcopy(next(iter(found.values()))) if len(found) == 1 else None
 
@@ -93,5 +93,5 @@ def full_name(name: str) -> str:
         return name.partition(" ")[0]  # "... (text)" denotes a part of that model
     ids = [each.partition(" ")[0] for each in (known.name, *known.aliases)]
     wanted = name.partition(" ")[0].casefold()
-    # One of them is: `find_known` has found the model by the same comparison.
+    # One of the ids fits, because `find_known` has found the model by the same comparison.
     return next(each for each in ids if each.rpartition("/")[2].casefold() == wanted)

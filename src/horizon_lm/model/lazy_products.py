@@ -115,12 +115,12 @@ class LazyProducts(TorchDispatchMode):
         if kind is _Kind.FLOAT8 and is_plain:
             self.compute(_tensors(args))
             return self._call_later(op, args, kwargs)
-        # Without gradients, an autograd.Function computes: it may read and save tensors in ways that are not seen here.
+        # Gradients are off inside an autograd.Function, which may read and save tensors in ways that are not seen here.
         if kind is _Kind.BARRIER or not (torch.is_grad_enabled() or is_plain):
             self._compute_all()
             return op(*args, **kwargs)
         tensors = list(_tensors((args, tuple(kwargs.values()))))
-        # What has no gradient, such as an index, may be read in ways that are not seen, too.
+        # A result without a gradient, such as an index, may be read in ways that are not seen here, too.
         may_wait = any(tensor.requires_grad for tensor in tensors)
         if may_wait and kind is _Kind.SUM and _saves_nothing(op, args):
             return self._call_later(op, args, kwargs)
@@ -188,8 +188,9 @@ def _compiles(block: nn.Module) -> bool:
 
 
 def _owner(block: nn.Module, calls: Sequence[PutOff]) -> nn.Module | None:
-    """Return the module in a block that has a weight of the first product among some calls, the block if none has, as with weights
-    that autocast converts, and None if there is no product.
+    """Return the module in a block that has a weight of the first matrix product among some calls; None if there is no product.
+
+    Return the block itself if none of its modules has the weight, as with weights that autocast converts.
     """
     product = next((call for call in calls if call.op in _PRODUCTS or call.op in _FLOAT8), None)
     if product is None:
@@ -230,7 +231,7 @@ def _beginning_at(module: nn.Module, mode: LazyProducts) -> Iterator[None]:
 
 
 def require_computed(*tensors: torch.Tensor) -> None:
-    """Compute what is not computed yet of these tensors, which code reads that is no operation of torch, or reads later."""
+    """Compute those of these tensors that are not computed yet. Call it before code reads them without an operation of torch, or later."""
     for mode in _modes.value:
         mode.compute(tensors)
 
@@ -276,7 +277,7 @@ def _empty_result(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return left.new_empty((left.shape[0], right.shape[1]), dtype=args[_OUT_DTYPE])
     tensors = list(_tensors(args))
     first, last = tensors[0], tensors[-1]
-    if op in _PRODUCTS:  # whose result is contiguous
+    if op in _PRODUCTS:  # the factors are the last two tensors, also of addmm; the result is contiguous
         return last.new_empty((*tensors[-2].shape[:-1], last.shape[-1]))
     if first.is_contiguous() and last.is_contiguous() and (first.shape, first.dtype) == (last.shape, last.dtype):
         return first.new_empty(first.shape)

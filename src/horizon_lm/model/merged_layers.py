@@ -67,8 +67,8 @@ class MergedLayers:
         _require_mergeable(config, folder)
         _fill_places(model, dtypes, None if config.peft_type in _KNOW_NO_VALUES else read)
         self._places = {name: _place_of(model, name) for name in model.state_dict()}
-        start = str(getattr(config, "init_lora_weights", "")).lower()
-        self._taking = start if start in _FROM_THE_BASE else None  # the initialization that took a part of the base
+        initialization = str(getattr(config, "init_lora_weights", "")).lower()
+        self._taking = initialization if initialization in _FROM_THE_BASE else None  # it has taken a part of the base
         if self._taking:
             config.init_lora_weights = True
         state = read_values(folder)
@@ -111,7 +111,7 @@ class MergedLayers:
         if group >= len(self._layers):
             return values
         layer = self._layers[group]
-        # PEFT merges what is in the model: the tensors are put there, and taken out again.
+        # PEFT merges the weights that are in the model. The tensors are put there, and replaced by placeholders once they are merged.
         for name, value in values.items():
             self._set(name, value.contiguous())
         merged = self._merge_module(layer.wrapper)
@@ -151,7 +151,7 @@ class MergedLayers:
             module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
 
     def _take_from_base(self, wrapper: nn.Module) -> None:
-        """Subtract from the base in a layer of PEFT what the initialisation of its adapters took from it, as when they began."""
+        """Subtract from the base's weight in a layer of PEFT what the initialisation of its adapters took from it before training."""
         layer: Any
         for layer in wrapper.modules():
             for adapter, matrix in dict(getattr(layer, "lora_A", None) or {}).items():
@@ -186,7 +186,7 @@ class MergedLayers:
             yield _Layer(module, names)
 
     def _read_values(self, model: Any, state: dict[str, torch.Tensor]) -> set[Place]:
-        """Put the adapters' values into a PEFT model, and return their places; raise ConfigError if any is missing or too many."""
+        """Put the adapters' values into a PEFT model, and return their places; raise ConfigError if a value is missing or has no place."""
         import peft
 
         places: set[Place] = set()
@@ -204,7 +204,12 @@ class MergedLayers:
         return places
 
     def _make_room(self, model: Any, values: Mapping[str, torch.Tensor]) -> set[Place]:
-        """Give memory to the placeholders among the parameters that are about to be read, and return the places of all values."""
+        """Replace placeholders by parameters with memory where values are about to be read, and return the places of all values.
+
+        Args:
+            model: the PEFT model.
+            values: the values, by their names in the model.
+        """
         params = dict(model.named_parameters(remove_duplicate=False))
         rooms: dict[int, nn.Parameter] = {}  # by the parameter that is in the model now
         for name in sorted(values.keys() & params.keys()):

@@ -50,9 +50,9 @@ def kept_in_float32(model: Any, names: Iterable[str], dtype: torch.dtype) -> set
 
 
 def created_in_float32(model: Any, names: Iterable[str]) -> set[str]:
-    """Return the weights, by full name, that the model's own code creates in float32 though the model is built in bfloat16.
+    """Return the weights, by full name, that the model's own code creates in float32 even if the model is built in bfloat16.
 
-    transformers leaves them so when it opens a folder. Empty for a model that cannot be computed with two dtypes.
+    transformers leaves them in float32 when it opens a folder. The set is empty if the model's operations reject operands of two dtypes.
     """
     with torch.device("meta"), torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

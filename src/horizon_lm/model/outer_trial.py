@@ -92,7 +92,10 @@ class _StandIns:
 
 
 def _run(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor], Any]) -> OuterTrial:
-    """Run the trunk once, with blocks that return their input (B, T, H) in the given structure."""
+    """Run the trunk once on text, with stand-ins for its blocks that return their input (B, T, H) in the given structure.
+
+    The trunk's own code may raise any exception; ValueError is raised if its output shows that blocks return another structure.
+    """
     ids = torch.ones((_ROWS, _LENGTH), dtype=torch.long)
     record = _StandIns(structure)
     answers = answers_of(parts.blocks, record.block)
@@ -114,7 +117,7 @@ def _run(parts: ModelParts, trunk: nn.Module, structure: Callable[[torch.Tensor]
 def random_weights(parts: ModelParts) -> list[Place]:
     """Return small random fp32 leaves on the host for the outer parameters of a model, with the places that they are read from.
 
-    Adapters inside blocks have none: stand-ins compute the blocks, and a large model has a thousand of them.
+    Adapters inside blocks are left out: stand-ins take the place of the blocks, and a large model has a thousand adapters.
     """
 
     def draw(ref: ParamRef) -> torch.Tensor:

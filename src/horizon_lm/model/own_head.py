@@ -16,9 +16,9 @@ _ROWS = 4096  # that are compared at once
 
 
 def has_own_head(folder: Path, config: Any, model_class: Any) -> bool:
-    """Return whether a folder has another head than its embedding, although its config says that they are one parameter.
+    """Return whether a folder's files have a head with other values than the embedding, although its config says that they are one.
 
-    False if that cannot be told; loading rejects what differs.
+    Return False if the files cannot be read; the error is raised when the weights are loaded.
 
     Args:
         folder: the folder.
@@ -34,7 +34,12 @@ def has_own_head(folder: Path, config: Any, model_class: Any) -> bool:
 
 @lru_cache(maxsize=16)  # several parts of a run read the config
 def _differ(files: tuple[tuple[Path, int], ...], head: str, table: str) -> bool:
-    """Return whether head and table are both in the files, by path and time of writing, with different values."""
+    """Return whether head and table are both in the files with different values.
+
+    Args:
+        files: the files with their times of writing, so that a changed file is not answered from the cache.
+        head, table: names of the two tensors.
+    """
     with ExitStack() as stack:
         try:
             opened = [stack.enter_context(safe_open(path, framework="pt")) for path, _ in files]

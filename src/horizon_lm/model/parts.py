@@ -96,7 +96,11 @@ class ModelParts:
         return [ref for refs in self.units.values() for ref in refs]
 
     def old_names(self, before: "ModelParts") -> dict[str, str]:
-        """Return the names of the parameters that the model had before PEFT wrapped them, by the new name."""
+        """Return the names that the parameters had before PEFT wrapped them, by their present names; PEFT's own parameters had none.
+
+        Args:
+            before: the parts of the model before.
+        """
         # By identity, because PEFT renames what it wraps.
         names = {id(ref.param): ref.name for ref in before.refs()}
         return {ref.name: names[id(ref.param)] for ref in self.refs() if id(ref.param) in names}
@@ -174,7 +178,7 @@ class ModelParts:
         return min(trained, default=self.num_blocks)
 
     def frozen_base(self) -> frozenset[Unit]:
-        """Return the units without trainable weights, if blocks have none because adapters are trained; empty for other models."""
+        """Return the units without trainable weights, if adapters are trained and no weight of a block is; empty otherwise."""
         blocks = {block(u) for u in range(self.num_blocks)}
         frozen = {unit for unit, refs in self.units.items() if not any(ref.param.requires_grad for ref in refs)}
         return frozenset(frozen) if self.is_adapted and blocks <= frozen else frozenset()

@@ -35,7 +35,10 @@ class Proof:
 
 
 def find_proof(parts: ModelParts) -> Proof:
-    """Return the table's entry for a model, which is without features if it holds for other models only."""
+    """Look up a model in the table, and return the features that are proven for it, or why there are none.
+
+    The table's entry for its type must be about the same class of transformers, and proven with a head that is tied, or untied, likewise.
+    """
     model = parts.model.get_base_model() if hasattr(parts.model, "get_base_model") else parts.model
     cls, kind = _class_of_transformers(type(model)), model.config.model_type
     name, tie = cls.__name__, "tied" if parts.tied else "untied"

@@ -153,7 +153,13 @@ def _group_codec(weights: Mapping[str, Any], layout: Any, place: str) -> Codec:
 
 
 def _int4_obstacle(weights: Mapping[str, Any], size: Any, layout: Any) -> str:
-    """Return the property of INT4 weights, in groups of ``size`` columns or whole rows, that is not decoded; empty if there is none."""
+    """Return the property for which INT4 weights cannot be decoded, as the end of a message; empty if they can.
+
+    Args:
+        weights: the scheme of the weights in the config.
+        size: columns of a group; None for whole rows.
+        layout: the ``format`` of the config.
+    """
     if weights.get("strategy") == "group" and not (type(size) is int and size > 0 and size % 8 == 0):
         return f" of {size} columns, which are no multiple of 8"
     if layout != "pack-quantized":
@@ -221,7 +227,7 @@ def _is_named(module: str, patterns: Mapping[str, re.Pattern[str]]) -> bool:
 
 
 def _patterns(parts: ModelParts, names: Sequence[str]) -> dict[str, re.Pattern[str]]:
-    """Return names of modules as the config writes them, each with its regular expression.
+    """Return the names of modules as the config has them, each with its regular expression, whose time was tried.
 
     Raises:
         ConfigError: a pattern takes too long to compare with the names of modules.
@@ -235,7 +241,10 @@ def _patterns(parts: ModelParts, names: Sequence[str]) -> dict[str, re.Pattern[s
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """Return a name as a regular expression, as transformers takes it, or literally if it is none; it must end with a part of a path."""
+    """Return a name in the config as a regular expression, as transformers reads it, or as literal text if it is not valid as one.
+
+    A match ends where a part of a path ends: behind a dot, before one, or at the end.
+    """
     for text in (name.removeprefix("re:"), re.escape(name)):
         try:
             return re.compile(rf"(?:{text})(?:(?<=\.)|(?=\.|$))")

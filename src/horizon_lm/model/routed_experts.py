@@ -81,7 +81,7 @@ def experts_per_token(config: Any) -> int | None:
 def expert_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what experts are called with: hidden states (N, H), experts of each token (N, K), and their weights (N, K)."""
     found = list(args)
-    for names in _ARGUMENTS[len(args) :]:  # those that are given by name
+    for names in _ARGUMENTS[len(args) :]:  # the arguments that are given by name
         found += [kwargs[name] for name in names if name in kwargs]
     hidden, ids, weights = found
     return hidden, ids, weights
@@ -124,7 +124,7 @@ def expert_tensors(parts: ModelParts) -> dict[int, ExpertTensors]:
 
 
 def _experts_of(parts: ModelParts, index: int, block: nn.Module, per_token: int) -> RoutedExperts | None:
-    """Return the experts of a block; None if it has none, or if it may read experts without tokens.
+    """Return the experts of a block; None if it has none, or if its code may read experts to which no token is routed.
 
     Only the functions of transformers' experts interface are known to leave out experts without tokens.
     """

@@ -51,15 +51,30 @@ def sink_attention(
 
 
 def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale an output (B, T, heads, D) in place; return it, and the log-sum-exps (B, T, heads, 1) with the sinks (heads,)."""
-    total = torch.logaddexp(lse, sinks[:, None])
-    return output.mul_((lse - total).exp_()), total
+    """Add sinks to attention that was computed without them, and return the output O' and the log-sum-exps L'.
+
+    Args:
+        output: the output O without sinks (B, T, heads, D), which is scaled in place.
+        lse: the log-sum-exps L without sinks (B, T, heads, 1).
+        sinks: (heads,).
+    """
+    lse_with_sinks = torch.logaddexp(lse, sinks[:, None])
+    return output.mul_((lse - lse_with_sinks).exp_()), lse_with_sinks
 
 
-def grad_of_sinks(grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks (heads,), given the results of `add_sinks` and the gradient of the output."""
-    exact = [(g.to(sinks.dtype) * o).sum(-1) for g, o in zip(grad, output, strict=True)]  # row by row: it is large
-    return -((sinks - total.squeeze(-1)).exp_() * torch.stack(exact)).sum((0, 1))
+def grad_of_sinks(
+    grad: torch.Tensor, output: torch.Tensor, lse_with_sinks: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of the sinks (heads,).
+
+    Args:
+        grad: the gradient of the output, (B, T, heads, D).
+        output, lse_with_sinks: the results of `add_sinks`.
+        sinks: (heads,).
+    """
+    # The products dO' . O', row by row, because a conversion of all rows at once would take much memory.
+    products = [(g.to(sinks.dtype) * o).sum(-1) for g, o in zip(grad, output, strict=True)]
+    return -((sinks - lse_with_sinks.squeeze(-1)).exp_() * torch.stack(products)).sum((0, 1))
 
 
 # The operation and its backward operation, because compiled graphs cannot depend on segments
@@ -99,18 +114,27 @@ def _(query, key, value, sinks, *_):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("horizon_lm::sink_attention_backward", mutates_args=())
 def _differentiate(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, total: torch.Tensor,
-    mask: torch.Tensor | None, offsets: torch.Tensor | None, ends: torch.Tensor | None,
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor,
+    lse_with_sinks: torch.Tensor, mask: torch.Tensor | None, offsets: torch.Tensor | None, ends: torch.Tensor | None,
     scaling: float, causal: bool, window: int | None, plain: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of query, key and value, contiguous as (B, T, heads, D). ``output``, ``total``: what `_attend` returned."""
+    """Return the gradients of query, key and value, contiguous as (B, T, heads, D).
+
+    Args:
+        grad: the gradient of the output.
+        query, key, value, mask, scaling, causal, window: as in `sink_attention`.
+        output, lse_with_sinks: the results of `_attend`.
+        offsets, ends: the starts and ends of segments (`Offsets`), on the device and on the host; None if every row is one segment.
+        plain: do not use the kernel for segments, which the forward pass has not used either.
+    """
     widths = query.shape[-1], key.shape[-1], value.shape[-1]
     query, key, value, output, grad = _of_one_width(query, key, value, output, grad)
     if _has_kernel(query, value, mask, causal, plain):
-        lse = total.squeeze(-1).flatten(0, 1).t().contiguous()
+        lse = lse_with_sinks.squeeze(-1).flatten(0, 1).t().contiguous()
         grads = flash_backward(grad, query, key, value, output, lse, offsets, ends, scaling, window)
     else:
-        tensors = (query, key, value, output.transpose(1, 2), grad.transpose(1, 2), total.transpose(1, 2))
+        by_token = output, grad, lse_with_sinks  # (B, T, heads, ...), which are cut as (B, heads, T, ...)
+        tensors = (query, key, value, *(each.transpose(1, 2) for each in by_token))
         pieces = []
         for q, k, v, out, of_out, lse in _pieces(tensors, ends):
             bias, is_causal = _bias(q, k, mask, causal, window)
@@ -131,17 +155,17 @@ def _(grad, query, key, value, *_):  # type: ignore[no-untyped-def]
 def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
     query, key, value, sinks, mask, offsets, ends, *ctx.options = inputs
     ctx.save_for_backward(query, key, value, sinks, *output, mask, offsets, ends)
-    _, total = output
-    ctx.mark_non_differentiable(total)
+    _, lse_with_sinks = output
+    ctx.mark_non_differentiable(lse_with_sinks)
 
 
 def _grads(ctx, grad, _):  # type: ignore[no-untyped-def]
     """Return the gradients of all arguments of `_attend`, given that of its output; None for mask, offsets, ends and options."""
-    query, key, value, sinks, output, total, mask, offsets, ends = ctx.saved_tensors
+    query, key, value, sinks, output, lse_with_sinks, mask, offsets, ends = ctx.saved_tensors
     grad = grad.contiguous()
-    grads = _differentiate(grad, query, key, value, output, total, mask, offsets, ends, *ctx.options)
+    grads = _differentiate(grad, query, key, value, output, lse_with_sinks, mask, offsets, ends, *ctx.options)
     _, _, _, sinks_need_grad, *_ = ctx.needs_input_grad
-    of_sinks = grad_of_sinks(grad, output, total, sinks) if sinks_need_grad else None
+    of_sinks = grad_of_sinks(grad, output, lse_with_sinks, sinks) if sinks_need_grad else None
     return *(g.transpose(1, 2) for g in grads), of_sinks, *[None] * (3 + len(ctx.options))
 
 
@@ -229,7 +253,10 @@ def _for_all_heads(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Te
 def _bias(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, window: int | None
 ) -> tuple[torch.Tensor | None, bool]:
-    """Return an additive mask, or None and whether the kernel has to be causal by itself."""
+    """Return the additive mask that the kernel takes, and whether it is causal by itself: only without a mask.
+
+    A mask is made of causal attention that a kernel cannot compute by itself: over more keys than queries, or in a window.
+    """
     length, keys = query.shape[2], key.shape[2]
     if mask is None and causal and (length != keys or (window is not None and window < length)):
         mask = visible(length, keys, window, query.device)[None, None]

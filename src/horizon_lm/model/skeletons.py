@@ -63,7 +63,7 @@ class _LargeOnMeta(TorchFunctionMode):
         if func is torch.empty:
             kwargs["device"] = "meta"
         elif func in _FACTORIES:
-            num_sizes = 1 if func is torch.full else None  # its second argument is a value
+            num_sizes = 1 if func is torch.full else None  # the second argument of `torch.full` is a value
             sizes = [*args[:num_sizes], kwargs.get("size", ())]
             if self._limit is None:
                 require_small_buffer(sizes)

@@ -34,7 +34,7 @@ def some_experts(experts: RoutedExperts, size: int, weights: Mapping[str, torch.
         for name, (owner, attribute) in places.items():
             tensor = weights[name]
             if owner is module and attribute in adapted and not tensor.requires_grad:
-                tensor = tensor.data  # parametrize counts up its version, which it shares with the whole slot
+                tensor = tensor.data  # torch's parametrize counts up the version, which all tensors in a slot share
             owner._parameters[attribute] = tensor  # type: ignore[assignment]
         module.num_experts = size  # type: ignore[assignment]
         with applied_to(wrappers, size):

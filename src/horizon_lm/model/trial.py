@@ -54,7 +54,7 @@ def answers_of(blocks: Iterable[nn.Module], answer: Answer) -> dict[nn.Module, A
     """Return answers of blocks by a function that takes the index of a block before its arguments."""
 
     def of_block(index: int) -> Answer:
-        # A function, because a copy of a module copies all that a bound method or a partial function refers to.
+        # A plain function, because a deep copy of a module also copies whatever a bound method or a partial function refers to.
         return lambda *args, **kwargs: answer(index, *args, **kwargs)
 
     return {module: of_block(index) for index, module in enumerate(blocks)}

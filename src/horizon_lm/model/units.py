@@ -52,9 +52,12 @@ def find_parts(model: Any) -> ModelParts:
 
 
 def _find_tables(name: str, embed: nn.Module) -> list[nn.Module]:
-    """Return the modules with a table in the input embedding: itself, or those inside PEFT's layer around it.
+    """Return the modules of the input embedding that have a table: itself, or the copies inside PEFT's layer around it.
 
-    The first is the one that is trained; if none is, the one in use.
+    The first one is the trained copy or, if none is trained, the copy in use.
+
+    Raises:
+        ModelNotSupportedError: PEFT computes with the whole table (DoRA), or trains several copies.
     """
     if not is_adapter_layer(embed):
         return [embed]
@@ -115,7 +118,7 @@ def _find_units(
     adapted: set[int],
 ) -> tuple[dict[Unit, list[ParamRef]], dict[int, frozenset[str]]]:  # fmt: skip
     """Return the parameters by unit, in the order of the model, and the names of adapters in each block, as in `ModelParts`."""
-    # The unit of each module, by identity. Later lines replace earlier ones.
+    # The unit of each module, by identity. A later line overrides earlier ones: a module may be in several of these.
     owner: dict[int, Unit] = {id(module): block(i) for i, b in enumerate(blocks) for module in b.modules()}
     if adapted:
         _reject_shared_modules(name, model, blocks, owner)
@@ -185,17 +188,18 @@ def _unit_of(name: str, ref: ParamRef, owners: set[Unit], tied: bool, is_head_we
 
 
 def _find_in_float32(model: Any, units: Mapping[Unit, list[ParamRef]], adapted: set[int]) -> frozenset[str]:
-    """Return the weights, by full name, that are in float32 and that transformers keeps so in a model in bfloat16.
+    """Return the weights, by full name, that are in float32 because transformers keeps them so in a model that it opens in bfloat16.
 
-    Weights that other code has converted, such as norms or the head, are not among them; nor are embedding tables and adapters.
+    Weights that other code has converted to float32, such as norms or the head, are not among them; nor are embedding tables and adapters.
     """
     without_tables = [refs for unit, refs in units.items() if unit not in (EMBED, IDLE)]
     refs = [ref for of_unit in without_tables for ref in of_unit if id(ref.param) not in adapted]
-    # By the names that they have without PEFT, because transformers knows these.
+    # Looked up by their names without PEFT, which are those that transformers' rules are about.
     names = {ref.name.replace(".base_layer.", "."): ref.name for ref in refs if ref.param.dtype == torch.float32}
     kept = kept_in_float32(model, names, torch.bfloat16)
     others = names.keys() - kept
-    if others and any(ref.param.dtype != torch.float32 for ref in refs):  # or the whole model was opened in float32
+    # If all weights are in float32, the whole model was opened so, and those that its code creates in float32 are no exception.
+    if others and any(ref.param.dtype != torch.float32 for ref in refs):
         kept |= created_in_float32(model, others)
     return frozenset(names[name] for name in kept)
 

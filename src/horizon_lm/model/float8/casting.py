@@ -42,9 +42,10 @@ class CastRows(NamedTuple):
 def cast_rows(matrix: torch.Tensor) -> CastRows:
     """Return a matrix (R, K) in FP8. A row with a value that is not finite has products that are not finite."""
     largest = torch.linalg.vector_norm(matrix, float("inf"), -1, keepdim=True).float()
-    # By its bits, because logarithms round.
+    # The exponent's bits of each scale, from those of the largest value, because a logarithm would round. At least 1, because a scale of
+    # 0 has no reciprocal. Rows that are not finite get an infinite scale; the comparison is false for NaN, too.
     exponent = ((largest.view(torch.int32) + _LARGER_MANTISSA) >> _MANTISSA_BITS) - _MAX_EXPONENT
-    exponent = torch.where(largest < float("inf"), exponent.clamp(min=1), _NOT_FINITE)  # also for NaN
+    exponent = torch.where(largest < float("inf"), exponent.clamp(min=1), _NOT_FINITE)
     scales = (exponent << _MANTISSA_BITS).view(torch.float32)
     # In the dtype of the matrix, whose memory is less than float32's; float16 has too few exponents.
     dtype = torch.float32 if matrix.dtype == torch.float16 else matrix.dtype
