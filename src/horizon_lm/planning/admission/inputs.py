@@ -58,10 +58,14 @@ class Source:
         return self.model.config
 
     def checkpoint_bytes(self, layout: ModelLayout[StorageLayout]) -> int:
-        """Return the bytes of the weights before training, given their sizes in a run."""
+        """Return the bytes of the weights in the published files, with codes and scales if they are quantized there.
+
+        Args:
+            layout: the layout of the model in a run.
+        """
         if self.model.quantization is None:
             return round(layout.num_parameters * self.stored_bytes)
-        if not layout.is_quantized:  # they are decoded while they are read
+        if not layout.is_quantized:  # the run decodes them, so its layout has none of the codes in the files
             layout = model_outline.published_layout(
                 self.model, Quantized.of(self.model.quantization, self.model.folder)
             )
@@ -125,7 +129,7 @@ def open_source(run: RunConfig) -> Source:
     """
     name = run.model_name_or_path
     if (folder := hub.folder_here(name)) is not None:
-        return _in_folder(run, folder)
+        return _source_in_folder(run, folder)
     known = find_known(name)
     config = known_config(known) if known else hub.fetch_config(name, run.trust_remote_code)
     if known and known.quantization:
@@ -139,24 +143,27 @@ def fetch_source(run: RunConfig) -> Source:
     Raises:
         ConfigError, ModelNotSupportedError: as for `open_source`.
     """
-    return _in_folder(run, hub.local_folder(run.model_name_or_path))
+    return _source_in_folder(run, hub.local_folder(run.model_name_or_path))
 
 
-def _in_folder(run: RunConfig, folder: Path) -> Source:
-    """Return a run's model that is in a folder."""
+def _source_in_folder(run: RunConfig, folder: Path) -> Source:
+    """Return a run's model, whose files are in a folder."""
     config = hf_config.load_config(folder, run.trust_remote_code, run.gguf_file)
     model = _model_of(run, config, folder)
     if run.gguf_file:
-        stored_bytes = 2
+        stored_itemsize = 2  # weights of a GGUF file are decoded to 16 bits, except for training in float32
     elif model.quantization:
-        stored_bytes = hf_config.config_bytes(config)
+        stored_itemsize = hf_config.config_bytes(config)  # the files also hold codes and scales, in dtypes of their own
     else:
-        stored_bytes = hf_config.stored_bytes(folder, config)
-    return Source(model, stored_bytes, is_local=True)
+        stored_itemsize = hf_config.stored_bytes(folder, config)
+    return Source(model, stored_itemsize, is_local=True)
 
 
 def _model_of(run: RunConfig, config: Any, folder: Path | None) -> ModelSource:
-    """Return a run's model, given its config and its folder, if that is known. Raise ConfigError if its adapters are missing."""
+    """Return a run's model with this config. Raise an error if the run would train quantized weights, or if its adapters are missing.
+
+    ``folder`` is the folder of its files; None if they are not on this machine.
+    """
     require_adapters(config, run)
     if run.adapter_name_or_path is not None:
         try:

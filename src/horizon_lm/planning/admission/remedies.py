@@ -26,7 +26,11 @@ def remedies_of(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
 
 
 def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
-    """Return adapters on the model as it is, on 4-bit weights, or on those with the changes that they need to fit."""
+    """Return adapters as the remedy for a run that cannot train the whole model.
+
+    They are tried on the model as it is, then on 4-bit weights. If neither fits, the last of them is combined with the changes of settings
+    with which it fits. Empty if these do not suffice, or if the model takes no adapters.
+    """
     request = replace(plan.request, grad_bytes=4 if run.grad_dtype is None else plan.request.grad_bytes)
     remedy = None
     for settings, cost in _adapters(run, source, plan):
@@ -46,7 +50,7 @@ def _with_adapters(plan: Plan, run: RunConfig, source: Source) -> list[Remedy]:
 
 
 def _adapters(run: RunConfig, source: Source, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield settings with which adapters are trained, and their costs: with the fewest changes of the model first."""
+    """Yield the settings with which adapters are trained, and their costs as text: on the model as it is first, then on 4-bit weights."""
     settings: dict[str, Any] = {"use_peft": True}
     if run.trainable is not None:
         settings["trainable"] = None
@@ -54,7 +58,7 @@ def _adapters(run: RunConfig, source: Source, plan: Plan) -> Iterator[tuple[dict
         settings["dequantize"] = False
     is_quantized = source.model.quantization is not None
     weights = host_bytes(plan.step).get("weights", 0)
-    # Adapters are outlined in a second or two, which is lost if the weights alone are too large for the host.
+    # To outline adapters takes a second or two, so they are left out if the weights alone are too large for the host.
     if is_quantized or plan.host.available is None or weights <= plan.host.available:
         yield settings, _COST
     if not is_quantized:

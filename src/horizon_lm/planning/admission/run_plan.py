@@ -55,7 +55,7 @@ def plan_run(
         rows: shape of the examples; None for the longest examples that the settings allow.
         num_steps: optimizer steps of the run; None if unknown.
         saves: checkpoints of the run.
-        priced: simulate a step, if the machine's rates are known.
+        priced: simulate a step, if the rates of the machine and, for several ranks, of their links are known.
         shard, num_ranks: the range of each slab that this rank owns, and the number of ranks.
         tokenizer: tokenizer of the run; None if it is not loaded.
         counts_files: count the files without weights, too.
@@ -75,15 +75,15 @@ def plan_run(
     request = make_request(
         run, source, rows, stored_bytes, num_steps=num_steps, saves=saves, shard=shard, num_ranks=num_ranks
     )
+    if outline.whole_head_only:  # whatever the run asks for
+        request = replace(request, head="whole", head_chunk_tokens=None)
     if counts_files:
         files = side_files(run, source, outline, num_steps, request.export_bytes, tokenizer)
         request = replace(request, side_files=files)
-    if not machine.on_host and not machine.is_connected:
+    if not machine.on_host and not machine.is_connected:  # ranks that run have taken this memory already
         machine = replace(machine, collective_bytes=_collective_bytes(shard.count, num_ranks, machine.interconnect))
-    if outline.whole_head_only:
-        request = replace(request, head="whole", head_chunk_tokens=None)
-    priced = priced and (num_ranks == 1 or machine.interconnect is not None)
-    plan = make_plan(outline, request, machine, priced, typical)
+    has_rates_of_links = num_ranks == 1 or machine.interconnect is not None
+    plan = make_plan(outline, request, machine, priced and has_rates_of_links, typical)
     return replace(
         plan,
         reasons=[*plan.reasons, *_attention_reasons(run, source, plan, rows)],
@@ -98,21 +98,28 @@ _PEER_BYTES = 448 * 2**20
 
 
 def _collective_bytes(num_ranges: int, num_ranks: int, links: Interconnect | None) -> int:
-    """Return the device bytes of collectives: scratch memory of sums, and what NCCL takes."""
+    """Return the device bytes of collectives: scratch memory of sums, and what NCCL takes.
+
+    Args:
+        num_ranges: ranks that share a copy of the model.
+        num_ranks: number of all ranks.
+        links: the links between the devices; None if unknown, as if a copy's devices were in one machine.
+    """
     gpus, num_copies = num_ranges if links is None else links.gpus, num_ranks // num_ranges
     spans_machines = num_ranges > gpus and num_ranges % gpus == 0
     is_direct = links is None or not links.through_host
     num_peers = min(num_ranges, gpus) - 1 if is_direct else 0
     num_bytes = num_peers * _PEER_BYTES
-    # The ranks of a copy of the model, and those with the same range of all copies.
-    for size, of_machine in ((num_ranges, gpus if spans_machines else num_ranges), (num_copies, num_copies)):
+    # Each rank is in two groups: the ranks of its copy of the model, and the ranks that have its range of the other copies.
+    groups = ((num_ranges, gpus if spans_machines else num_ranges), (num_copies, num_copies))
+    for size, of_machine in groups:
         if size > 1:
             num_bytes += _COMMUNICATOR_BYTES + sum(sum_buffers(size, of_machine).values())
     return num_bytes
 
 
 def _attention_reasons(run: RunConfig, source: Source, plan: Plan, rows: RowShape) -> list[str]:
-    """Return the kernel of packed and padded rows on a GPU, if there are any."""
+    """Return a sentence that names the kernel of packed and padded rows; none on a CPU, without such rows, or without attention."""
     from horizon_lm.model.attention_kernels import kernel_of_segments
     from horizon_lm.model.attention_with_sinks import has_sinks
 
@@ -310,7 +317,7 @@ class Admission:
         for share in _SMALLER:
             machine = with_device_room(plan.machine, int(share * used))
             found = self._plan_for(self._run, machine=machine, priced=False)
-            # With its choices set, the plan is made for the machine as it is, whose limits belong in the budgets.
+            # Planned again with these choices for the machine as it is, so that the budgets show its limits.
             smaller = self._plan_for(apply_plan(self._run, found), machine=plan.machine)
             if smaller.fits and device_use(smaller.step).total < used:
                 return replace(smaller, reasons=found.reasons)

@@ -50,7 +50,7 @@ def side_files(
 
 
 def _model_bytes(source: Source, itemsize: int) -> int:
-    """Return the bytes of the configs of a model, of its buffers, and of the headers of its weights."""
+    """Return the bytes of a saved model without its weights: its configs, its buffers, and the headers of the files of weights."""
     dtype = torch.float32 if itemsize == 4 else torch.bfloat16
     model = source.model.skeleton()
     parts = find_parts(model)

@@ -76,9 +76,9 @@ def this_machine(run: RunConfig, hardware: Hardware | None = None, num_processes
 
 
 def agree_on_machine(mesh: "Mesh", own: Machine) -> Machine:
-    """Return a machine that has, of each kind of memory, as little as the rank with the least, so that all ranks make the same plan.
+    """Return a machine that is the same on all ranks, so that all ranks make the same plan.
 
-    The disk is that of the first rank, which has the folder of the run.
+    Of each kind of memory it has as little as the rank with the least. Its disk is that of the first rank, which writes the run's folder.
 
     Args:
         mesh: the ranks.
@@ -114,7 +114,7 @@ _LIMITS = ("host_limits", "device_limits", "disk_limits", "download_limits")
 
 
 def _shares(limits: Sequence[Limit], num_processes: int) -> list[Limit]:
-    """Return the limits of one of several processes."""
+    """Return the limits of one of several processes that share a machine equally."""
     if num_processes == 1:
         return list(limits)
     return [Limit(f"{each.name} / {num_processes}", each.bytes // num_processes) for each in limits]
@@ -167,8 +167,10 @@ def _probe_device(device: str) -> tuple[str, list[Limit], str]:
 
 
 def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
-    """Return the free space for the run's folder, and for downloads if they go to another disk; raise ConfigError if there is none
-    by its nature, as in /proc.
+    """Return the free space for the run's folder, and the free space for downloads if they go to another disk.
+
+    Raises:
+        ConfigError: the folder can never be written to, as in /proc.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -186,7 +188,7 @@ def _disk_limits(output_dir: Path) -> tuple[list[Limit], list[Limit]]:
 
 
 def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, machines: int = 1) -> Machine:
-    """Return another machine, described by its profile, or the share of one of the processes of several.
+    """Return another machine, described by its profile; with several GPUs, the share of one process of it.
 
     Args:
         hardware: profile of the machine.
@@ -229,8 +231,10 @@ def other_machine(hardware: Hardware, host_memory: int | None, gpus: int = 1, ma
 
 
 def _on_modules(hardware: Hardware, host_memory: int) -> tuple[list[str], list[str]]:
-    """Return a note if a desktop has the rates of four memory modules because of its host memory, and a remark if those are of two modules
-    larger than the profile's.
+    """Return notes and remarks about the memory modules of a desktop, of which two are faster than four.
+
+    Host memory of more than two modules can have gets a note: the plan has the rates of four. Host memory that is larger than the
+    profile's, and for which two modules suffice, gets a remark: with four it would be slower.
     """
     desktop = hardware.desktop
     if "two_modules" not in desktop or host_memory <= hardware.host_memory:

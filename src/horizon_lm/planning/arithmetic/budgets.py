@@ -137,7 +137,7 @@ def transferred_bytes(host: Budget) -> int:
 
 
 def disk_budget(step: Step, machine: Machine) -> Budget:
-    """Return the disk space of a run, and that of the download unless it goes to another disk."""
+    """Return the disk space of a run: its exported model, checkpoints, records and, unless they go to another disk, its downloads."""
     _saved, width = _exported(step)
     exported, files = exported_bytes(step), step.settings.side_files
     of_adapters = " of the adapters" if step.outline.base_is_frozen else ""
@@ -169,13 +169,13 @@ def _download_items(step: Step) -> list[Item]:
 
 
 def _exported(step: Step) -> tuple[int, int]:
-    """Return the number of parameters of the exported model, and the bytes of each. PEFT saves the adapters alone, in float32."""
+    """Return the number of parameters of the exported model, and the bytes of each; of adapters, PEFT saves these alone, in float32."""
     outline, layout = step.outline, step.outline.layout
     return (layout.num_trained, 4) if outline.base_is_frozen else (layout.num_parameters, step.settings.export_bytes)
 
 
 def _exported_numel(step: Step) -> Callable[[UnitLayout[StorageLayout]], int]:
-    """Return a function that returns the elements of the largest of a unit's slabs, as far as they are exported."""
+    """Return a function that counts the exported elements of the largest of a unit's slabs: with a frozen base, only trained ones."""
     if step.outline.base_is_frozen:
         return lambda slabs: max(slab.grad_layout.numel for slab in slabs.of_weights)
     return lambda slabs: max(layout.numel for layout in slabs.layout.buffers)

@@ -99,7 +99,7 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def with_host_memory(self, num_bytes: int) -> "Hardware":
-        """Return the machine with so much host memory: of a desktop with four modules instead of two, the slower one."""
+        """Return the machine with this much host memory: a desktop that needs four modules for it has slower memory than with two."""
         if num_bytes <= self.desktop.get("two_modules", math.inf):
             return self
         slower = self.desktop["four_modules_bandwidth"]
@@ -155,7 +155,8 @@ def parse_profile(content: Any, place: str) -> Hardware:
                 raise ConfigError(f"{place}: {name} is missing")
         elif problem := _problem(name, hints[name], content[name]):
             raise ConfigError(f"{place}: {name} is {content[name]!r}; {problem}")
-    # Without the seconds of units, those of parameters contain them: they are of a doctor that timed small blocks alone.
+    # Profiles of an older doctor lack the seconds of units, and their seconds of parameters, timed on small blocks, contain them. These
+    # are left out.
     of_units = content.get("unit_update_seconds", {})
     of_parameters = {name: value for name, value in content.get("update_seconds", {}).items() if name in of_units}
     # Whole numbers, all of which are required: JSON's 128e9 is a float.
@@ -164,7 +165,11 @@ def parse_profile(content: Any, place: str) -> Hardware:
 
 
 def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a profile's fields over those of the published profile that its field ``base`` names."""
+    """Return a profile's own fields and, where it has none, those of the published profile that its field ``base`` names.
+
+    Figures of a server and of a desktop's modules follow from the profile's own host, if it has one. Sources of replaced figures are left
+    out.
+    """
     own = dict(content)
     base = own.pop("base")
     if not isinstance(base, str) or base not in published():
@@ -174,7 +179,7 @@ def _extend_base(content: Mapping[str, Any], place: str) -> dict[str, Any]:
     if "server" not in own and own.keys() & set(_HOST):  # a server with several GPUs has the same host
         inherited["server"] = _with_host({**inherited, **own})
         sources.pop("server", None)
-    if "desktop" not in own and own.keys() & set(_HOST):  # these are the figures of the modules that it has
+    if "desktop" not in own and own.keys() & set(_HOST):  # its own figures are those of the modules that it has
         inherited["desktop"] = {key: value for key, value in inherited["desktop"].items() if key not in _MODULES}
         sources = {
             name: source for name, source in sources.items() if name not in [f"desktop.{key}" for key in _MODULES]
@@ -257,7 +262,8 @@ _MAC = re.compile(r"mps|metal|((i?mac|apple)(book|mini|studio|air|silicon)?|m\d)
 def find_profile(name: str) -> Hardware:
     """Return the published profile of that name, or the profile in that file; raise ConfigError if neither exists.
 
-    Spaces, dashes and the maker's name do not matter. The driver's name of the GPU is one, too, and so is the name with its memory.
+    Spaces, dashes and the maker's name do not matter. A profile is also found by its GPU's name as the driver reports it, with or without
+    its memory.
     """
     wanted = _plain(name)
     for known, profile in published().items():

@@ -65,9 +65,8 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
         room: as from `device_room`.
     """
     spare = None if room is None else max(0, room)
-    compiled = (
-        request.compiled and request.expert_tile is None
-    )  # code of a whole block cannot be interrupted for its tiles
+    # The compiled code of a whole block cannot be interrupted for its tiles.
+    compiled = request.compiled and request.expert_tile is None
     chunk = head_chunk_tokens(spare, outline.layout.vocabulary, outline.compute_bytes, compiled)
     chosen: dict[str, Any] = {
         "device_micro_batch_size": micro_batch,
@@ -84,8 +83,10 @@ def _settings(outline: ModelOutline, request: Request, micro_batch: int | None, 
 def _choose_micro_batch(
     outline: ModelOutline, request: Request, machine: Machine, room: int | None
 ) -> tuple[Step, str]:
-    """Return a step with the micro-batch that was requested, or with the largest that fits while nothing stays on the device, and
-    the reason. If none fits, return the smallest.
+    """Return a step with its micro-batch, and the reason as text.
+
+    The micro-batch is the requested one or, if it is left open, the largest with which the step fits while as little as possible stays on
+    the device. If none fits, it is the smallest.
     """
     if request.device_micro_batch_size:
         step = Step(outline, _settings(outline, request, request.device_micro_batch_size, room))
@@ -122,7 +123,7 @@ def _sizes(outline: ModelOutline, request: Request, machine: Machine) -> Iterato
         yield per_device
         return
     most = per_device if machine.on_host else max(1, _ENOUGH_TOKENS // outline.length)
-    # The largest micro-batches of 1, 2, 3, ... in a step; a size that several numbers have is yielded once.
+    # The sizes that cut the rows into 1, 2, 3, ... micro-batches, each size once.
     sizes = dict.fromkeys(-(-request.rows // count) for count in range(1, request.rows + 1))
     yield from (size for size in sizes if size <= most)
 
@@ -143,7 +144,13 @@ def _fits(step: Step, machine: Machine, room: int | None) -> bool:
 
 
 def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[Residency, str]:
-    """Return what stays on the device, and the reason. The settings of the step have what was requested, or as little as possible."""
+    """Return what stays on the device, and the reason as text.
+
+    Args:
+        step: the step, with the residency that was requested or, where it is left open, as little as possible.
+        request: the request, in which settings may be open.
+        room: as from `device_room`.
+    """
     num_blocks, requested = step.outline.num_blocks, step.settings.residency
     if step.outline.unknown:
         return requested, "residency on the device is decided with the first batch"
@@ -151,7 +158,7 @@ def _choose_residency(step: Step, request: Request, room: int | None) -> tuple[R
         return requested, _describe(requested, num_blocks)
     if room is None:
         return requested, _describe(requested, num_blocks, "device memory is host memory")
-    # Counted with the ring through which activation checkpoints are offloaded, although it is dropped if all of them stay.
+    # The buffers include the ring through which activation checkpoints are offloaded, although there is none if all of them stay.
     buffers = sum(buffer_bytes(step.tiled, step.buffer_table, step.buffer_settings()).values())
     left = max(0, room - buffers - step.outline.shared.at(step.settings.rows))
     why = f"{format_bytes(left)} of device memory available"

@@ -51,9 +51,15 @@ def _head_bytes(head_peak: Linear[int], hidden: int, tokens: int, chunk_tokens: 
 
 
 def _block_bytes(micro_batches: Sequence[Footprint], hidden: int) -> tuple[int, int, int]:
-    """Return the bytes of a block's graph, its peak, and the peak of its backward pass if the graph is kept."""
+    """Return three numbers of bytes: a block's graph, the peak of its forward and backward pass, and the peak of its backward pass in
+    addition to a kept graph.
+
+    Args:
+        micro_batches: the footprints of its micro-batches, largest first.
+        hidden: bytes of a block's input for the whole batch.
+    """
     if len(micro_batches) > 1:
-        # They are concatenated: the output of a block in the forward pass, the gradient of its input in the backward pass.
+        # Micro-batches are concatenated: the output of a block in the forward pass, the gradient of its input in the backward pass.
         concatenated, counted_output = 2 * hidden, 0
     else:
         # The output is counted elsewhere: it is the next block's boundary, or the head's input.
@@ -124,7 +130,10 @@ def device_use(step: Step) -> DeviceUse:
 
 
 def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
-    """Return the bytes of a batch without gradients: it keeps no boundary, and uses the micro-batches of training."""
+    """Return the peak bytes of a batch without gradients, beside the engine's buffers and the masks of training.
+
+    Such a batch keeps no boundaries, and is cut into micro-batches as in training.
+    """
     outline, settings = step.outline, step.settings
     relative_length = batch.length / outline.length
     # Sequences of the outline that take as much memory as one of the batch. Eager attention has scores of T x T for each head.
@@ -138,10 +147,10 @@ def _evaluation_peak(step: Step, batch: ForwardBatch) -> int:
             (kind.core.footprint.at(batch.rows * per_row).held for kind in outline.kinds if kind.core), default=0
         )
     at_head = step.head.peak.at(min(tokens, settings.chunk_tokens or tokens))
-    # Those of training are in `DeviceUse.shared`.
-    masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
-    # Of the whole batch, a block's input, its output in micro-batches, and these concatenated.
-    return int(3 * hidden + max(in_block, at_head) + max(0, masks) + batch.kept_bytes)
+    # Only what its masks take more than those of training, which `DeviceUse.shared` has. Masks grow with the square of the length.
+    more_masks = outline.shared.at(batch.rows * max(1.0, relative_length**2)) - outline.shared.at(settings.rows)
+    # Three hidden states of the whole batch exist at once: a block's input, its output in micro-batches, and these concatenated.
+    return int(3 * hidden + max(in_block, at_head) + max(0, more_masks) + batch.kept_bytes)
 
 
 def weights_of_blocks(step: Step) -> Sequence[int]:
@@ -189,7 +198,14 @@ def _changes(step: Step, spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
 def _changes_by_block(
     step: Step, needed: ActivationMemory, footprints: Sequence[Footprint], span: Span
 ) -> Iterator[tuple[float, int]]:
-    """Yield the changes by an operation of a block, whose micro-batches have these footprints."""
+    """Yield the moments at which one operation of a block changes the memory in use, and the changes in bytes.
+
+    Args:
+        step: the step.
+        needed: bytes of the computations of the step.
+        footprints: footprints of the block's micro-batches, largest first.
+        span: the span of the operation.
+    """
     index, kind, num_blocks = span.op.unit.block_index, span.op.kind, step.outline.num_blocks
     residency = step.settings.residency
     is_tiled, has_graph = index in needed.tiled, residency.keeps_graph(index, num_blocks)

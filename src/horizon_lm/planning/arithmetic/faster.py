@@ -10,8 +10,8 @@ from horizon_lm.schedule.ops import CAUSE_TITLES
 RateOf = Callable[[Request], float | None]
 """Return the tokens per second of a run with other settings; None if it does not fit."""
 
-_NOTABLE_GAIN = 0.02  # for which a change of how a step is computed is worth a remark
-_NOTABLE_GAIN_OF_ROWS = 0.05  # for which another batch is, with which a run has other steps
+_NOTABLE_GAIN = 0.02  # share of the rate that makes a change of how a step is computed worth a remark
+_NOTABLE_GAIN_OF_ROWS = 0.05  # the same for a larger batch, which changes the steps of a run
 _MOST_ROWS = 64  # times those of the run; with more, it would be another run
 
 
@@ -32,6 +32,7 @@ def faster_reasons(request: Request, time: StepTime, tokens: int, rate_of: RateO
 
 
 def _lighter_moments(request: Request, time: StepTime, rate_of: RateOf) -> Iterator[str]:
+    """Yield a sentence if a step with moments in bfloat16 instead of float32 is notably shorter."""
     if request.moments != "float32":
         return
     rate = rate_of(replace(request, moments="bfloat16"))
@@ -41,6 +42,7 @@ def _lighter_moments(request: Request, time: StepTime, rate_of: RateOf) -> Itera
 
 
 def _updates_in_backward(request: Request, time: StepTime, rate_of: RateOf) -> Iterator[str]:
+    """Yield a sentence if updates in the backward pass are possible and notably raise the rate."""
     if request.update_in_backward or request.skips_steps or not request.optimizer.updates_in_backward:
         return
     rate = rate_of(replace(request, update_in_backward=True))
@@ -51,15 +53,19 @@ def _updates_in_backward(request: Request, time: StepTime, rate_of: RateOf) -> I
 
 
 def _more_tokens(request: Request, time: StepTime, tokens: int, rate_of: RateOf) -> Iterator[str]:
-    """Yield what the largest useful batch that fits gives: the smallest one with which all is hidden that waits now, or a part of it."""
-    waiting = {what: least for what, least in time.hidden_from_tokens.items() if least > tokens}
-    for times in _factors(max(waiting.values(), default=0), tokens):
+    """Yield a sentence about the largest useful batch that fits.
+
+    A batch is useful up to the size with which computation hides all transfers and updates that a step waits for now.
+    """
+    # Each with the tokens from which it is hidden.
+    not_hidden = {what: least for what, least in time.hidden_from_tokens.items() if least > tokens}
+    for times in _factors(max(not_hidden.values(), default=0), tokens):
         rate = rate_of(_with_rows(request, times))
         if rate is None:  # it does not fit
             continue
         if rate < (1 + _NOTABLE_GAIN_OF_ROWS) * time.tokens_per_second:
             return
-        hidden = [CAUSE_TITLES[what] for what, least in waiting.items() if least <= times * tokens]
+        hidden = [CAUSE_TITLES[what] for what, least in not_hidden.items() if least <= times * tokens]
         overlapped = f", {' and '.join(hidden)} fully overlapped" if hidden else ""
         batch = f"per_device_train_batch_size: {request.per_device_train_batch_size * times}, {times * tokens:,} tokens a step,"
         yield f"{batch} would give {_instead(rate, time)}{overlapped}; a larger batch may need another learning rate"
@@ -67,8 +73,8 @@ def _more_tokens(request: Request, time: StepTime, tokens: int, rate_of: RateOf)
 
 
 def _factors(least: int, tokens: int) -> list[int]:
-    """Return the factors of a step's tokens to try, largest first: the one that makes them ``least``, unless it is too large, and smaller
-    powers of two.
+    """Return the factors to try for a step's tokens, largest first: the smallest one that makes them at least ``least``, and the powers of
+    two below it. Of these only factors up to `_MOST_ROWS` are tried, and none that leaves the step as it is.
     """
     factor = -(-least // tokens)
     powers = [2**power for power in range(_MOST_ROWS.bit_length() - 1, 0, -1)]
@@ -76,7 +82,7 @@ def _factors(least: int, tokens: int) -> list[int]:
 
 
 def _with_rows(request: Request, times: int) -> Request:
-    """Return a request with so many times the rows of a step."""
+    """Return a request whose steps have this many times the rows."""
     typical = request.tokens_per_step
     return replace(
         request,

@@ -91,7 +91,7 @@ def _grad_bytes(slab: StorageLayout, step: Step) -> int:
 
 
 def _units_with_masters(step: Step) -> Collection[Unit]:
-    """Return the units with low halves, which are in checkpoints: all but those of a frozen base."""
+    """Return the units that have low halves and are saved in checkpoints: all of them, or only trained ones if the base is frozen."""
     layout = step.outline.layout
     if not step.outline.base_is_frozen:
         return layout.units
@@ -112,8 +112,8 @@ def _moment_bytes(layout: ModelLayout[StorageLayout], names: frozenset[str], kin
 
 
 def _landing_slot_bytes(step: Step) -> int:
-    """Return the bytes of the landing slots: two for blocks, one for each other unit. A tied table, and with it the head, has a gradient
-    slab instead.
+    """Return the bytes of the landing slots, in which gradients wait for their update: two that all blocks share, and one for each other
+    unit. A tied table, which is also the head's, has a gradient slab instead of slots.
     """
     layout, grad_bytes = step.tiled.model, step.settings.grad_bytes
     slots = [[layout.units[unit] for unit in layout.blocks]] * 2

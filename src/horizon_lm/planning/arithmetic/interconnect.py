@@ -34,7 +34,8 @@ class Interconnect:
         """Return the bytes per second that a rank receives when the ranges of ``ranks`` ranks are gathered; infinite if they cross
         neither links between devices nor a network.
 
-        In a ring, every link between neighbours carries what its receiver lacks, and so does the one that enters a machine.
+        Data travel in a ring, in which every link between neighbours, and so the one that enters a machine, carries all that its receiver
+        lacks.
         """
         received = (ranks - 1) / ranks
         return self._rate(
@@ -54,8 +55,7 @@ class Interconnect:
             copies: number of copies.
             itemsize: bytes of an element of the gradients.
         """
-        # All that follows are shares of the bytes of all ranks. Each rank of a copy sums its own range, in a ring, with the same ranks of
-        # the other copies.
+        # The figures below are shares of the bytes of all ranks. The ranks that have the same range of different copies sum it in a ring.
         over_copies = 2 * (copies - 1) / copies / ranks
         num_machines = max(1, ranks // self.gpus)  # of a copy
         if num_machines > 1 and self.gpus > 1:

@@ -12,12 +12,13 @@ def orthogonalizing_work(matrices: Iterable[MatrixShape]) -> Work:
     total = Work()
     for count, rows, columns in matrices:
         short, long = sorted((rows, columns))
-        # In a step, the matrix is multiplied by its transpose, that product by itself, and a sum of both by the matrix.
+        # Each iteration has three products: the matrix by its transpose, that product by itself, and a sum of both by the matrix.
         products = 4 * short * short * long + 2 * short**3
         touched = 2 * (4 * short * long + 5 * short * short)
         steps = count * ORTHOGONALIZING_STEPS
         groups = -(-count // _at_once(count, rows, columns))
-        # Before and after the steps, the matrix is rounded, measured, divided by its norm and written back.
+        # Around the iterations are five operations: the matrix is rounded, its norm is computed and clamped, it is divided by the norm
+        # and written back.
         total += Work(
             products=steps * products, product_bytes=steps * touched,
             moved_bytes=16.0 * count * short * long, num_ops=groups * (3 * ORTHOGONALIZING_STEPS + 5),

@@ -111,7 +111,7 @@ def make_plan(
 
 
 class _Planner:
-    """Makes the plans of a model on a machine: first the moments are settled, then the tile, then all that `choose` chooses.
+    """Plans requests for a model on a machine. The moments are settled first, then the tile of experts, then the settings of `choose`.
 
     Args:
         outline, machine, priced, typical: as in `make_plan`: memory is planned for the longest sequences, times for typical ones.
@@ -121,7 +121,7 @@ class _Planner:
         self._outline, self._machine, self._priced, self._typical = outline, machine, priced, typical
 
     def plan(self, request: Request) -> Plan:
-        """Return the plan of a request. Moments left open are in bfloat16 if its step is notably shorter, else in float32."""
+        """Return the plan of a request. Moments left open are in bfloat16 if that makes a step notably shorter, else in float32."""
         if request.moments != "auto":
             return self._with_moments(request)
         exact = self._with_moments(replace(request, moments="float32"))
@@ -146,7 +146,7 @@ class _Planner:
         return replace(chosen, request=request)
 
     def _with_tile(self, request: Request) -> Plan:
-        """Return the plan of a request whose moments and tile are settled, with its times and reasons."""
+        """Return the plan of a request whose moments and tile are settled, with its times and all of its reasons."""
         plan, machine = self._tried(request), self._machine
         typical_step = self._typical_step(plan.step)
         simulation = _simulation(typical_step, machine) if self._priced else None
@@ -162,7 +162,10 @@ class _Planner:
         )  # fmt: skip
 
     def _tried(self, request: Request) -> Plan:
-        """Return the same plan without times, and with the reasons for its choices alone, to compare it with others."""
+        """Return the plan of a request whose moments and tile are settled, without times, to compare it with others.
+
+        Its reasons are those of `choose` alone.
+        """
         require_tiles(self._outline, request)
         require_float8(request, self._machine, self._priced)
         machine, choice = self._machine, choose(self._outline, request, self._machine)
@@ -174,7 +177,7 @@ class _Planner:
         )  # fmt: skip
 
     def _rate_of(self, request: Request) -> float | None:
-        """Return the tokens per second of a typical step of a request like one that was simulated; None if it does not fit."""
+        """Return the tokens per second of the request's typical step; None if it does not fit. Only for machines whose rates are known."""
         plan = self._tried(request)
         if plan.memory_deficit:
             return None

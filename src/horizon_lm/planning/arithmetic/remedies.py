@@ -93,24 +93,25 @@ def _small_remedies(plan: Plan, changes: Sequence[Change], outline_for: OutlineF
 
 
 def _minimal_remedy(plan: Plan, changes: Sequence[Change], outline_for: OutlineFor) -> list[Remedy]:
-    """Return the strongest change of each setting, which is its last one, without unnecessary changes; none if they do not suffice."""
+    """Return at most one remedy: the strongest change of each setting, which is its last one, without those that are not necessary."""
     parts: list[Change] = []
     for change in reversed(changes):
         if not any(change.settings.keys() & part.settings.keys() for part in parts):
             parts.insert(0, change)
     best = _remedy_of(plan, parts, outline_for)
-    # The costliest is dropped first. This may help even if all together are no remedy: the model may not support one of them.
-    for unnecessary in reversed(parts):
-        fewer = [part for part in parts if part is not unnecessary]
+    # The costliest is dropped first. To drop one may even make a remedy of changes that are none together: a model may not support it.
+    for dropped in reversed(parts):
+        fewer = [part for part in parts if part is not dropped]
         if (remedy := _remedy_of(plan, fewer, outline_for)) is not None:
             best, parts = remedy, fewer
     return [best] if best else []
 
 
 def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
-    """Return the longest rows of 2^n tokens with which a run of long rows fits, and the changes that it needs even with the shortest ones.
+    """Return one remedy for a run of long rows: the longest rows of 2^n tokens, below half of the present length, with which it fits.
 
-    These are changes of the bytes per parameter, if the run fits with none: rows are shortened as little as possible.
+    If it does not fit even with the shortest rows, the changes of settings with which these fit are part of the remedy. Empty for a run of
+    short rows, and if there are no such changes.
     """
     length = plan.step.outline.length
     if length <= _LONG_ROWS:
@@ -118,7 +119,7 @@ def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
     # Below half of the length: `_shorter_rows` has the half itself.
     shortest_power = _SHORTEST_ROWS.bit_length() - 1
     lengths = [2**power for power in range(shortest_power, (length // 2 - 1).bit_length())]
-    # The remedy for the shortest rows, if they need one. Its changes are made for all lengths.
+    # The further changes that even the shortest rows need, if any. They are made for all lengths.
     others = Remedy({}, "", _shortened(plan, plan.request, lengths[0], outline_for))
     if others.plan.memory_deficit:
         found = find_remedies(others.plan, partial(outline_for, length=lengths[0]))
@@ -127,19 +128,24 @@ def _much_shorter_rows(plan: Plan, outline_for: OutlineFor) -> list[Remedy]:
         others = found[0]
     outline_for = partial(outline_for, mlp_chunk_tokens=others.settings.get("mlp_chunk_tokens"))
 
-    def fits_not(tokens: int) -> bool:
+    def does_not_fit(tokens: int) -> bool:
         return bool(_shortened(plan, others.plan.request, tokens, outline_for).memory_deficit)
 
     # Longer rows take more memory, and the run fits with the shortest: search for the first length with which it does not fit.
-    longest = lengths[bisect_left(lengths, True, lo=1, key=fits_not) - 1]
+    longest = lengths[bisect_left(lengths, True, lo=1, key=does_not_fit) - 1]
     cost = "; ".join(filter(None, ["longer examples are truncated", others.cost]))
     shortened = _shortened(plan, others.plan.request, longest, outline_for)
     return [Remedy({"max_length": longest, **others.settings}, cost, shortened)]
 
 
 def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFor) -> Plan:
-    """Return the plan of ``request``, which is that of ``plan`` or has further changes, with rows, also in batches without gradients, of at
-    most this many tokens.
+    """Return the plan of a request whose rows are shortened, without times.
+
+    Args:
+        plan: the plan before, whose machine is planned for, and whose batches without gradients are shortened, too, if they are longer.
+        request: the request of the plan, or one with further changes.
+        tokens: the new length of the rows.
+        outline_for: outlines the model with another length.
     """
     forwards = tuple(
         replace(each, length=min(before.length, tokens))
@@ -149,7 +155,7 @@ def _shortened(plan: Plan, request: Request, tokens: int, outline_for: OutlineFo
 
 
 def smallest(plan: Plan) -> Remedy:
-    """Return the same run with the fewest bytes per parameter, even if it does not fit."""
+    """Return the changes with which the same run takes the fewest bytes per parameter, with its plan, which may not fit either."""
     settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit"}
     request = replace(plan.request, precision="bf16", grad_bytes=2, moments="8bit")
     for optimizer in _lighter_optimizers(request):  # the last one keeps the fewest bytes
@@ -212,7 +218,7 @@ _ONE_ROW = Change(
 
 
 def _less_at_once(plan: Plan) -> Iterator[Change]:
-    """Yield the changes by which less of a batch is on the device at once, or more of the device is used."""
+    """Yield the changes by which less of a batch is on the device at once, and last the one by which the run may use more of the device."""
     request, micro_batch = plan.request, plan.step.settings.slices[0]
     if request.head == "whole":
         yield Change({"head": "chunked"}, "loss over chunks of tokens, so no logits are returned")
@@ -260,12 +266,12 @@ def _lighter_optimizers(request: Request) -> Iterator[Change]:
     """Yield the optimizers with fewer moments than that of the run, the one that leaves the fewest bytes per parameter last."""
     own = request.optimizer
 
-    def weight(named: tuple[str, OptimizerEntry]) -> tuple[int, bool]:
+    def held_bytes(named: tuple[str, OptimizerEntry]) -> tuple[int, bool]:
         """Return the bytes of an optimizer's moments, and whether it needs gradients of the whole model beside them."""
         return named[1].moment_bytes(request.moments), not named[1].updates_in_backward
 
-    lighter = [each for each in request.optimizers.items() if weight(each)[0] < own.moment_bytes(request.moments)]
-    for name, optimizer in sorted(lighter, key=weight, reverse=True):
+    lighter = [each for each in request.optimizers.items() if held_bytes(each)[0] < own.moment_bytes(request.moments)]
+    for name, optimizer in sorted(lighter, key=held_bytes, reverse=True):
         held = f"{optimizer.name} instead of {own.name}, with fewer moments: {optimizer.moments_held}"
         cost = f"{held}; its updates differ, so another learning rate is needed"
         yield Change({"optim": name}, cost, {"optimizer": optimizer})

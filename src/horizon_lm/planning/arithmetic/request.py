@@ -184,7 +184,7 @@ class Machine:
         device_context_bytes: device bytes of the driver and its libraries.
         scratch_bytes: maximum device bytes for transfers.
         collective_bytes: device bytes that collectives of several ranks take; 0 if they have taken them already.
-        is_connected: they have, because the ranks are running.
+        is_connected: the ranks are running, so their collectives have taken this memory, and the device's limits are without it.
         staging_bytes: bytes of page-locked host memory for transfers.
         page_lock_error: reason why host memory cannot be page-locked, so that transfers are staged; empty if it can.
         display_bytes: device bytes that the machine's own display takes.

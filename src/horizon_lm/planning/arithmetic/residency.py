@@ -197,7 +197,7 @@ def choose_residency(spare: int, weights: Sequence[int], activations: Activation
 def lower_residency(chosen: Residency, spare: int, weights: Sequence[int], activations: ActivationMemory) -> Residency:
     """Return the largest part of a chosen residency that fits spare device memory.
 
-    Boundaries are lowered first, which are often chosen as ``auto``; then graphs, which take most; weights last.
+    Boundaries are given up first, because they are often chosen as ``auto``; then graphs, which take the most memory; weights last.
 
     Args:
         chosen: the residency that does not fit.

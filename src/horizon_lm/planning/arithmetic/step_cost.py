@@ -70,8 +70,9 @@ class StepCost:
     # Transfers
 
     def _transfer(self, op: Op) -> float:
-        """Return the bytes that a transfer moves: those of a rank's share, or those that it receives from other ranks. Of a tile, or of a
-        block without its tiles, those of the rank with the largest share, which sends more than it receives.
+        """Return the bytes that a transfer moves for a rank: its share of a unit or, in a collective, what it receives from other ranks.
+
+        For a tile or a core, count the rank with the largest share, since it sends more than it receives.
         """
         if op.kind in (Kind.OFFLOAD, Kind.FETCH):
             return self._step.boundary
@@ -82,35 +83,36 @@ class StepCost:
             return self._grad_bytes(op, self._summed_bytes(op.unit)) * (ranks - 1) / ranks
         if op.kind == Kind.REDUCE:
             copies = self._settings.num_replicas
-            received = ranks - 1 + 2 * (copies - 1) / copies  # within a copy, then the own range over the copies
+            # In units of a rank's range: its range from the other ranks of its copy, then twice what other copies have of it, in parts.
+            received = ranks - 1 + 2 * (copies - 1) / copies
             return self._grad_bytes(op, self._summed_bytes(op.unit)) * received * share
         if op.kind in _OF_GRADS:
             return self._grad_bytes(op, self._settings.grad_bytes) * share
         return self._streamed_in(op, share)
 
     def _grad_bytes(self, op: Op, itemsize: int) -> float:
-        """Return the bytes of the gradients, of all ranks, that an operation moves; in float32 for weights that are kept in it."""
+        """Return the bytes of an operation's gradients over all ranks, with ``itemsize`` bytes an element, and 4 for weights in float32."""
         if op.unit == EMBED:
             return self._rows_numel * itemsize
         return self._tiled.part(op.unit).grad_bytes(itemsize)
 
     def _weight_bytes(self, op: Op, itemsize: int) -> float:
-        """Return the bytes of the weights, of all ranks, that an operation moves: quantized ones as codes and scales."""
+        """Return the bytes of an operation's weights over all ranks, with ``itemsize`` bytes an element, and of codes and scales."""
         if op.unit == EMBED:
             return self._rows_numel * itemsize
         return self._tiled.part(op.unit).weight_bytes(itemsize)
 
-    # An operation has one cost, so the seconds of decoding count as the bytes that its link moves in that time.
+    # The simulation takes one cost of a transfer, its bytes. So the seconds of decoding count as the bytes that the link moves meanwhile.
 
     def _gathered(self, op: Op, ranks: int, share: float) -> float:
-        """Return the bytes of weights that a rank receives from the others, with the seconds of decoding them as bytes."""
+        """Return the bytes of weights that a rank receives from the others, plus the bytes that stand for decoding them."""
         decoding = self._decoding_seconds(op) * self._gather_rate(ranks)
         return self._weight_bytes(op, self._outline.compute_bytes) * (ranks - 1) * share + decoding
 
     def _streamed_in(self, op: Op, share: float) -> float:
-        """Return the bytes of weights that cross the link to the device, with the seconds of decoding them as bytes."""
+        """Return the bytes of weights that cross the link to the device, with the bytes that stand for decoding them."""
         own = self._weight_bytes(op, WEIGHT_BYTES[self._settings.precision]) * share
-        if self._step.buffer_table.gathers_packed:  # they are decoded once they are gathered
+        if self._step.buffer_table.gathers_packed:  # quantized weights are decoded after the gather, which counts that
             return own
         hardware = self._hardware
         decoding = self._decoding_seconds(op) * min(hardware.link_in, hardware.host_rate)
@@ -137,8 +139,9 @@ class StepCost:
         return (part.packed.num_params + part.decoded_numel * self._outline.compute_bytes) / rate
 
     def _gather_rate(self, ranks: int) -> float:
-        """Return the bytes per second of a gather: those of the links between devices or, without any, of the links to the host.
-        0 if there is nothing to gather, or the links are not known: decoding then takes no time.
+        """Return the bytes per second of a gather, over the links between devices or, if there are none, the links to the host.
+
+        Return 0 if there is nothing to gather, or if the links are not known: decoding then counts no bytes.
         """
         links = self._interconnect
         if links is None or ranks == 1:
@@ -151,7 +154,7 @@ class StepCost:
     def _saved(self, unit: Unit) -> int:
         """Return the bytes of a unit in a checkpoint: weights, low halves and moments."""
         settings, slabs = self._settings, self._outline.layout.of(unit)
-        held = sum(
+        of_moments = sum(
             buffer.entries[name].numel
             for names in self._step.moments
             for buffer in slabs.grad_layout.buffers
@@ -159,13 +162,16 @@ class StepCost:
             if name in names
         )
         plain, in_float32 = (buffer.num_params for buffer in slabs.layout.buffers)
-        saved = plain * SAVED_BYTES[settings.precision] + in_float32 * 4 + held * MOMENT_BYTES[settings.moments]
+        saved = plain * SAVED_BYTES[settings.precision] + in_float32 * 4 + of_moments * MOMENT_BYTES[settings.moments]
         return saved // settings.shard.count
 
     # Updates
 
     def _update(self, op: Op) -> float:
-        """Return the host bytes of an update of this rank's range, or of the part of it before or after orthogonalization."""
+        """Return the bytes of host memory that an update of this rank's range reads and writes.
+
+        The update of matrices that are orthogonalized on the device has two parts: ADVANCE before that, and the unit's update after it.
+        """
         parameters, in_float32 = (buffer.num_params for buffer in self._outline.layout.of(op.unit).grad_layout.buffers)
         if op.unit == EMBED:  # UPDATE_ROWS updates the rows that the batch reads, UPDATE the others
             rows = self._rows_numel
@@ -177,6 +183,7 @@ class StepCost:
             return in_matrices * before / settings.shard.count
         moved = (parameters - in_matrices) * update_bytes(settings, hardware) + in_matrices * after
         moved += in_float32 * update_bytes(replace(settings, precision="float32", grad_bytes=4), hardware)
+        # The seconds that the update of any unit takes beside its parameters, as the bytes that memory moves meanwhile.
         of_unit = hardware.unit_update_seconds.get(settings.precision, 0.0) * hardware.host_rate
         return of_unit + moved / settings.shard.count
 
@@ -204,7 +211,7 @@ class StepCost:
         return rows + self._step.hidden * (2 if kind == Kind.FORWARD else 6)
 
     def _block_seconds(self, op: Op) -> float:
-        """Return the seconds of a block, its core or a tile, computed once for all blocks of a kind."""
+        """Return the seconds of an operation of a block, of its core or of a tile. Operations that take equally long are computed once."""
         index, is_cut = op.unit.block_index, self._tiled.is_cut(op.unit.block_index)
         kind = next(i for i, each in enumerate(self._outline.kinds) if index in each.indices)
         has_graph = self._settings.residency.keeps_graph(index, self._outline.num_blocks)
@@ -221,14 +228,15 @@ class StepCost:
     def _casts(self, op_kind: Kind, index: int) -> Work:
         """Return the work of casting a block's weights to FP8 before an operation, once for all micro-batches."""
         casts = self._outline.kind(index).casts
-        if op_kind == Kind.FORWARD and not self._settings.compiled:  # without a graph, for the outputs alone
+        # A forward pass without a graph casts weights for its outputs alone, not also for gradients.
+        if op_kind == Kind.FORWARD and not self._settings.compiled:
             return casts * 0.5
         return casts if op_kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) else Work()
 
     def _block(self, op_kind: Kind, index: int, has_graph: bool) -> Work:
         """Return the work of a block's own code, summed over micro-batches. A backward pass with a kept graph recomputes nothing."""
         kind, total = self._outline.kind(index), Work()
-        if op_kind == Kind.STAGE:  # rounds gradients, which `_engine_bytes` has
+        if op_kind == Kind.STAGE:  # it only rounds gradients, which `_engine_bytes` counts
             return total
         for rows in self._settings.slices:
             if op_kind == Kind.FORWARD:
@@ -280,7 +288,7 @@ class StepCost:
         """Return the seconds that the device takes for work, with products in a dtype; None for that of training."""
         hardware, dtype = self._hardware, dtype or self._dtype
         products = work.products / hardware.matmul[dtype]
-        if work.float8:  # of which `require_float8` has made sure
+        if work.float8:  # `require_float8` has rejected machines whose rate is 0
             products += work.float8 / hardware.float8
         products = max(products, work.product_bytes / hardware.device_bandwidth)
         moved = work.moved_bytes * (FUSED if compiled else 1.0) / hardware.device_bandwidth
@@ -291,14 +299,16 @@ class StepCost:
 
 
 def update_bytes(settings: StepSettings, hardware: Hardware) -> float:
-    """Return the host traffic of an update per parameter, or the bytes corresponding to its measured seconds."""
+    """Return the host bytes that an update moves per parameter; if its seconds were measured, the bytes that memory moves in that time."""
     moments = 2 * settings.optimizer.num_moments * MOMENT_BYTES[settings.moments]
     return _measured(_traffic(settings) + moments, settings, hardware)
 
 
 def matrix_update_bytes(settings: StepSettings, hardware: Hardware) -> tuple[float, float]:
-    """Return the bytes of an update as in `update_bytes`, for an element of a matrix that is orthogonalized on the device: of the part
-    before that, and of the part after it.
+    """Return the host bytes, as in `update_bytes`, for an element of a matrix that is orthogonalized on the device.
+
+    Returns:
+        The bytes of the part before that, which reads and writes gradient and moment, and of the part after it, which changes the weight.
     """
     before = 2 * (settings.grad_bytes + MOMENT_BYTES[settings.moments])
     return _measured(before, settings, hardware), _measured(_traffic(settings), settings, hardware)
@@ -310,7 +320,10 @@ def _traffic(settings: StepSettings) -> int:
 
 
 def _measured(num_bytes: int, settings: StepSettings, hardware: Hardware) -> float:
-    """Return the bytes corresponding to the measured seconds of an update by AdamW, in proportion to the traffic."""
+    """Return ``num_bytes`` or, if AdamW's update was measured, the bytes that host memory moves in the seconds that they take.
+
+    These seconds are AdamW's, in proportion to the bytes that its update moves.
+    """
     seconds = hardware.update_seconds.get(settings.precision)
     if seconds is None:
         return float(num_bytes)
@@ -349,7 +362,7 @@ def _sharing_cores(found: Rates, hardware: Hardware, computing: int) -> Rates:
     updating = max(1, hardware.cores - computing)
     share = min(1.0, hardware.cores / (computing + updating))  # of a core that each thread gets
     bandwidths = [bandwidth for threads, bandwidth in hardware.host_bandwidth.items() if int(threads) <= updating]
-    of_updates = max(bandwidths, default=hardware.host_rate)
+    of_updates = max(bandwidths, default=hardware.host_rate)  # the bandwidth that the updating threads reach
     return replace(
         found, link_both=None, inline=True, compute_share=share, update_share=share * of_updates / hardware.host_rate
     )

@@ -79,11 +79,11 @@ class Simulation:
         self._rates = rates(hardware, computing_threads, interconnect, step.settings)
 
     def estimated_seconds(self) -> float:
-        """Return about the seconds of a step, sooner than `step_time`, to compare settings."""
+        """Return approximately the seconds of a step, to compare settings: fewer steps are simulated than in `seconds`."""
         return step_seconds(self._passes, self._cost, self._rates, num_steps=2)
 
     def seconds(self) -> float:
-        """Return the seconds of a step, those of `step_time`."""
+        """Return the seconds of a step, the same as in `step_time`, without all else that is found there."""
         return step_seconds(self._passes, self._cost, self._rates, num_steps=_STEPS)
 
     def step_time(self) -> StepTime:
@@ -110,7 +110,7 @@ class Simulation:
         )  # fmt: skip
 
     def save_time(self) -> SaveTime:
-        """Simulate a checkpoint between two of the steps."""
+        """Simulate steps with and without a checkpoint before one of them, and return what the checkpoint takes and delays."""
         passes, cost = self._passes, self._cost
         # Both are _STEPS + 2 steps: the last but one has the checkpoint, and the last one shows what that has delayed.
         with_save = simulate([*passes * _STEPS, *self._step.passes_with_save(), *passes], cost, self._rates)
@@ -125,13 +125,13 @@ class Simulation:
         )
 
     def _thresholds(self) -> dict[str, int]:
-        """Return the tokens per step from which transfers and updates are fully overlapped by computation.
+        """Return the tokens per step from which computation fully overlaps ``update``, ``copy_in`` (loads) and ``gather``, by these names.
 
         The time of loads and updates does not depend on the tokens. The time of computation grows with them, but less than
         proportionally while matrix products wait for weights. Inline transfers cannot be overlapped.
         """
         cost, speed, (forward_pass, backward_pass, *_) = self._cost, self._rates, self._passes
-        # The forward pass overlaps loads and updates; with `update_in_backward`, the backward pass overlaps updates.
+        # Updates. The forward pass overlaps them or, with `update_in_backward`, the backward pass.
         in_backward = self._step.settings.update_in_backward
         forward = partial(cost.blocks_seconds, backward=False)
         overlapping_updates = partial(cost.blocks_seconds, backward=in_backward)
@@ -139,11 +139,13 @@ class Simulation:
         overlapped = (backward_pass if in_backward else forward_pass).ops
         copied = sum(cost(op) for op in overlapped if op.kind in (Kind.STREAM_IN, Kind.STREAM_OUT))
         link = speed.link_both if in_backward and speed.link_both else speed.link_in
-        # What the copies of a pass leave of host memory's bandwidth is for updates: during them, or until both have moved their bytes.
+        # Copies of the same pass take their part of host memory's bandwidth. Updates take until both have moved their bytes, or less, if
+        # what the copies leave of the bandwidth suffices to move theirs sooner.
         left = speed.host - min(link, speed.host)
         updating = updated / speed.host if speed.inline else (updated + copied) / speed.host
         if left and not speed.inline:
             updating = min(updating, updated / left)
+        # Loads and gathers of the blocks, which the forward pass overlaps.
         of_blocks = [op for op in forward_pass.ops if op.unit.is_block or op.unit.is_tile]
         loaded = sum(cost(op) for op in of_blocks if op.kind == Kind.STREAM_IN)
         gathered = sum(cost(op) for op in of_blocks if op.kind == Kind.GATHER)
@@ -158,7 +160,10 @@ class Simulation:
 
 
 def _utilization(timeline: Timeline, begin: float, seconds: float) -> dict[str, float]:
-    """Return the share of a step in which each stream is busy. Updates count as work of the host, in whatever stream they run."""
+    """Return the share of a step in which each stream is busy, by its name. Updates count for the host's stream, in whichever they run.
+
+    Streams of `SOMETIMES` are left out if no operation of the timeline runs in them.
+    """
     end = begin + seconds
     in_step: dict[Stream, list[Span]] = {}
     for span in timeline.spans:
@@ -178,9 +183,11 @@ def _limited_by(saved: Mapping[str, float], seconds: float) -> str:
 
 
 def _tokens_for(seconds: float, computed: Callable[[float], float]) -> int:
-    """Return the smallest number of tokens whose computation takes this long, with an error of a thousandth.
+    """Return the smallest number of tokens whose computation takes this long, by bisection to a thousandth; `_MOST_TOKENS` if none does.
 
-    ``computed`` returns the seconds for a number of tokens. `_MOST_TOKENS` if no number is enough.
+    Args:
+        seconds: the time to reach.
+        computed: function that returns the seconds of computation for a number of tokens, and never falls.
     """
     low, high = 0.0, 1.0
     while computed(high) < seconds:

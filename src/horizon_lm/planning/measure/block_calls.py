@@ -158,7 +158,10 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _extent(number: int, more_rows: int, more_tokens: int) -> _Extent:
-    """Return what a size depends on, from its values in the batches of `_shapes`: it is proportional to what it depends on."""
+    """Return the extent of a dimension, from its sizes in the batches of `_shapes`.
+
+    A size that grows in proportion to the rows or the tokens depends on them. Raise ValueError if it changes in any other way.
+    """
     by_rows = more_rows * _ROWS[0] == number * _ROWS[1]
     by_length = more_tokens * _LENGTH[0] == number * _LENGTH[1]
     if (not by_rows and more_rows != number) or (not by_length and more_tokens != number):
@@ -196,7 +199,15 @@ def _record(
     inputs: Mapping[str, torch.Tensor],
     length: int,
 ) -> dict[int, Call]:
-    """Record each block's arguments in one forward pass. ``kinds``: for each index, a block of the same structure."""
+    """Return the arguments of each block in one forward pass, which ends at the last block.
+
+    Args:
+        parts: parts of a skeleton.
+        kinds: for the index of each block, a block of the same structure, which is run on the meta device for the shape of its output.
+        dtype: dtype of hidden states.
+        inputs: inputs of the model.
+        length: tokens of the rows that are planned for, by which a sliding window is shortened.
+    """
     calls: dict[int, Call] = {}
     outputs: dict[nn.Module, Any] = {}
 
@@ -219,7 +230,7 @@ def _record(
     answers = answers_of(parts.blocks, answer)
     answers[parts.embed] = lambda ids: torch.zeros((*ids.shape, parts.hidden), dtype=dtype)
     with trial(answers, outer_weights(parts, zero)), _short_window(parts, length), torch.no_grad():
-        parts.model(**{"use_cache": False, **inputs})  # whose end, by TrialDoneError, is the end of this context
+        parts.model(**{"use_cache": False, **inputs})  # the last block ends this context by TrialDoneError
         raise AssertionError("the last block was not reached")
     return calls
 

@@ -90,7 +90,7 @@ def _casting_on_meta(module: nn.Module) -> Iterator[_Casts]:
 def _measure(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool, casts: _Casts
 ) -> BlockRun:
-    """Measure a module as `measure` does, with weights that are cast."""
+    """Measure a module as `measure` does, once its weights are cast; hooks that drop the gradients of its parameters stay in it."""
     given = args, kwargs, casts.tensors
     with recording(module, given, accelerated=accelerated) as recorder, torch.enable_grad():
         output = module.forward(*args, **kwargs)
@@ -100,14 +100,14 @@ def _measure(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_drop)  # slots for gradients are counted elsewhere
         torch.autograd.backward(tensors, [torch.empty_like(t) for t in tensors])
-    with recording(module, given, accelerated=accelerated) as alone, torch.no_grad():
+    with recording(module, given, accelerated=accelerated) as without_graph, torch.no_grad():
         module.forward(*args, **kwargs)
     recompute = forward - _unread_work(module, args, kwargs, accelerated)
     backward = recorder.work - forward
+    # The bytes of the cast weights count by themselves, so the peak has only what the casts take on top of them.
     footprint = Footprint(graph, max(recorder.peak, casts.peak - casts.num_bytes), casts=casts.num_bytes)
-    return BlockRun(
-        footprint, alone.peak + casts.num_bytes, forward, recompute, backward, casts.work, _detached(output)
-    )
+    forward_peak = without_graph.peak + casts.num_bytes
+    return BlockRun(footprint, forward_peak, forward, recompute, backward, casts.work, _detached(output))
 
 
 def _unread_work(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], accelerated: bool) -> Work:

@@ -63,7 +63,7 @@ class CacheProbe:
         layers = list(map(max, layers, in_prompt))
         if not generation.is_offloaded:
             return sum(layers)
-        # Of the largest layers, the one in use and the one prefetched; smaller ones, of windows and states, may stay there.
+        # On the device are two of the largest layers, the one in use and the one prefetched. Smaller ones, of windows and states, may stay.
         largest = max(layers)
         return 2 * largest + sum(each for each in layers if each < largest)
 
@@ -77,7 +77,7 @@ class CacheProbe:
 
     def _working(self, generation: Generation) -> int:
         """Return the peak of computations beside the cache."""
-        # Both peaks have a layer on top of the cache: concatenation makes a new one before it drops the old one.
+        # Both peaks have one layer more than the cache, because concatenation makes a new layer before it drops the old one.
         of_token = self._token(generation.rows, generation.length).peak()
         of_prompt = max(self._in_prompt(generation)) + self._prompt_peak(generation.rows, generation.prompt)
         num_logits = generation.rows * self._source.config.get_text_config().vocab_size
@@ -138,7 +138,10 @@ class _TokenOfRows:
         return max(self._peak_of(index, cache) for index in alike.values())
 
     def _peak_of(self, index: int, cache: Any) -> int:
-        """Compute a block with a cache that has not seen the token yet. Return the peak, with the layer of the cache."""
+        """Compute a block on the meta device with a cache that has not seen the token yet, and return the peak bytes.
+
+        The block fills its layer of the cache, whose memory is part of the peak.
+        """
         args, kwargs = tree_map(lambda leaf: cache if leaf is self._cache else leaf, self._calls[index])
         in_float32 = self._parts.in_float32_inside(self._parts.block_names[index])
         module, args, kwargs = copy_on_meta(self._parts.blocks[index], args, kwargs, self._dtype, in_float32)

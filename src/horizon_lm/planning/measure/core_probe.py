@@ -136,9 +136,10 @@ class _Weighted(nn.Module):
 
 
 def _run_experts(experts: RoutedExperts, left_out: _LeftOut, accelerated: bool) -> tuple[BlockRun, int]:
-    """Run all rows through a single expert. Also return the bytes that a further expert adds (`CoreRun.grad`)."""
+    """Run all rows through a tile of one expert. Return the run, and the bytes that each further expert adds to a tile (`CoreRun.grad`)."""
     alone = _run_tile(experts, 1, left_out, accelerated)
-    if experts.adapters:  # each tensor is in memory once more, with its adapters applied
+    # With adapters, PEFT makes a second tensor of each weight, so a tile of two experts is measured, too.
+    if experts.adapters:
         two = _run_tile(experts, 2, left_out, accelerated)
         return alone, two.footprint.peak - alone.footprint.peak
     weights = [experts.block.get_parameter(name)[:1] for name in experts.names]

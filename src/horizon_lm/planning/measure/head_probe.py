@@ -56,11 +56,17 @@ def head_peak(
     )
     of_token = (peak_of_twice - peak) // _TOKENS
     one = peak - (_TOKENS - 1) * of_token
-    return Linear(one, one + of_token)  # which is given by its values for one token and for two
+    return Linear(one, one + of_token)  # the values for one token and for two
 
 
 class _HeadRun(NamedTuple):
-    """The peak bytes of a run, the work of its forward pass, and that of forward and backward pass."""
+    """The cost of a run.
+
+    Attributes:
+        peak: peak bytes.
+        forward: work of the forward pass.
+        both: work of forward and backward pass together.
+    """
 
     peak: int
     forward: Work

@@ -203,12 +203,12 @@ def _linear(one: object, two: object, *names: str) -> dict[str, Any]:
 
 
 def _is_of_bitsandbytes(codec: Codec) -> bool:
-    """Return whether a format, or that of stacked tensors, is one of bitsandbytes."""
+    """Return whether a codec, or the codec inside a stack, is a bitsandbytes format."""
     return isinstance(codec.of if isinstance(codec, Stack) else codec, Bnb4Bit)
 
 
 def _parameters_per_token(parts: ModelParts, layout: ModelLayout[StorageLayout]) -> int:
-    """Return the number of parameters in blocks and head that compute a token; of its experts, those of the chosen ones."""
+    """Return the number of parameters in blocks and head that compute a token; of the experts, only those that it is routed to count."""
     config = parts.model.config.get_text_config()
     experts = num_experts(config)
     chosen = experts_per_token(config) or experts
