@@ -50,7 +50,7 @@ class EnergyMeter:
 
     Args:
         gpu: the GPU's UUID as torch prints it, without "GPU-"; None for no GPU.
-        with_host: also read the counters of the processors; False if another process does, and this one's are 0.
+        with_host: also read the counters of the processors; False if another process of the machine reads them, and this one counts 0.
         powercap: folder of RAPL's zones.
         clock: seconds of a clock that never goes back.
     """
@@ -107,7 +107,7 @@ def _readable_zones(powercap: Path) -> list[_Zone]:
             if (folder / "name").read_text().startswith(("package", "dram")):
                 zones.append(_Zone(folder))
         except (OSError, ValueError):
-            return []  # the others alone would pass for the whole
+            return []  # a sum over the other zones alone would be taken for that of all
     return zones
 
 

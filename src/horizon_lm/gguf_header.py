@@ -28,7 +28,14 @@ _BLOCKS = {
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of a file. ``shape`` is that of torch, ``start`` its first byte in the file."""
+    """A tensor of a file.
+
+    Attributes:
+        shape: its shape in torch, whose axes a file has in the opposite order.
+        kind: number of its type, as in `_BLOCKS`.
+        start: its first byte in the file.
+        num_bytes: its size; 0 if that of its type is not known.
+    """
 
     shape: tuple[int, ...]
     kind: int
@@ -76,12 +83,14 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """A position in the header of a GGUF file, of version 2 or 3 in little-endian order: metadata, then tensors, to be read in this order.
-    Raise ValueError if it is damaged.
+    """Reads the header of a GGUF file, of version 2 or 3 in little-endian order, from its start on.
+
+    `metadata` must be called before `tensors`, because each method goes on reading where the last one has ended. All of them raise
+    ValueError if the header is damaged.
     """
 
     def __init__(self, content: mmap.mmap) -> None:
-        self._content, self._num_bytes, self._at = content, len(content), 4
+        self._content, self._num_bytes, self._at = content, len(content), 4  # after the four bytes GGUF
         if content[:4] != b"GGUF":
             raise ValueError("it is no GGUF file")
         if (version := self._number("I")) not in (2, 3):

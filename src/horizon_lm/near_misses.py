@@ -7,19 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_SAME_WORD, _SAME_NAME = (
-    0.75,
-    0.8,
-)  # similarities from which two words, or words of names, are spellings of one: omni is not mini
+# Similarities from which two words are spellings of one.
+_SAME_WORD = 0.75
+_SAME_NAME = 0.8  # of words in names of models, where omni is not mini
 _FEW = 3  # names in one suggestion, at most
 _SUFFIXES = re.compile(r"(?<=.)(\.[A-Za-z]\w*)+$")  # of files; not the end of Llama-3.1-8B
 _SIZE = re.compile(r"(?<![a-z0-9.])(?:\d+x)?\d+(?:\.\d+)?[bm](?![a-z0-9])")
 
 
 def closest_setting(typed: str, known: Iterable[str]) -> str | None:
-    """Return the setting that a name is a misspelling of, or has too many or too few words of; None if there is none.
+    """Return the known setting that a typed name misspells, or that it names with too many or too few words; None if there is none.
 
-    ``max_samples`` is not ``max_steps``: a word of one meaning stands in the place of another.
+    ``max_samples`` does not stand for ``max_steps``: each has a word that the other lacks, so they are two settings.
     """
     for name in difflib.get_close_matches(typed, list(known), n=3):
         if not (_words_without_match(typed, name) and _words_without_match(name, typed)):
@@ -28,12 +27,12 @@ def closest_setting(typed: str, known: Iterable[str]) -> str | None:
 
 
 def _words_without_match(name: str, other: str) -> list[str]:
-    """Return the words of a name that are no spellings of words of another."""
+    """Return the words of a name that resemble no word of the other name."""
     return [word for word in name.split("_") if not difflib.get_close_matches(word, other.split("_"), 1, _SAME_WORD)]
 
 
 def most_similar_first(names: Iterable[str], typed: Iterable[str]) -> list[str]:
-    """Return names sorted by their similarity to the one of those typed that is nearest."""
+    """Return names, those first that resemble one of the typed names most; equally similar ones in alphabetical order."""
     typed = list(typed)
 
     def similarity(name: str) -> float:
@@ -45,8 +44,8 @@ def most_similar_first(names: Iterable[str], typed: Iterable[str]) -> list[str]:
 def closest_model(typed: str, known: Iterable[str]) -> str | None:
     """Return the model of the same family, version and size whose name is the most similar; None if there is none.
 
-    Each word and number of the name typed is one of the model's, or a misspelling of it: Qwen2.5-VL-7B is another model than
-    Qwen2.5-7B. A name may lack the end of the version or of the name, as qwen-7b does, if it is that of one version alone.
+    Each word and number of the typed name must be one of the model's, or a misspelling of it: Qwen2.5-VL-7B is another model than
+    Qwen2.5-7B. The typed name may leave out the end of the version or of the name, as qwen-7b does, if models of a single version fit.
     """
     wanted = _ModelName.of(typed)
     alike = {name: own for name in known if wanted.may_mean(own := _ModelName.of(name))}
@@ -65,8 +64,8 @@ def closest_machines(typed: str, known: Iterable[str]) -> list[str]:
     """
     typed, known = typed.casefold(), list(known)
     typed_digits = Counter(filter(str.isdigit, typed))
-    beginning_so = [name for name in known if typed and name.startswith(typed)]
-    for name in beginning_so or difflib.get_close_matches(typed, known, 3, _SAME_WORD):
+    with_prefix = [name for name in known if typed and name.startswith(typed)]
+    for name in with_prefix or difflib.get_close_matches(typed, known, 3, _SAME_WORD):
         digits = Counter(filter(str.isdigit, name))
         if digits <= typed_digits or typed_digits <= digits:
             return [name]
@@ -74,21 +73,23 @@ def closest_machines(typed: str, known: Iterable[str]) -> list[str]:
 
 
 def _with_number_of(typed: str, known: Iterable[str]) -> list[str]:
-    """Return the machines that have a number of the name typed; those that have one of its words, too, if there are any.
+    """Return the machines whose names have a number in common with the typed name, such as 4090; of these only those that also have one
+    of its words, if any do.
 
-    Variants of a machine that is found are left out. The list is empty if more than a few are left.
+    If a machine is found, its variants, whose names extend its name, are left out. The list is empty if more than `_FEW` are left.
     """
     numbers, words = set(re.findall(r"(?<![a-z\d])\d{3,}", typed)), set(re.findall(r"[a-z]+", typed))
-    found = [name for name in known if numbers & set(re.findall(r"\d+", name))]
-    found = [name for name in found if words & set(name.split("-")[1:])] or found
-    found = [name for name in found if not any(name.startswith(f"{other}-") for other in found)]
-    return found if len(found) <= _FEW else []
+    with_number = [name for name in known if numbers & set(re.findall(r"\d+", name))]
+    found = [name for name in with_number if words & set(name.split("-")[1:])] or with_number
+    without_variants = [name for name in found if not any(name.startswith(f"{other}-") for other in found)]
+    return without_variants if len(without_variants) <= _FEW else []
 
 
 def closest_path(typed: str | Path) -> Path | None:
-    """Return the existing path whose parts have the names of the one typed, or similar ones; None if a part has none.
+    """Return the existing path that a typed path was probably meant to be; None if nothing resembles one of its parts.
 
-    Suffixes do not count: ``train.json`` is meant to be ``train.jsonl``, and ``eval.jsonl`` is not.
+    Each part is taken as it is if it exists, else the most similar name in its folder. Suffixes do not count: ``train.json`` resembles
+    ``train.jsonl``, and ``eval.jsonl`` does not.
     """
     path = Path(typed)
     try:
@@ -100,12 +101,12 @@ def closest_path(typed: str | Path) -> Path | None:
                 return None
             found /= name
     except (OSError, ValueError, RuntimeError):
-        return None  # no folder, not ours to list, no path at all, or the home of an unknown user
+        return None  # no folder, one that may not be listed, no path at all, or the home of an unknown user
     return found
 
 
 def _closest_name(typed: str, names: Iterable[str]) -> str | None:
-    """Return the name whose stem is the most similar to that of the one typed, and of several the most similar; None for none."""
+    """Return the name whose stem best matches the typed one; break ties by the full name. None if nothing is close."""
     stems = {name: _SUFFIXES.sub("", name).casefold() for name in names}
     close = difflib.get_close_matches(_SUFFIXES.sub("", typed).casefold(), set(stems.values()), 1, _SAME_WORD)
     same_stem = [name for name, stem in stems.items() if stem in close]
@@ -135,6 +136,7 @@ class _ModelName:
 
     @classmethod
     def of(cls, name: str) -> "_ModelName":
+        """Divide a name at its size or, without one, behind its last number: family and version are before it, all else follows."""
         owner, _, base = name.casefold().rpartition("/")
         size, last = _SIZE.search(base), [*_NUMBER.finditer(base)][-1:]
         start, end = size.span() if size else (last[0].end(),) * 2 if last else (len(base),) * 2

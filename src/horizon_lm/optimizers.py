@@ -47,12 +47,18 @@ class OptimizerEntry:
 
     def moment_bytes(self, moments: str) -> int:
         """Return the bytes of a parameter's moments, without the scales of 8-bit moments. If matrices have fewer moments than other
-        parameters, these are those of a parameter in a matrix.
+        parameters, return those of a parameter in a matrix.
         """
         return (1 if self.orthogonalizes else self.num_moments) * MOMENT_BYTES[moments]
 
     def moments_of(self, trained: frozenset[str], matrices: Collection[str]) -> list[frozenset[str]]:
-        """Return the full names of the parameters that have each moment, from those of trained ones and of the matrices of blocks."""
+        """Return, for each moment, the full names of the parameters that have it.
+
+        Args:
+            trained: full names of all trained parameters.
+            matrices: full names of the matrices of blocks. An optimizer that orthogonalizes them keeps one moment of them, the first of
+                the result; the others are those of all other parameters.
+        """
         if not self.orthogonalizes:
             return [trained] * self.num_moments
         return [trained.intersection(matrices), *[trained.difference(matrices)] * self.num_moments]
@@ -92,6 +98,9 @@ def users_of(setting: str) -> tuple[str, ...]:
 
 
 def name_in_transformers(ours: str, moments: str) -> str:
-    """Return transformers' name for an optimizer with such moments, or else for the optimizer with any; AdamW's if there is none."""
+    """Return transformers' name for an optimizer with this kind of moments, or else with any kind.
+
+    For an optimizer that transformers does not have, the name is one of AdamW's.
+    """
     others = OPTIMIZERS[ours].others or OPTIMIZERS["adamw"].others
     return next((theirs for theirs, kind in others.items() if kind == moments), next(iter(others)))

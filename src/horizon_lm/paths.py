@@ -16,16 +16,17 @@ _LONGEST_NAME = 200  # characters; the hub allows 96 for OWNER/NAME
 _LARGEST_TEXT_BYTES = 64 * 2**20  # of a text file of a model; the largest published tokenizers have 35 MB
 _LARGEST_SETTINGS_BYTES = 16 * 2**20  # of a JSON file of settings; the largest published ones have 2 MB
 _MOST_VALUES = 2**18  # in a JSON file of settings
-_TABLES = {
+# The most values of JSON files that hold no settings, by name.
+_MOST_VALUES_OF_TABLES = {
     "tokenizer.json": 2**22,
     "vocab.json": 2**22,
     "model.safetensors.index.json": 2**20,
-}  # values of longer files
+}
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".model")
 
 
 def exists(name: str) -> bool:
-    """Return whether a path exists. A text that is no path at all, such as one that is too long, does not."""
+    """Return whether a path exists; False for a text that cannot be a path, such as one that is too long."""
     try:
         return Path(name).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long, a null character, or the home of an unknown user
@@ -33,7 +34,10 @@ def exists(name: str) -> bool:
 
 
 def near_path(name: str | Path, folder: Path | None = None) -> str:
-    """Return the hint at the existing path that a missing one was meant to be, or else at the folder in which it begins.
+    """Return the end of an error message about a missing path.
+
+    It names the existing path that was probably meant, or else the folder in which the missing one begins. It is empty for an
+    absolute path that resembles none.
 
     Args:
         name: the path that is missing.
@@ -47,7 +51,12 @@ def near_path(name: str | Path, folder: Path | None = None) -> str:
 
 
 def similar_path(name: str | Path, folder: Path | None = None) -> str:
-    """Return the hint at the existing path that a missing one was meant to be; empty if there is none."""
+    """Return the end of an error message that names the existing path which a missing one resembles; empty if there is none.
+
+    Args:
+        name: the path that is missing.
+        folder: the folder in which it begins; None for the working directory.
+    """
     close = closest_path(name if folder is None else folder / name)
     if close is None or exists(str(name)):
         return ""
@@ -74,7 +83,12 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def require_own_files(folder: Path, patterns: Iterable[str]) -> None:
-    """Raise ConfigError if a file of a model folder leads out of the folder, is no regular file, or is far too long a text."""
+    """Raise ConfigError if a file of a model's folder is a link out of the folder, no regular file, or far too long a text.
+
+    Args:
+        folder: the folder.
+        patterns: glob patterns of the files to check.
+    """
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         if not path.exists():  # a broken link; an error comes if the file is needed
             continue
@@ -87,8 +101,11 @@ def require_own_files(folder: Path, patterns: Iterable[str]) -> None:
 
 
 def require_small_text(path: Path) -> None:
-    """Raise ConfigError if a text file of a model is so long, or has so many values, that reading it would take minutes."""
-    is_settings = path.suffix == ".json" and path.name not in _TABLES
+    """Raise ConfigError if reading a text file of a model would take minutes: it has too many bytes or, as JSON, too many values.
+
+    The values are counted by their commas, because parsing is what takes the time.
+    """
+    is_settings = path.suffix == ".json" and path.name not in _MOST_VALUES_OF_TABLES
     largest = _LARGEST_SETTINGS_BYTES if is_settings else _LARGEST_TEXT_BYTES
     try:
         if (size := path.stat().st_size) > largest:
@@ -98,7 +115,7 @@ def require_small_text(path: Path) -> None:
         values = path.read_bytes().count(b",") if path.suffix == ".json" else 0
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); download it again") from error
-    if values > (most := _TABLES.get(path.name, _MOST_VALUES)):
+    if values > (most := _MOST_VALUES_OF_TABLES.get(path.name, _MOST_VALUES)):
         raise ConfigError(
             f"{path} has {values:,} values, more than the {most:,} that such a file may have; download it again"
         )

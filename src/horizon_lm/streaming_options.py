@@ -46,11 +46,11 @@ class StreamingOptions:
                 raise ConfigError(f"{name} is {value}; it must be at least 1, or unset")
         if self.head not in ("chunked", "whole"):
             raise ConfigError(f"head is {self.head!r}; choose 'chunked' or 'whole'")
-        kept = self.activation_checkpoints
-        is_number = isinstance(kept, int) and not isinstance(kept, bool) and kept >= 0
-        if kept not in ("auto", "device", "host") and not is_number:
+        where = self.activation_checkpoints
+        is_number = isinstance(where, int) and not isinstance(where, bool) and where >= 0
+        if where not in ("auto", "device", "host") and not is_number:
             raise ConfigError(
-                f"activation_checkpoints is {kept!r}; choose 'auto', 'device', 'host', or a number of blocks"
+                f"activation_checkpoints is {where!r}; choose 'auto', 'device', 'host', or a number of blocks"
             )
         if self.compile not in (True, False, "auto"):
             raise ConfigError(f"compile is {self.compile!r}; choose True, False or 'auto'")
@@ -110,7 +110,9 @@ class StreamingOptions:
         return {name: getattr(settings, name) for name in StreamingOptions.names()}
 
     def requested_residency(self, num_blocks: int, auto_on_device: bool) -> tuple[int, int, int]:
-        """Return the requested numbers of last blocks whose checkpoints, weights and graphs stay on the device.
+        """Return three numbers: of how many last blocks the checkpoints, the weights and the graphs stay on the device by request.
+
+        A resident graph needs the weights and the checkpoint of its block, so the last number is never larger than the others.
 
         Args:
             num_blocks: number of blocks in the model.
@@ -118,7 +120,9 @@ class StreamingOptions:
         """
         weights = min(self.resident_blocks or 0, num_blocks)
         graphs = min(self.resident_graphs or 0, weights)
-        kept = self.activation_checkpoints
-        if not isinstance(kept, int):
-            kept = num_blocks if kept == "device" or (kept == "auto" and auto_on_device) else graphs
-        return max(graphs, min(kept, num_blocks)), weights, graphs
+        where = self.activation_checkpoints
+        if isinstance(where, int):
+            checkpoints = where
+        else:
+            checkpoints = num_blocks if where == "device" or (where == "auto" and auto_on_device) else graphs
+        return max(graphs, min(checkpoints, num_blocks)), weights, graphs
