@@ -194,7 +194,9 @@ def _parse_value(key: str, option: str, text: str) -> Any:
 
 
 def _without_unused(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those that only these changes made unused."""
+    """Return the settings of a file without those that only the overrides (``changes``) made unused. Settings that were unused before are
+    mistakes of the file; they are kept, so that validation reports them.
+    """
     kept = dict(settings)
     if not changes:
         return kept
@@ -250,7 +252,9 @@ def _validate(
 
 
 def _valid_part(schema: type[RunConfig], settings: dict[str, Any], invalid: Collection[str]) -> RunConfig | None:
-    """Return the settings without the invalid ones; None if these decide how others are meant, or others are invalid without them."""
+    """Return the settings without the invalid ones, so that what the others name can be checked, too. Return None if an invalid setting
+    decides what others mean (``objective``, ``gguf_file``), or if the others are invalid without it.
+    """
     if not {"objective", "gguf_file"}.isdisjoint(invalid):
         return None
     try:
@@ -261,7 +265,9 @@ def _valid_part(schema: type[RunConfig], settings: dict[str, Any], invalid: Coll
 
 
 def _all_of(problems: Sequence[str], errors: Sequence[HorizonError]) -> HorizonError:
-    """Return one error for invalid settings and other errors: of the kind that the others have, if there are no invalid settings."""
+    """Return one error with all messages. It has the type of ``errors`` if they share one and there are no ``problems``, which are messages
+    about invalid settings; otherwise it is a ConfigError.
+    """
     lines = [*problems, *map(str, errors)]
     kinds = {type(each) for each in errors} | ({ConfigError} if problems else set())
     kind = kinds.pop() if len(kinds) == 1 else ConfigError
@@ -303,8 +309,8 @@ def _message(details: Any, places: SettingPlaces, schema: type[RunConfig]) -> st
 def _suggest(key: str, known: list[str], of_run: bool) -> str:
     """Suggest a replacement for an unknown setting, the surest first; ``of_run`` is False in an entry of ``datasets``.
 
-    It may belong to another objective, be an earlier name of ours, be one that other trainers have and this one does not, be
-    their name for a setting of ours, or be misspelt.
+    It may be an earlier name of ours, a setting that only other trainers have, their name for a setting of ours, a setting of another
+    objective, one of an entry of ``datasets``, or misspelt.
     """
     if key in _RENAMED:
         return f"; it is now called {_RENAMED[key]}"

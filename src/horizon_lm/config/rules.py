@@ -38,8 +38,8 @@ class Reading:
     places: Sequence[Collection[str]] = ()
 
     def is_meant(self, name: str, others: Collection[str]) -> bool:
-        """Return whether a setting was written to be used, also with its default value: in a place that has none of the ``others``, which
-        decide whether it is used. A file with all settings has them, too.
+        """Return whether a setting was written on purpose, also with its default value: in a place without any of the ``others``, which
+        decide whether it is used. A file that lists all settings has these, too, and means nothing by its defaults.
         """
         return any(name in place and not any(other in place for other in others) for place in self.places)
 
@@ -67,7 +67,8 @@ class Needs:
         defaults = {name: fields[name].default for name in self.others}
         if not self.others.keys() <= given.keys() or self._met_by(given, defaults):
             return
-        changed = self._met_by(defaults, defaults)  # from a value with which the setting would be used
+        # Other settings whose defaults suffice, but that have a value now with which this setting is not used.
+        changed = self._met_by(defaults, defaults)
         found = " and ".join(_described(name, [given[name]]) for name in changed)
         missing = " or ".join(_described(name, self.others[name]) for name in self.others if name not in changed)
         if found and missing:
@@ -84,16 +85,18 @@ class Needs:
 
 
 class NeedsEvenByDefault(Needs):
-    """`Needs` of a setting whose default, too, is written only by somebody who wants what it needs, such as adapters: they would get
-    another run than they asked for.
+    """`Needs` of a setting that nobody writes, even with its default value, without wanting what it needs, such as adapters. A run
+    without these would not be the one that was asked for.
     """
 
 
 def require_use(
     name: str, value: Any, given: Mapping[str, Any], fields: Mapping[str, FieldInfo], reading: Reading
 ) -> None:
-    """Raise UnusedError if a setting lacks another one that it needs; see `Needs.require`. Its default may stand anywhere, unless the rule
-    is `NeedsEvenByDefault` and the default asks for something.
+    """Raise UnusedError if a setting is given without another one that it needs (`Needs.require`).
+
+    A default value is accepted anywhere, unless the rule is `NeedsEvenByDefault`, the default asks for something (it is neither None nor
+    False) and it was written on purpose (`Reading.is_meant`).
     """
     for rule in fields[name].metadata:
         if not isinstance(rule, Needs):

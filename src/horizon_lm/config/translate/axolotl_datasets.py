@@ -120,20 +120,20 @@ def _name(row_type: Any) -> str:
 def _find_conversations(theirs: Mapping[str, Any], columns: dict[str, str], left_out: LeftOut) -> str | None:
     """Return the format of an entry with conversations, and add its column; None if the rows decide."""
     names = theirs.get("message_property_mappings") or {}
-    found = (
+    keys = (  # of the role and the content of a message; None for Axolotl's default
         names.get("role", theirs.get("message_field_role")),
         names.get("content", theirs.get("message_field_content")),
     )
     column = theirs.get("field_messages", "conversations" if theirs.get("type") == "sharegpt" else "messages")
-    if found == (None, None) and column == "conversations":
-        return None  # ours is recognized by its fields
+    if keys == (None, None) and column == "conversations":
+        return None  # our format of this field is recognized from the rows
     formats = {("from", "value"): "sharegpt", ("role", "content"): "messages", (None, None): "messages"}
-    if found not in formats or names.keys() - {"role", "content"}:
+    if keys not in formats or names.keys() - {"role", "content"}:
         left_out.add(
             "datasets.message_property_mappings", "rejected", "messages must be {role, content} or {from, value}"
         )
         return None
-    expected = "conversations" if formats[found] == "sharegpt" else "messages"
+    expected = "conversations" if formats[keys] == "sharegpt" else "messages"
     if column != expected:
         columns[expected] = column
-    return formats[found]
+    return formats[keys]

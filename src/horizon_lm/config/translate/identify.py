@@ -20,7 +20,9 @@ def reject_own_file(theirs: Mapping[str, Any], path: str) -> None:
 
 
 def find_table(theirs: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the translation table of the trainer whose required settings the file has, and to which most others are specific."""
+    """Return the translation table of the trainer that a file belongs to: one whose required settings it has, and of these the one with
+    most settings that no other trainer has.
+    """
 
     def rank(table: Mapping[str, Any]) -> tuple[bool, int]:
         """Return whether the file has all settings that the trainer requires, and how many are specific to it."""

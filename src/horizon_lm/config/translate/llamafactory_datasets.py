@@ -61,7 +61,10 @@ _LLAMAFACTORY_TAGS = {
 def _llamafactory_entry(
     name: str, folder: Path, theirs: Mapping[str, Any], objective: str, left_out: LeftOut
 ) -> dict[str, Any]:
-    """Translate an entry of ``dataset_info.json``."""
+    """Return the entry of ``datasets`` for an entry of ``dataset_info.json``, and add what cannot be translated to ``left_out``.
+
+    ``name``: the name of their entry. ``folder``: the folder of ``dataset_info.json``, to which its files are relative.
+    """
     where, is_text = f"dataset_info.{name}", objective == "pretrain"
     entry: dict[str, Any] = {"path": theirs.get("hf_hub_url") or str(folder / theirs.get("file_name", name))}
     entry |= {ours: theirs[key] for key, ours in _LLAMAFACTORY_LOCATION.items() if theirs.get(key)}
@@ -88,7 +91,7 @@ _V1_FORMATS = {"alpaca": "alpaca", "pair": "preference"}
 
 
 def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objective: str) -> Iterator[tuple[str, Any]]:
-    """Yield the same for a file of LLaMA-Factory v1, which names a YAML file of datasets."""
+    """Yield the settings of a run that the datasets of a file of LLaMA-Factory v1, which names YAML files of them, become, as names and values."""
     for key, ours in (("train_dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         if not theirs.get(key):
             continue
@@ -104,7 +107,7 @@ def from_v1(theirs: Mapping[str, Any], folder: Path, left_out: LeftOut, objectiv
 
 
 def _v1_entry(where: str, theirs: Mapping[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """Return an entry of ``datasets`` for one of such a file."""
+    """Return the entry of ``datasets`` for an entry of v1's YAML file of datasets. ``where``: its name in messages."""
     row_format = _V1_FORMATS.get(str(theirs.get("converter")))
     if row_format is None:
         reason = "only alpaca and pair are supported; others train on each turn as a row of its own"

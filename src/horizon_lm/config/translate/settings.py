@@ -51,7 +51,7 @@ class Translation:
 
     Attributes:
         path: their file.
-        table: the translation table of the trainer.
+        table: the translation table of the trainer; `tables.tables` describes its keys.
         theirs: their settings, with those that the trainer assumes.
         objective: objective of the run.
         settings: our settings.
@@ -94,7 +94,7 @@ class Translation:
         try:
             found = dict(translate(self.theirs, self._folder, self.left_out, self.objective))
             for entry in [*found.get("datasets", []), *found.get("eval_datasets", [])]:
-                self._check_entry(entry)
+                self._adapt_entry(entry)
         except (TypeError, AttributeError, LookupError, ValueError) as error:
             names = ", ".join(name for name in self.table["datasets"] if name in self.theirs)
             raise ConfigError(
@@ -102,8 +102,10 @@ class Translation:
             ) from error
         self.settings |= found
 
-    def _check_entry(self, entry: dict[str, Any]) -> None:
-        """Reject an entry of ``datasets`` of another objective, and replace the split of a file."""
+    def _adapt_entry(self, entry: dict[str, Any]) -> None:
+        """Reject a dataset whose rows are for another objective, and replace the split of a local file, which has none, in ``entry``:
+        ``train[:N]`` becomes ``max_samples``.
+        """
         if (entry.get("format") == "preference") != (self.objective == "dpo") and "format" in entry:
             reason = f"{entry['path']} has rows for another objective than {self.objective}"
             self.left_out.add("datasets", "rejected", reason)
@@ -126,7 +128,11 @@ class Translation:
         self._reject_own_optimizer()
 
     def _effective(self) -> dict[str, Any]:
-        """Return their settings, excluding those that another setting or the objective makes ineffective."""
+        """Return their settings without those that another setting or the objective makes ineffective; note these as left out.
+
+        In ``precedence`` of the table, each key overrides its value if both are set. A key that is off (false or, unless
+        ``zero_takes_precedence``, 0) yields instead, without a note.
+        """
         effective, table = dict(self.theirs), self.table
         for key, objective in table.get("only_for", {}).items():
             if key in effective and self.objective != objective:
@@ -152,7 +158,8 @@ class Translation:
         if key in table.get("lists", ()) and isinstance(value, str) and "," in value:
             value = [part.strip() for part in value.split(",")]
         outcome = self._outcome(key, value)
-        parts = table.get("parts", {}).get(key)  # of a list, those that have no effect here
+        # Of a list, the entries that have no effect here, by the last part of their dotted names.
+        parts = table.get("parts", {}).get(key)
         if isinstance(outcome, str):
             effect, _, reason = outcome.partition(": ")
             self.left_out.add(key, effect, reason)
@@ -170,7 +177,10 @@ class Translation:
             self._leave_out(key, value)
 
     def _outcome(self, key: str, value: Any) -> Any:
-        """Return what the tables say of a value: "EFFECT: reason", a mapping of settings that it stands for, or None for nothing."""
+        """Return what the tables say of a value: "EFFECT: reason", a mapping of settings that it stands for, or None for nothing.
+
+        An outcome under ``any`` is that of all other values but those that turn the setting off (`is_on`).
+        """
         alias = self.table.get("same_values", {}).get(key, key)
         outcomes = {**common()["values"].get(alias, {}), **self.table.get("values", {}).get(key, {})}
         outcome = outcomes.get(table_key(value), outcomes.get(table_key(parse_text(value))))
@@ -217,34 +227,51 @@ class Translation:
     # Completion and validation
 
     def _complete(self) -> None:
-        """Add their defaults and the differences of their defaults, and sort what our validation rejects."""
-        table, theirs, left_out = self.table, self.theirs, self.left_out
-        explicit = {*theirs, *self.settings}
+        """Add the trainer's defaults, and note everything in which the run would still differ from that of the trainer."""
+        explicit = {*self.theirs, *self.settings}  # names in their file, and ours that follow from it, without defaults
         self._add_defaults()
         self._drop_overruled()
-        settings = self.settings
-        for key, why in table.get("needs_adapters", {}).items():
+        self._reject_without_adapters()
+        self._note_differences(explicit)
+        renamed = {ours: name for name, ours in self.table["rename"].items() if name in self.theirs}
+        self._sort_invalid({name: name for name in explicit} | renamed)
+        self._require_model_and_data()
+
+    def _reject_without_adapters(self) -> None:
+        """Reject the settings under ``needs_adapters`` of the table, for their reasons, if neither adapters nor decoded weights are trained."""
+        theirs, settings, left_out = self.theirs, self.settings, self.left_out
+        for key, why in self.table.get("needs_adapters", {}).items():
             if key in theirs and not (settings.get("use_peft") or settings.get("dequantize")):
                 left_out.nothing.pop(key, None)
                 left_out.add(key, "rejected", why)
-        for name, difference in table.get("differences", {}).items():
-            exists_when = difference.get(
-                "when", {}
-            ).items()  # settings with their values; any that is on, if none is named
+
+    def _note_differences(self, explicit: set[str]) -> None:
+        """Note the ``differences`` of the table that apply, each of which changes the numbers: the trainer does by default what is not done here.
+
+        One applies if its settings under ``when`` are on (with one of the values listed there, if any), if the objective is among its
+        ``objectives``, and if no name under ``unless`` is ``explicit``.
+        """
+        theirs = self.theirs
+        for name, difference in self.table.get("differences", {}).items():
             applies = all(
-                is_set(theirs, key) and (not values or table_key(theirs[key]) in values) for key, values in exists_when
+                is_set(theirs, key) and (not values or table_key(theirs[key]) in values)
+                for key, values in difference.get("when", {}).items()
             )
             of_objective = self.objective in difference.get("objectives", SCHEMAS)
             if applies and of_objective and explicit.isdisjoint(difference["unless"]):
-                left_out.add(name, "numbers", difference["why"])
-        renamed = {ours: name for name, ours in table["rename"].items() if name in theirs}
-        self._sort_invalid({name: name for name in explicit} | renamed)
+                self.left_out.add(name, "numbers", difference["why"])
+
+    def _require_model_and_data(self) -> None:
+        """Reject a file without a model or data, by the trainer's names of them, unless its data was rejected already."""
+        table, left_out = self.table, self.left_out
         for ours, their_name in (("model_name_or_path", table["required"][0]), ("datasets", table["datasets"][0])):
-            if ours not in settings and not left_out.rejected.keys() & {*table["datasets"]}:
+            if ours not in self.settings and not left_out.rejected.keys() & {*table["datasets"]}:
                 left_out.add(their_name, "rejected", "is missing")
 
     def _add_defaults(self) -> None:
-        """Add the trainer's defaults, as far as the file does not set these settings."""
+        """Add the trainer's defaults, as far as the file does not set these settings: ``defaults`` of the table, ``defaults_with`` a setting
+        that is on, and those that are ``twice`` another number.
+        """
         table, theirs = self.table, self.theirs
         defaults = dict(table.get("defaults", {}))
         for key, by_value in table.get("defaults_with", {}).items():
@@ -267,13 +294,15 @@ class Translation:
         if isinstance(steps := parse_text(settings.get("max_steps")), int) and steps > 0:
             settings.pop("num_train_epochs", None)
 
-    def _sort_invalid(self, theirs: Mapping[str, str]) -> None:
-        """Take out settings that our validation rejects: those that a run would not use change nothing, others are rejected.
+    def _sort_invalid(self, their_names: Mapping[str, str]) -> None:
+        """Remove the settings that our validation rejects, and note them as left out: a setting that a run would not use as "nothing", any
+        other as "rejected". A text that stands for a number or a truth value is replaced by it instead.
 
-        ``theirs`` has their names of settings that are in the file, by our name; other settings are defaults.
+        ``their_names`` has the trainer's names of the settings that are in the file, by our names; all others are defaults.
         """
         settings, left_out = self.settings, self.left_out
-        for _ in range(3 * len(settings)):  # what is taken out may make others invalid
+        # Repeated, because others may become invalid. Each round replaces or removes a setting, each at most once, so these rounds suffice.
+        for _ in range(3 * len(settings)):
             try:
                 SCHEMAS[self.objective].model_validate(settings, context=Reading(without_rows=True, places=(settings,)))
                 return
@@ -294,12 +323,12 @@ class Translation:
                     settings[name] = parsed
                     continue
                 is_unused = isinstance(each.get("ctx", {}).get("error"), UnusedError) and name not in _USED_ELSEWHERE
-                if name in theirs or not is_unused:
+                if name in their_names or not is_unused:
                     effect = "nothing" if is_unused else "rejected"
-                    left_out.add(theirs.get(name, name), effect, f"{value!r} {_message(each)}")
+                    left_out.add(their_names.get(name, name), effect, f"{value!r} {_message(each)}")
 
     def _reject(self, accept: Collection[str]) -> None:
-        """Raise ConfigError if the translation is not faithful, except for what is accepted."""
+        """Raise ConfigError if the translation is not faithful, except for what is accepted, and set ``not_needed``."""
         left_out = self.left_out
         self.not_needed = [name for name in accept if name not in left_out.numbers]
         left_out.numbers = {name: why for name, why in left_out.numbers.items() if name not in left_out.rejected}

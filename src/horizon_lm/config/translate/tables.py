@@ -34,7 +34,7 @@ class LeftOut:
     rejected: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, effect: str, reason: str) -> None:
-        """Add a setting with one of `EFFECTS`; other text in place of an effect raises AttributeError."""
+        """Add a setting with one of `EFFECTS`, unless it has a reason already; other text in place of an effect raises AttributeError."""
         getattr(self, effect).setdefault(name, reason)
 
     def reject_unknown(self, where: str, theirs: Mapping[str, Any], known: Collection[str]) -> None:
@@ -89,7 +89,20 @@ def _read(name: str) -> Mapping[str, Any]:
 
 
 def tables() -> list[Mapping[str, Any]]:
-    """Return the translation table of each trainer."""
+    """Return the translation table of each trainer, whose keys are:
+
+    - ``name``, ``commands``: the trainer and its commands, for messages. ``required``, ``recognized_by``: settings by which its files
+      are found. ``export``: settings of a file that only merges adapters.
+    - ``flatten``: groups of settings. ``assumed``, ``assumed_objective``: what a file means that does not say it.
+    - ``method_of``: the method by the value of a setting. ``methods``: settings that only files of one method have.
+    - ``datasets``: settings of data. ``row_types``: formats of rows.
+    - ``rename``: our name of a setting. ``values``: outcomes by value (`Translation._outcome`). ``same_values``: another setting whose
+      outcomes apply. ``lists``: texts with commas that are lists. ``parts``: entries of lists without effect.
+    - ``only_for``: the only objective that uses a setting. ``precedence``, ``zero_takes_precedence``: see `Translation._effective`.
+    - ``defaults``, ``defaults_with``, ``twice``: see `Translation._add_defaults`. ``differences``, ``needs_adapters``: see
+      `Translation._complete`.
+    - ``nothing``, ``numbers``, ``rejected``: settings by the reason, under the effect of leaving them out (`LeftOut`).
+    """
     return [_read(name) for name in ("trl", "llamafactory", "llamafactory_v1", "axolotl")]
 
 
@@ -138,7 +151,7 @@ def our_name(theirs: str) -> str | None:
 def remedies() -> dict[str, str]:
     """Return the remedy for each setting of other trainers that is none here and has no other name here.
 
-    The common table comes before those of single trainers, and its hints before all else.
+    The common table comes before those of single trainers, and its hints before all else: what is added later replaces earlier remedies.
     """
     ours = {name for schema in SCHEMAS.values() for name in schema.model_fields}
     found = dict(_OF_ENTRIES)
@@ -150,6 +163,7 @@ def remedies() -> dict[str, str]:
 def _remedies(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the settings that a table names, each with its remedy: to remove it for a reason, or settings to use instead."""
     for key, outcomes in table.get("values", {}).items():
+        # The outcome of true says most of a setting, then settings that a value stands for, then the last reason.
         settings = [each for each in outcomes.values() if isinstance(each, Mapping)]
         texts = [each for each in outcomes.values() if isinstance(each, str)]
         outcome: Any = next(filter(None, [outcomes.get(True), *settings, *reversed(texts)]), {})
