@@ -18,7 +18,7 @@ from horizon_lm.cli.common import (
     require_threads,
     without_garbage_collection,
 )
-from horizon_lm.cli.leaving import code_of_stdout, leave
+from horizon_lm.cli.leaving import flush_stdout, leave
 from horizon_lm.errors import EXIT_CODES
 from horizon_lm.signals import interrupt_on_stop_signals
 from horizon_lm.visible import visible
@@ -39,7 +39,7 @@ _COMMANDS = {
     "doctor": "Benchmark this machine (about a minute), and print what a bug report needs.",
     "version": "Print the versions of Horizon-LM and of the packages that its numbers depend on.",
 }
-_OF_OTHERS = {  # commands of other programs, or of their subcommands
+_FOREIGN_COMMANDS = {  # commands of other programs, or of their subcommands
     **{name: f"use train, with objective: {name} in the run file" for name in ("sft", "dpo", "pretrain")},
     **dict.fromkeys(("fit", "finetune", "lora", "run"), "use train"),
     **dict.fromkeys(("chat", "infer", "inference", "predict"), "use generate"),
@@ -88,7 +88,7 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments name. Fail with a hint for one that other programs have."""
-        if hint := _OF_OTHERS.get(args[0]):
+        if hint := _FOREIGN_COMMANDS.get(args[0]):
             ctx.fail(f"No such command {args[0]!r}; {hint}")
         return super().resolve_command(ctx, args)
 
@@ -119,8 +119,8 @@ def options(
 
 
 def show_warnings_as_lines() -> None:
-    """Let warnings be lines of a command, as its errors are, without the place in the code. Those to programmers, of what a library will
-    remove, are left out unless Python's own options ask for them.
+    """Print warnings as lines, as errors are printed, without the place in the code. FutureWarning, which is for programmers, is ignored
+    unless options of Python say something about warnings.
     """
     warnings.formatwarning = lambda message, *place, **line: f"{visible(f'warning: {message}')}\n"
     if not sys.warnoptions:
@@ -130,7 +130,7 @@ def show_warnings_as_lines() -> None:
 def main() -> None:
     """Run the installed command."""
     show_warnings_as_lines()
-    # transformers and PEFT import it. On some machines it logs that it lacks a library or kernels, which nothing here needs.
+    # transformers and PEFT import bitsandbytes. On some machines it logs that it lacks a library or kernels, which nothing here needs.
     logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
     interrupt_on_stop_signals()
     code = 0
@@ -141,7 +141,7 @@ def main() -> None:
             raise
         code = end.code
     except OSError:
-        code = code_of_stdout("\n")  # if it cannot be written to, this fails once more
+        code = flush_stdout("\n")  # reports that it cannot be written to, if that is the error
         if not code:
             raise
     leave(code)

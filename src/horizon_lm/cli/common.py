@@ -160,15 +160,15 @@ def read_size(option: str, text: str) -> int:
         raise ConfigError(f"{option}: {text!r}: {str(error).removeprefix(f'{text!r} ')}") from error
 
 
-def require_written(dtype: str | None, max_shard_size: str, remedy: str = "") -> None:
-    """Raise ConfigError if models are not written in a dtype, or a size of their files is none. ``remedy``: how to get other dtypes."""
+def require_written(dtype: str | None, max_shard_size: str, *, remedy: str = "") -> None:
+    """Raise ConfigError for a dtype that cannot be written, or an invalid file size. ``remedy``: ends the message about the dtype."""
     read_size("--max-shard-size", max_shard_size)
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}{remedy}")
 
 
-def print_written(model: Path, options: str = "") -> None:
-    """Print where a model was written, and how to try it, with these options. It is a folder, or a file in one."""
+def print_written(model: Path, *, options: str = "") -> None:
+    """Print where a model, a folder or a file in one, was written, and the command that tries it, which ends with ``options``."""
     folder = model.parent if model.is_file() else model
     print(f'The model is in {model}. Try it:\n  horizon-lm generate {shlex.quote(str(folder))} "..."{options}')
 
@@ -194,7 +194,11 @@ def find_model(
     name: str, base: str | None, device: str, device_memory: int | None, precision: str, gguf_file: str | None,
     trust_remote_code: bool, allow_unproven_model: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return the request to open a folder or hub id, or adapters on a base, and the tokenizer, before weights are read."""
+    """Return the request to open a model, and its tokenizer; no weights are read. The arguments are those of the commands.
+
+    Raises:
+        ConfigError: ``name`` or ``base`` is not found or no model, or there is no such device or no tokenizer.
+    """
     from horizon_lm.data.tokenizer_opening import open_tokenizer
     from horizon_lm.engine.opening.model_opening import OpenRequest
     from horizon_lm.model.adapters import Adapters
@@ -223,7 +227,7 @@ def find_model(
             "allow_unproven_model": allow_unproven_model,
         },
     )
-    if base_folder and not (folder / "tokenizer_config.json").is_file():
+    if base_folder and not (folder / "tokenizer_config.json").is_file():  # adapters that were saved alone
         folder = base_folder
     return request, open_tokenizer(folder, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
 

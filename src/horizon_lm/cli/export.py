@@ -37,20 +37,20 @@ def export(
 ) -> None:
     if (format := format.lower()) not in ("safetensors", "gguf"):
         raise ConfigError(f"--format {format}: choose safetensors or gguf")
-    quantizing = ", and quantize the file with llama.cpp's llama-quantize" if format == "gguf" else ""
-    common.require_written(dtype, max_shard_size, quantizing)
+    remedy = ", and quantize the file with llama.cpp's llama-quantize" if format == "gguf" else ""
+    common.require_written(dtype, max_shard_size, remedy=remedy)
     if format == "gguf":
         target = folder.expanduser() if folder.suffix == ".gguf" else outputs.new_folder(folder)
         require_new(target)
         from horizon_lm.checkpoints.gguf_export import export_gguf, file_of
 
         exported, file = export_gguf(checkpoint, target, dtype), file_of(target)
-        common.print_written(file, f" --gguf-file {file.name}")
+        common.print_written(file, options=f" --gguf-file {file.name}")
         for note in exported.notes:
             print(f"note: {note}")
         return
-    folder = outputs.new_folder(folder, ", or add --format gguf" if folder.suffix == ".gguf" else "")
+    folder = outputs.new_folder(folder, remedy=", or add --format gguf" if folder.suffix == ".gguf" else "")
     from horizon_lm.checkpoints.export import export_checkpoint
 
     export_checkpoint(checkpoint, folder, dtype, max_shard_size, trust_remote_code)
-    common.print_written(folder, " --trust-remote-code" if trust_remote_code else "")
+    common.print_written(folder, options=" --trust-remote-code" if trust_remote_code else "")

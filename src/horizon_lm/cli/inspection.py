@@ -137,9 +137,9 @@ def _show_batch(console: Console, inspection: Inspection, batch: Batch, step: in
         for answer in range(per_row):
             name = "" if per_row == 1 else (", chosen", ", rejected")[answer]
             console.print(Text(visible(f"{batch.places[index]}{name}"), style="underline"))
-            length = len(inspection.data.training.packed[batch.rows[index]].sequences[answer].ids)
-            place = index + answer * len(batch.places)
-            console.print(_tokens(console, inspection.tokenizer, batch, place, length), "\n")
+            num_tokens = len(inspection.data.training.packed[batch.rows[index]].sequences[answer].ids)
+            sequence = index + answer * len(batch.places)  # all chosen answers come before all rejected ones
+            console.print(_tokens(console, inspection.tokenizer, batch, sequence, num_tokens), "\n")
 
 
 def _tokens(console: Console, tokenizer: Any, batch: Batch, index: int, num_tokens: int) -> Text:

@@ -71,8 +71,9 @@ def plan_largest(
             placed, machine = place_run(limited, hardware, size)
             found = search.largest(placed, machine, size)
             largest[mode] = [{"name": known.name, "parameters": known.parameters} for known in found]
-        limit = machine.host_limits[0]
+        limit = machine.host_limits[0]  # of a machine that is the same in all modes
         rows.append({"host_memory": amount or f"{format_bytes(limit.bytes)} ({limit.name})", "largest": largest})
+    # All modes have the same steps, so the last one's are shown.
     step = f"{counted(run.rows_per_step * size.num_ranks, 'row')} of {run.max_length:,} tokens"
     return {"machine": machine.name, "step": step, "rows": rows}
 
@@ -106,6 +107,7 @@ class _Search:
             decoded = known.quantization is not None and not run.use_peft
             run = run.model_copy(update={"model_name_or_path": known.name, "dequantize": decoded})
             source = self._open(run)
+            # A mixture that fits is listed beside the largest dense model, so after it only a dense model is sought.
             is_mixture = bool(num_experts(source.config.get_text_config()))
             if is_mixture and found:  # models are tried from the largest on
                 continue

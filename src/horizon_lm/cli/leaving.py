@@ -19,16 +19,17 @@ def leave(code: int) -> NoReturn:
     """Wait for all threads, run what is registered for the end, and end the process, as `multiprocessing` ends a child."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    code = code or code_of_stdout("")
+    code = code or flush_stdout("")
     if sys.stderr is not None:  # it was closed before the start
         sys.stderr.flush()
     os._exit(code)
 
 
-def code_of_stdout(text: str) -> int:
-    """Write a last text to standard output, and return an exit code: if that fails, it is not 0, and standard error says why.
+def flush_stdout(text: str) -> int:
+    """Write a last text and all that is buffered to standard output. Return 0, or another exit code if that fails, and print the reason on
+    standard error.
 
-    If the reader has closed the pipe, nothing is said and the code is 1, as it is for click's own errors of this kind.
+    If the reader has closed the pipe, nothing is printed and the code is 1, as it is for click's own errors of this kind.
     """
     if sys.stdout is None:  # it was closed before the start
         return 0

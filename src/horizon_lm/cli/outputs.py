@@ -8,7 +8,7 @@ from horizon_lm.paths import FILE_SUFFIXES
 
 
 def new_folder(path: Path, remedy: str = "") -> Path:
-    """Return the path of a folder to write; raise ConfigError if it exists, or is named like a file. ``remedy``: what else to do then."""
+    """Return the path of a folder to write; raise ConfigError if it exists, or is named like a file. ``remedy``: ends the latter message."""
     path = path.expanduser()
     require_new(path)
     if path.name.endswith(FILE_SUFFIXES):
@@ -17,7 +17,10 @@ def new_folder(path: Path, remedy: str = "") -> Path:
 
 
 def file_to_write(path: Path, content: str, suffix: str) -> Path:
-    """Return the path of a file that ``--output`` names; raise ConfigError if it is a folder, in none, or named like one of other content."""
+    """Return the path of a file that ``--output`` names. Raise ConfigError if it is a folder, is in none, or lacks the suffix.
+
+    ``content``: why the suffix is needed, such as "the results are JSON".
+    """
     path = path.expanduser()
     if path.is_dir():
         raise ConfigError(f"--output: {path} is a folder; name a file in it")

@@ -34,7 +34,9 @@ def _without_advice() -> Iterator[None]:
 
 
 def _lines(plans: Sequence[Plan], prices: Prices, details: bool) -> Iterator[str]:
-    """Yield the lines of a plan, and those of a second one with decoded weights. Without details, those about energy are its costs."""
+    """Yield the lines of a plan and, for quantized weights, of a second plan with decoded ones. Without ``details``, lines about energy are
+    only yielded if ``prices`` are given.
+    """
     for plan in plans:
         if plan is not plans[0]:
             yield "or all weights, decoded while they are read (--dequantize true):"

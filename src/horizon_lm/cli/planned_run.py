@@ -41,8 +41,8 @@ class Result:
 
 
 def plan_each(run: RunConfig, hardware: Hardware | None, size: Size) -> list[Result]:
-    """Plan a run as `plan_one` does. Quantized weights that it would train are planned in both ways to train the model: with adapters, and
-    decoded.
+    """Return the plan of a run (`plan_one`). If the run would train quantized weights, which is impossible, return the plans of both ways to
+    train the model: with adapters, and with decoded weights.
     """
     try:
         return [plan_one(run, hardware, size)]
@@ -64,9 +64,9 @@ def plan_one(run: RunConfig, hardware: Hardware | None, size: Size) -> Result:
     """Plan a run for a machine; None for this one. A plan that does not fit is returned, not raised."""
     source = open_source(run)
     notes = _notes_on_weights(run, source)
-    loaded, tokenizer, lacks = _load_as_training_does(run, source) if hardware is None else ((), None, [])
+    loaded, tokenizer, tokenizer_notes = _load_as_training_does(run, source) if hardware is None else ((), None, [])
     run, machine = place_run(run, hardware, size)
-    machine = replace(machine, notes=[*machine.notes, *notes, *lacks])
+    machine = replace(machine, notes=[*machine.notes, *notes, *tokenizer_notes])
     del loaded  # only needed while the memory of this process was measured
     num_steps, saves = _steps_and_saves(run, size.num_ranks)
 
