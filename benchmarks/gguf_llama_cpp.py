@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.tokenization_utils_base import generate_merges
 
 from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.data.gguf_splits import SPLITS, WAYS, Split
+from horizon_lm.data.gguf_splits import SPLIT_BY_PRE, SPLITS, Split
 from horizon_lm.data.gguf_tokenizer import splitter
 
 TOKENS = 120
@@ -179,7 +179,9 @@ def main() -> None:
     ]
     for name, (model_type, settings) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            error, control = compare(llama_cpp, Path(folder), model_type, settings, byte_level(WAYS["gpt-2"], text))
+            error, control = compare(
+                llama_cpp, Path(folder), model_type, settings, byte_level(SPLIT_BY_PRE["gpt-2"], text)
+            )
         lines.append(f"| {name} | {error:.4f} | {control:.2f} |")
         print(lines[-1], flush=True)
     texts = sample_texts(text)
@@ -190,7 +192,7 @@ def main() -> None:
         "| tokenizer | other |",
         "|---|---|",
     ]
-    tokenizers = {name: byte_level(WAYS[name], text) for name in SPLITS.values()}
+    tokenizers = {name: byte_level(SPLIT_BY_PRE[name], text) for name in SPLITS.values()}
     tokenizers |= {
         "byte fallback, a space before text": byte_fallback(True, text),
         "byte fallback, none": byte_fallback(False, text),

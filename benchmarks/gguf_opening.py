@@ -37,7 +37,7 @@ from llama_cpp_process import LlamaCppProcess
 from peers_cpu import processor, versions
 
 from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.data.gguf_splits import WAYS
+from horizon_lm.data.gguf_splits import SPLIT_BY_PRE
 from horizon_lm.errors import ConfigError
 from horizon_lm.model.gguf_architectures import ARCHITECTURES
 from horizon_lm.model.gguf_other_architectures import OTHER_ARCHITECTURES
@@ -158,7 +158,7 @@ def tokenizers(page: Page, llama_cpp: LlamaCppProcess, files: Files, names: Name
         ["tokenizer", "token before", "after", "outcome"],
     )
     changed, plain = files.folder / "changed.gguf", Header(files.exported("llama")[1])
-    cases = {name: (plain, {"tokenizer.ggml.pre": name}) for name in sorted({*WAYS, *names.splits})}
+    cases = {name: (plain, {"tokenizer.ggml.pre": name}) for name in sorted({*SPLIT_BY_PRE, *names.splits})}
     for prepend in (True, False):
         model, tokenizer = files.folder / f"fallback-{prepend}", byte_fallback(prepend, text)
         save_model(model / "model", "llama", {"vocab_size": len(tokenizer)})
@@ -170,7 +170,7 @@ def tokenizers(page: Page, llama_cpp: LlamaCppProcess, files: Files, names: Name
         before, after = AROUND[number % len(AROUND)]
         keys = keys | {"tokenizer.ggml.add_bos_token": before, "tokenizer.ggml.add_eos_token": after}
         outcome, said = tokenizer_outcome(llama_cpp, header, changed, keys, texts)
-        wrong = outcome in (WRONG, OPENED_ALONE) or (outcome != SAME and name in WAYS)
+        wrong = outcome in (WRONG, OPENED_ALONE) or (outcome != SAME and name in SPLIT_BY_PRE)
         page.row([name, str(before), str(after), outcome], 1, wrong)
         if wrong:
             print(f"  {said}"[:200], file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 from gguf_llama_cpp import CASES, EXPERTS, GEMMA, LINEAR, LLAMA3, ORIGINAL, byte_level, save_model
 
 from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.data.gguf_splits import WAYS
+from horizon_lm.data.gguf_splits import SPLIT_BY_PRE
 
 # llama.cpp's converter knows tokenizers by their hash, and no tiny ones: it is told the name of the way to split.
 CONVERT = """
@@ -154,7 +154,7 @@ class Files:
     """Models and their files, made when they are first asked for."""
 
     def __init__(self, folder: Path, converter: Path, text: str) -> None:
-        self.folder, self._converter, self._tokenizer = folder, converter, byte_level(WAYS["gpt-2"], text)
+        self.folder, self._converter, self._tokenizer = folder, converter, byte_level(SPLIT_BY_PRE["gpt-2"], text)
 
     def _model(self, name: str, model_type: str, settings: Mapping[str, Any]) -> Path:
         model = self.folder / name.replace(" ", "_") / "model"

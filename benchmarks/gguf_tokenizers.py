@@ -25,7 +25,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from horizon_lm.checkpoints.gguf_export import FILE, export_gguf
-from horizon_lm.data.gguf_splits import WAYS
+from horizon_lm.data.gguf_splits import SPLIT_BY_PRE
 from horizon_lm.errors import ModelNotSupportedError
 
 CLASSES = {
@@ -96,12 +96,12 @@ ADDED: dict[str, tuple[list[Any], Sequence[str]]] = {
 
 def tokenizers_of(text: str) -> dict[str, Any]:
     """Return tokenizers that prepare text in each way that a file knows, by name."""
-    spaced, normalized = byte_fallback(False, text), byte_level(WAYS["gpt-2"], text)
+    spaced, normalized = byte_fallback(False, text), byte_level(SPLIT_BY_PRE["gpt-2"], text)
     spaced.backend_tokenizer.normalizer = None
     spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     normalized.backend_tokenizer.normalizer = normalizers.NFC()
     return {
-        "byte-level": byte_level(WAYS["gpt-2"], text),
+        "byte-level": byte_level(SPLIT_BY_PRE["gpt-2"], text),
         "byte-level, NFC": normalized,
         "byte fallback": byte_fallback(False, text),
         "byte fallback, a space before text": byte_fallback(True, text),
@@ -146,7 +146,7 @@ def _edit(path: Path, keys: dict[str, Any]) -> None:
 def post_processor_rows(llama_cpp: LlamaCpp, text: str) -> Iterator[tuple[str, Counter[str]]]:
     """Yield the number of each outcome, by kind and class of a tokenizer."""
     for kind, classes in CLASSES.items():
-        base = byte_level(WAYS["gpt-2"], text) if kind == "byte-level" else byte_fallback(False, text)
+        base = byte_level(SPLIT_BY_PRE["gpt-2"], text) if kind == "byte-level" else byte_fallback(False, text)
         base.add_special_tokens({"additional_special_tokens": ["[SEP]"]})
         with tempfile.TemporaryDirectory() as folder:
             grid = Grid(llama_cpp, Path(folder), base)
@@ -180,7 +180,7 @@ def added_token_rows(llama_cpp: LlamaCpp, text: str) -> Iterator[tuple[str, Coun
 
 def end_token_rows(llama_cpp: LlamaCpp, text: str) -> Iterator[tuple[str, bool]]:
     """Yield for lists of end tokens in generation_config.json whether llama.cpp ends answers at them, and not at another token."""
-    tokenizer = byte_level(WAYS["gpt-2"], text)
+    tokenizer = byte_level(SPLIT_BY_PRE["gpt-2"], text)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<1>", "<2>", "<3>"]})
     for ends in (["</s>"], ["</s>", "<1>"], ["<2>", "</s>", "<1>"]):
         numbers = tokenizer.convert_tokens_to_ids(ends)

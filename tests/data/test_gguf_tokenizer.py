@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from horizon_lm.data.gguf_splits import GPT2, SPLITS, WAYS
+from horizon_lm.data.gguf_splits import GPT2, SPLIT_BY_PRE, SPLITS
 from horizon_lm.data.gguf_tokenizer import splitter
 from horizon_lm.data.tokenizer_opening import open_tokenizer
 from horizon_lm.errors import ConfigError
@@ -59,7 +59,7 @@ def test_byte_level(exported: bytes, tmp_path: Path) -> None:
 def test_ways_to_split(exported: bytes, tmp_path: Path, name: str | None) -> None:
     """``tokenizer.ggml.pre`` decides, not the architecture; without it, llama.cpp's default."""
     found = opened(with_keys(tmp_path, exported, pre=name))
-    expected = splitter(WAYS[name or "default"])
+    expected = splitter(SPLIT_BY_PRE[name or "default"])
     for text in TEXTS:
         assert found.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text) == expected.pre_tokenize_str(text)
     assert found.backend_tokenizer.model.ignore_merges == (name in ("llama-bpe", "tekken"))
@@ -68,7 +68,7 @@ def test_ways_to_split(exported: bytes, tmp_path: Path, name: str | None) -> Non
 def test_names_of_ways() -> None:
     """A file gets the name that is read as the way that it was written for; each name has one way."""
     for (pattern, ignores_merges), name in SPLITS.items():
-        way = WAYS[name]
+        way = SPLIT_BY_PRE[name]
         assert way.ignores_merges == ignores_merges
         assert (None if way.patterns == (GPT2,) else way.patterns[0]) == pattern
 

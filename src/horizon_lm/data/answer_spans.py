@@ -117,9 +117,10 @@ def _changed_answer(content: str) -> RowError:
 def _place_by_ends(
     text: str, messages: Sequence[Message], style: TemplateStyle, ends: Mapping[int, int]
 ) -> dict[int, Span]:
-    """Return the spans of the contents that end at known places, by the index of their message; raise RowError for a changed answer.
+    """Return the spans of the contents, by the index of their message, given the known places where the contents end (``ends``).
 
-    A content is there as it is, or stripped. A message of another role that is changed in another way is left out.
+    A template may strip a content, or render it as it is. If it changes it in another way, RowError is raised for an answer, and a message
+    of another role is left out.
     """
     placed = {}
     for index, end in ends.items():

@@ -67,11 +67,13 @@ def stripping_ids(tokenizer: Any) -> np.ndarray:
 
 
 def reaches_behind(position: int, ids: np.ndarray, offsets: np.ndarray, stripping: np.ndarray) -> np.ndarray:
-    """Return the mask (T,) of the tokens ``ids`` with ``offsets`` (T, 2) that stand for a character from ``position`` on. A token before it
-    that strips spaces (`stripping_ids`) stands for itself alone.
+    """Return the mask (T,) of the tokens that stand for a character at or after ``position`` of a text.
+
+    ``offsets`` has the first character of each token and the one after its last, (T, 2). A token of ``stripping`` (`stripping_ids`) that
+    begins before ``position`` does not count: it has only taken in the spaces behind it.
     """
-    is_header = (offsets[:, 0] < position) & np.isin(ids, stripping)
-    return np.asarray((offsets[:, 1] > position) & ~is_header)
+    only_strips = (offsets[:, 0] < position) & np.isin(ids, stripping)
+    return np.asarray((offsets[:, 1] > position) & ~only_strips)
 
 
 def read_template(path: Path, name: str) -> str:
@@ -146,7 +148,7 @@ class ChatRenderer:
             )
         limit_templates()
         self._tokenizer, self._dated = with_offsets(tokenizer), dated(tokenizer, day)
-        self._training = training_template(tokenizer) if use_training_template else None
+        self._trl_template = training_template(tokenizer) if use_training_template else None
         self._special_ids = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}))
         self._stripping = stripping_ids(tokenizer)
         self._special_tokens = tokenizer.convert_ids_to_tokens(self._special_ids.tolist())
@@ -168,19 +170,19 @@ class ChatRenderer:
             raise RowError(f"the chat template rejects this row: {first_line(error)}") from error
 
     def _tokenize(self, conversation: Conversation, found: RenderedConversation) -> TokenizedConversation:
-        """Return the tokens of a rendered conversation. The assistant's are found by marks of its template; without marks by those of
-        TRL's template, if that renders the same text; otherwise by locating the answers in the text.
+        """Return the tokens of a rendered conversation. The assistant's tokens are found by the generation marks of the model's template;
+        if it has none, by those of TRL's template, if that renders the same text; else by locating the answers in the text.
         """
         if self._has_generation_marks(found.conversation):
             return self._tokenize_with_marks(found.conversation, None)
         # TRL's template may expect tool arguments in a different form from the model's own.
-        for variant in argument_variants(conversation) if self._training is not None else ():
+        for variant in argument_variants(conversation) if self._trl_template is not None else ():
             if self._training_template_matches(variant, found.text):
-                return self._tokenize_with_marks(variant, self._training)
+                return self._tokenize_with_marks(variant, self._trl_template)
         try:
             spans = self._locate(found)
         except RowError as error:
-            raise RowError(f"{error}{self._marked_template()}", error.content) from error
+            raise RowError(f"{error}{self._hint_at_trl_template()}", error.content) from error
         return self._tokenize_with_spans(found.text, spans)
 
     def _locate(self, found: RenderedConversation) -> list[Span]:
@@ -192,15 +194,15 @@ class ChatRenderer:
             raise RowError(f"tool calls cannot be located in the rendered conversation; {USE_MARKS}")
         return locate_turns(found.text, found.conversation, self._text_before_thinking, self._special_tokens)
 
-    def _marked_template(self) -> str:
+    def _hint_at_trl_template(self) -> str:
         """Return the hint at TRL's template with generation marks, which renders a row in another way; empty if there is none."""
-        file = None if self._training is None else training_template_file(self._training)
+        file = None if self._trl_template is None else training_template_file(self._trl_template)
         return f", such as TRL's, which renders this row differently: set chat_template_path: {file}" if file else ""
 
     def _training_template_matches(self, conversation: Conversation, text: str) -> bool:
         """Return whether TRL's template renders a conversation exactly as the model's own does."""
         try:
-            return text == self.text(conversation, chat_template=self._training)
+            return text == self.text(conversation, chat_template=self._trl_template)
         except Exception:  # a template is a program and may raise any exception
             return False
 
@@ -232,8 +234,10 @@ class ChatRenderer:
         return self._with_ends(ids, assistant)
 
     def _with_ends(self, ids: np.ndarray, assistant: np.ndarray, unended: Iterable[int] = ()) -> TokenizedConversation:
-        """Return tokens with the ends of the answers: the last special tokens in them, apart from whitespace. It is only trained if the
-        mask includes it. ``unended``: last tokens of answers that are known to lack one.
+        """Return the tokens of a conversation with the ends of its answers. The end is the last token of an answer that is not whitespace, if
+        it is a special one; further special tokens before it belong to the ending, too, so they are not ``inner`` ones.
+
+        ``unended``: the last tokens of answers that are known to lack an end.
         """
         is_special = np.isin(ids, self._special_ids)
         is_followed = np.append(assistant[1:], False)  # by another token of the same answer
@@ -294,7 +298,7 @@ class ChatRenderer:
         return self._styles[key]
 
     def _probe_template_style(self, template_options: Mapping[str, Any]) -> TemplateStyle:
-        """Return the style of the template, found by rendering short conversations; that of no style if it rejects them."""
+        """Return the style of the template, found by rendering short conversations; an empty style if the template rejects them."""
 
         def render(*contents: str, **options: Any) -> str:
             turns = zip(("user", "assistant") * 2, contents, strict=False)

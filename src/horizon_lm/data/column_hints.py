@@ -57,6 +57,7 @@ def suggest_columns(
         own = sum(field in row for field in (*required, *optional))
         misspelled = sum(len(_similar(theirs.casefold(), [ours])) for ours, theirs in columns.items())
         meant = sum(_is_meant(theirs, ours) for ours, theirs in columns.items())
+        # Best are formats of which the row has most fields, then those with the likelier names, then the usual one.
         rank = (own, misspelled, meant, tuple(required) == tuple(usual))
         if rank > best_rank:
             best, best_rank = columns, rank
@@ -100,7 +101,7 @@ def _columns(row: Mapping[str, Any], required: Sequence[str], optional: Collecti
 
 
 def _is_meant(name: str, expected: str) -> bool:
-    """Return whether a field's name has the meaning of an expected one; for a list of messages any has, since `_fits` knows them."""
+    """Return whether a field's name has the meaning of an expected one. A list of messages may have any name: `_fits` knows it by its value."""
     return expected in _LISTS or _meaning(name) == _MEANINGS.get(expected, "")
 
 

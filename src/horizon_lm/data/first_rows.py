@@ -18,7 +18,8 @@ from horizon_lm.errors import DataError
 
 
 class _Rows:
-    """The rows of JSON files, of which the first ones are read, and all others if one of these is invalid or none has an answer.
+    """The rows of JSON files, read as far as a check needs them: the first ones, further ones until one has an answer, and all of them
+    once one is invalid.
 
     Attributes:
         config: the entry of ``datasets``.
@@ -42,7 +43,7 @@ class _Rows:
         return self._first[index][1]
 
     def place(self, index: int) -> str:
-        """Return the place of an invalid row, of the last one that was read, or of the first one."""
+        """Return the place of an invalid row, of the last one that was read, or of the first one. No others are kept, or asked for."""
         return self._places.get(index, self._last if index == self.num_read - 1 else self._first[0][0])
 
     def _read(self) -> Iterator[tuple[str, Any]]:
@@ -55,7 +56,7 @@ class _Rows:
             yield row
 
     def faults(self, row_format: RowFormat, objective: str) -> Iterator[tuple[int, str, str]]:
-        """Yield the index, the fault and the message of each invalid row."""
+        """Yield the index, the fault and the message of each invalid row. Update ``num_read``, ``may_have_answer`` and the known places."""
         for index, (place, row) in enumerate(self._read()):
             self.num_read, self._last = index + 1, place
             # TRL finds the prompt of preferences, and transformers knows the options of a template.
@@ -79,9 +80,8 @@ class _Rows:
 def check_first_rows(config: DatasetConfig, objective: str, name: str | None = None) -> None:
     """Raise DataError if the files of an entry of ``datasets`` are of no known type, or some of their first rows are invalid.
 
-    ``name`` is that of the data in messages if it has no other entry: then no row without an answer may be all there is.
-
-    Rows of other files than JSON, of a ``split`` and on the hub are not looked at.
+    Rows of other files than JSON, of a ``split`` and on the hub are not checked. ``name``: the name of the data in messages if this is its
+    only entry, so that DataError is raised, too, if no row has an answer; else None.
     """
     splits = find_files(config)
     if splits is None or config.split is not None:

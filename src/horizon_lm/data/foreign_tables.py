@@ -170,8 +170,9 @@ def _limited_cards(place: str) -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: Any, name: str, check: Callable[..., Any], errors: list[DataError]) -> Iterator[None]:
-    """Context manager: replace a function of a package by one that checks its arguments, and raise the first of the errors that it
-    keeps in ``errors``, because `datasets` goes on after an error with an older copy in its cache.
+    """Context manager: replace a function of a package by ``check``, and raise the first of ``errors`` afterwards.
+
+    The check adds what it raises to ``errors``, because `datasets` catches it, and goes on with an older copy in its cache.
     """
     original = getattr(module, name)
     setattr(module, name, check)
@@ -292,8 +293,8 @@ def _decoded_kind(feature: Any) -> str | None:
 
 def _csv_options(files: Sequence[Path]) -> dict[str, Any]:
     """Return reader options that keep every field as text, so that N/A and 007 are not converted."""
-    separator = _same(files, _separator, "separator")
-    _same(files, lambda file: ", ".join(_header(file, separator)), "header")
+    separator = _common_property(files, _separator, "separator")
+    _common_property(files, lambda file: ", ".join(_header(file, separator)), "header")
     names = _header(files[0], separator)
     return {"sep": separator, "converters": dict.fromkeys(names, str), "keep_default_na": False}
 
@@ -316,12 +317,15 @@ def _header(file: Path, separator: str) -> list[str]:
 
 def _encoding(files: Sequence[Path]) -> str:
     """Return the encoding of all files. Those in UTF-8 may begin with a mark or not, since ``utf-8-sig`` reads both."""
-    common = _same(files, lambda file: encoding_of(file).removesuffix("-sig"), "encoding")
+    common = _common_property(files, lambda file: encoding_of(file).removesuffix("-sig"), "encoding")
     return "utf-8-sig" if any(encoding_of(file) == "utf-8-sig" for file in files) else common
 
 
-def _same(files: Sequence[Path], describe: Callable[[Path], str], name: str) -> str:
-    """Return the property ``name`` that all files have. Raise DataError for a file with another, since one reader reads them all."""
+def _common_property(files: Sequence[Path], describe: Callable[[Path], str], name: str) -> str:
+    """Return what ``describe`` returns for all files. Raise DataError for a file that differs, since one reader reads them all.
+
+    ``name``: what is described, for the message.
+    """
     first = describe(files[0])
     for file in files[1:]:
         if (other := describe(file)) != first:

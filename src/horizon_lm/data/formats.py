@@ -208,7 +208,12 @@ def _with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _extract_prompt(row: Mapping[str, Any], chosen: Any, rejected: Any) -> Mapping[str, Any]:
-    """Return a preference with the common start of both answers as its prompt, and the row's text prompt in it unless it has its own."""
+    """Return a preference with the common start of both answers as its prompt. If these are messages, and the start has no turn of the user,
+    the text prompt of the row becomes that turn.
+
+    Raises:
+        RowError: the answers are missing or of different types, or have no common start.
+    """
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list) or not value:
             raise RowError(f"field {name!r} must be text or a list of {{role, content}}, but is {describe_type(value)}")

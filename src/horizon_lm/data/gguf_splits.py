@@ -30,9 +30,9 @@ class Split(NamedTuple):
     """A way to split text.
 
     Attributes:
-        patterns: expressions, by each of which the parts are split further: at its matches, which are parts of their own.
+        patterns: regular expressions. Each splits the parts that those before it have left; its matches become parts of their own.
         ignores_merges: a part that is a token is taken as it is, whatever the merges are.
-        adds_bos: programs begin a text with the first token if a file does not say so.
+        adds_bos: a BOS token is added before each text, unless a file says otherwise (``add_bos_token``).
     """
 
     patterns: tuple[str, ...]
@@ -59,8 +59,9 @@ _NAMES = {
     Split((_BLOOM, DIGITS)): "viking",
     Split((_SYMBOLS, GPT2, r"\p{N}+", _THREE_DIGITS)): "default",
 }
-WAYS = {name: split for split, names in _NAMES.items() for name in names.split()}
-# The names that files get, by the expression (None for that of GPT-2, and `DIGITS` before it) and whether merges are ignored.
+SPLIT_BY_PRE = {name: split for split, names in _NAMES.items() for name in names.split()}
+# The names that exported files get, by the expression and by whether merges are ignored. None stands for GPT-2's expression alone, `DIGITS`
+# for GPT-2's after digits were split.
 SPLITS = {
     (None, False): "gpt-2",
     (DIGITS, False): "smollm",

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: that which llama.cpp makes of the file's metadata, in the library of transformers.
+"""Build the tokenizer of a GGUF file for transformers. It gives the tokens that llama.cpp gives by the file's metadata.
 
 Each key ``tokenizer.ggml.*`` is used, or is known to change nothing, or the file is rejected by its name.
 """
@@ -6,7 +6,7 @@ Each key ``tokenizer.ggml.*`` is used, or is known to change nothing, or the fil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from horizon_lm.data.gguf_splits import DIGITS, GPT2, WAYS, Split
+from horizon_lm.data.gguf_splits import DIGITS, GPT2, SPLIT_BY_PRE, Split
 from horizon_lm.errors import ConfigError
 from horizon_lm.gguf_header import GgufHeader
 
@@ -81,8 +81,8 @@ def build_tokenizer(header: GgufHeader) -> Any:
     else:
         backend, adds_bos = _with_scores(header, metadata, tokens), True
     _add_tokens(backend, header, metadata.get("token_type", []), tokens)
-    around = {"bos_token": metadata.get("add_bos_token", adds_bos), "eos_token": metadata.get("add_eos_token", False)}
-    _add_around(backend, header, {name: ids[name] for name, adds in around.items() if adds}, tokens)
+    adds = {"bos_token": metadata.get("add_bos_token", adds_bos), "eos_token": metadata.get("add_eos_token", False)}
+    _add_around(backend, header, {name: ids[name] for name, is_added in adds.items() if is_added}, tokens)
     special = _special_tokens(header, ids, metadata.get("token_type", []), tokens)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
     tokenizer.chat_template = _templates(header.metadata)
@@ -123,7 +123,7 @@ def _special_tokens(
     """Return the special tokens for transformers, which finds each of them in text.
 
     Raises:
-        ConfigError: llama.cpp does not find one that begins or ends a text.
+        ConfigError: llama.cpp does not find the BOS or the EOS token in text.
     """
     found = {}
     for name, number in ids.items():
@@ -131,7 +131,7 @@ def _special_tokens(
             continue
         if _is_found(tokens[number], types[number] if types else _NORMAL):
             found[name] = tokens[number]
-        elif name in ("bos_token", "eos_token"):
+        elif name in ("bos_token", "eos_token"):  # the message names the id, the text and the type of the token
             raise _rejected(
                 header, f"{_IDS[name]}_token_id: {number}: {tokens[number]!r} with {_PREFIX}token_type", _NORMAL
             )
@@ -139,12 +139,12 @@ def _special_tokens(
 
 
 def _is_found(text: str, kind: int) -> bool:
-    """Return whether llama.cpp finds a token in text before it is split."""
+    """Return whether llama.cpp looks for a token in text before it splits the text. ``kind``: the token's ``token_type``."""
     return kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or text in _ENDS
 
 
 def _add_tokens(backend: Any, header: GgufHeader, types: list[int], tokens: list[str]) -> None:
-    """Add the tokens to a tokenizer that are found in text before it is split."""
+    """Add those of a file's tokens to a tokenizer that are found in text before the text is split (`_is_found`)."""
     from tokenizers import AddedToken
 
     found = [
@@ -166,7 +166,7 @@ def _add_tokens(backend: Any, header: GgufHeader, types: list[int], tokens: list
 
 
 def _add_around(backend: Any, header: GgufHeader, ids: Mapping[str, int | None], tokens: list[str]) -> None:
-    """Let a tokenizer add the tokens with these numbers before or after each text."""
+    """Make a tokenizer add those of BOS and EOS in ``ids`` around each text; raise ConfigError if one has no id."""
     from tokenizers import processors
 
     for name, number in ids.items():
@@ -195,11 +195,11 @@ def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
 
 
 def _byte_level(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Any, bool]:
-    """Return the tokenizer with the merges of a file, and whether it begins a text with the first token by default."""
+    """Return the tokenizer with the merges of a file, and whether it adds a BOS token by default."""
     from tokenizers import Tokenizer, decoders, models
 
     name = metadata.get("pre", "default")
-    split = WAYS.get(name)
+    split = SPLIT_BY_PRE.get(name)
     if split is None:
         raise _rejected(header, "pre", name)
     vocab = {text: number for number, text in enumerate(tokens)}
@@ -217,18 +217,18 @@ def _byte_level(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[st
 
 
 def splitter(split: Split) -> Any:
-    """Return the part of a tokenizer that splits text in a way, and turns it into the letters of bytes."""
+    """Return the pre-tokenizer that splits text by the patterns of ``split``, and then maps bytes to the letters of byte-level BPE."""
     from tokenizers import Regex, pre_tokenizers
 
     *others, last = split.patterns
-    by_itself = last == GPT2  # which it has built in
+    splits_as_gpt2 = last == GPT2  # the expression that ByteLevel has built in
     parts: list[Any] = [
         pre_tokenizers.Digits(individual_digits=True)
         if pattern == DIGITS
         else pre_tokenizers.Split(Regex(pattern), "isolated")
-        for pattern in (others if by_itself else split.patterns)
+        for pattern in (others if splits_as_gpt2 else split.patterns)
     ]
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_itself)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_as_gpt2)
     return pre_tokenizers.Sequence([*parts, level]) if parts else level
 
 
@@ -236,7 +236,7 @@ def splitter(split: Split) -> Any:
 
 
 def _with_scores(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
-    """Return the tokenizer that joins first the pair whose token has the highest score."""
+    """Return the BPE tokenizer of a file with scores: of all pairs, the one whose token has the highest score is joined first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = {text: number for number, text in enumerate(tokens)}
@@ -245,27 +245,27 @@ def _with_scores(header: GgufHeader, metadata: Mapping[str, Any], tokens: list[s
     if "scores" not in metadata:
         raise _rejected(header, "scores", None)
     types = metadata.get("token_type") or [_NORMAL] * len(tokens)
-    joined = {
+    score_of_joined = {  # without tokens that are found before text is split, which no merge makes
         text: score
         for text, score, kind in zip(tokens, metadata["scores"], types, strict=True)
         if not _is_found(text, kind)
     }
-    merges = _merges(header, joined, vocab)
+    merges = _merges(header, score_of_joined, vocab)
     unknown = metadata.get("unknown_token_id", _IDS_OF_LLAMA["unk_token"])
     backend = Tokenizer(models.BPE(vocab, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
-    before = metadata.get("add_space_prefix", True)
+    adds_space = metadata.get("add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if before else spaces
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if adds_space else spaces
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if before else parts)
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if adds_space else parts)
     return backend
 
 
 def _merges(header: GgufHeader, scores: Mapping[str, float], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the merges that join pairs in the order of the scores of their tokens.
+    """Return the merges that join pairs in the order of the scores of their tokens: the highest first, and for one token, longer parts first.
 
     Raises:
-        ConfigError: no merges have this effect, because different tokens have the same score, or a token has a letter that is none.
+        ConfigError: no merges have this effect, because different tokens have the same score, or a part of a token is no token.
     """
     pairs = sorted(_pairs(scores), key=lambda pair: (-scores["".join(pair)], -len(pair[0]), -len(pair[1])))
     made: dict[float, str] = {}
@@ -273,14 +273,15 @@ def _merges(header: GgufHeader, scores: Mapping[str, float], vocab: Mapping[str,
         token = first + second
         if first not in vocab or second not in vocab:
             raise _rejected(header, "tokens", token)
-        same = made.setdefault(scores[token], token)
-        if same != token and len(set(token + same)) > 1:  # other than runs of one letter, for which the longer go first
-            raise _rejected(header, "scores", [same, token])
+        first_token = made.setdefault(scores[token], token)  # with this score
+        # Runs of one letter may share a score, since longer parts go first.
+        if first_token != token and len(set(token + first_token)) > 1:
+            raise _rejected(header, "scores", [first_token, token])
     return pairs
 
 
 def _pairs(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield all pairs of texts that may come to stand side by side, and are a token together: tokens, or letters."""
+    """Yield each pair of texts that is a token when joined, and whose parts may stand side by side before: tokens of ``scores``, or letters."""
     for token in scores:
         for cut in range(1, len(token)):
             first, second = token[:cut], token[cut:]

@@ -192,9 +192,10 @@ def _smallest_limit(costs: Sequence[int], most: int, num_ranks: int) -> int:
 
 
 def _fill(costs: Sequence[int], limit: int, most: int) -> list[int]:
-    """Return how many micro-batches each rank gets if one after the other takes as many as it may, on as many ranks as that takes.
+    """Return the number of micro-batches of each rank if one rank after the other takes as many as it may, for as many ranks as are needed.
 
-    A rank may take ``limit`` tokens, or else a single micro-batch, and ``most`` micro-batches. ``costs``: tokens of each.
+    A rank may take at most ``most`` micro-batches, with at most ``limit`` tokens unless it is a single one. ``costs``: the tokens of each
+    micro-batch.
     """
     counts, used = [0], 0
     for cost in costs:

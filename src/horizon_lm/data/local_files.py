@@ -130,7 +130,9 @@ def _require_one_type(config: DatasetConfig, files: Sequence[Path]) -> None:
 
 
 def _matching(config: DatasetConfig, folder: Path) -> list[Path]:
-    """Return the files that ``data_files`` names: below the folder, or anywhere if that is ``Path()``, for a reader instead of a folder."""
+    """Return the files that the patterns in ``data_files`` match, below the folder. ``Path()`` stands for an entry that names a reader instead
+    of a folder, whose patterns may be any paths.
+    """
     is_reader = folder == Path()
     files: set[Path] = set()
     for pattern in config.data_files or ():

@@ -34,7 +34,9 @@ _PROBLEM = (
     "problem",
 )  # columns of a token table for what is wrong with an invalid row: its kind, and a message
 ROWS_INSPECTED = 1000  # rows searched for optional fields
-_TYPED = 0.01  # largest share of rows in whose answers an end token is taken for a part of the text
+_MAX_TYPED = (
+    0.01  # occurrences of an end token inside of answers, for each at an end, that somebody may have typed into texts
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +83,15 @@ class Report:
     def end_tokens(self) -> list[int]:
         """Return the tokens that end the answers that are trained on, the most frequent one first.
 
-        One that also stands inside of answers ends none, as between the reasoning and the answer of gpt-oss, unless that is as rare
-        as a token that somebody has typed into a text.
+        A token that also occurs inside of answers is left out, as the one between the reasoning and the answer of gpt-oss, unless it
+        occurs there so rarely that somebody may have typed it.
         """
         ends, inner = (Counter[int](), Counter[int]())
         for part in self.rows.parts:
             for counts, name in ((ends, "ends"), (inner, "inner")):
                 rows = part.table.data.column(name).take(part.indices)
                 counts.update(rows.combine_chunks().flatten().to_pylist())
-        return [token for token, count in ends.most_common() if inner[token] <= _TYPED * count]
+        return [token for token, count in ends.most_common() if inner[token] <= _MAX_TYPED * count]
 
 
 class Rows(Protocol):
@@ -133,15 +135,15 @@ class Problems:
         """Raise DataError if any row is invalid: a line for each fault, with its rows. ``chat_template``: see `PreprocessConfig`."""
         if not self._rows:
             return
-        lines, total = [], sum(rows.count for rows in self._rows.values())
+        lines, num_unlisted = [], sum(rows.count for rows in self._rows.values())
         for fault, rows in [*self._rows.items()][:_MAX_FAULTS_SHOWN]:
             count = f" ({rows.count:,} rows)" if rows.count > 1 else ""
             differs = " (in the first of them)" if len(self._messages[fault]) > 1 else ""
             template = f" (chat_template_path: {chat_template})" if chat_template and "chat template" in fault else ""
             lines.append(f"{rows}{count}: {self._messages[fault][0]}{template}{differs}")
-            total -= rows.count
-        if total:
-            lines.append(f"... and {total:,} more")
+            num_unlisted -= rows.count
+        if num_unlisted:
+            lines.append(f"... and {num_unlisted:,} more")
         if len(lines) > 1:
             lines.insert(0, f"{sum(rows.count for rows in self._rows.values()):,} invalid rows:")
         raise DataError("\n".join(lines))
@@ -255,7 +257,7 @@ def _renamed(row: Any, config: DatasetConfig) -> Any:
 
 
 def _tokenize_source(source: Source, row_format: RowFormat, tokenizer: Any, options: PreprocessConfig) -> Any:
-    """Return the token table of a dataset, from the cache if it is there; raise DataError if it cannot be written there."""
+    """Return the token table of a dataset, cached if it was made before. Delete altered tables first; raise DataError if none can be cached."""
     length, day = row_length_limit(options), options.day or today()
     fingerprint = digest(
         _CACHE_VERSION, source.fingerprint, source.config.columns, row_format.name, options.objective, options.train_on,
@@ -352,9 +354,9 @@ def _tokenize_rows(
         "inner": [sorted({token for tokens in each for token in tokens.inner}) for each in sequences],
     }
     result |= {name: [problem[index] for _, problem in tokenized] for index, name in enumerate(_PROBLEM)}
-    for index, (ids, trained) in enumerate(columns_of_sequences):
-        result[ids] = [each[index].ids for each in sequences]
-        result[trained] = [each[index].trained for each in sequences]
+    for index, (ids_column, mask_column) in enumerate(columns_of_sequences):
+        result[ids_column] = [each[index].ids for each in sequences]
+        result[mask_column] = [each[index].trained for each in sequences]
     return result
 
 
@@ -385,11 +387,12 @@ def _choose_rows(source: Source, options: PreprocessConfig) -> np.ndarray:
 
 
 def _select_rows(source: Source, table: Any, chosen: np.ndarray, report: Report) -> Part:
-    """Return the chosen rows of a dataset that can be used, and count all of them and their flags in the report."""
+    """Return the chosen rows of a dataset that can be used, and add to the report the number of chosen rows and the rows with each flag."""
     report.read += len(chosen)
     flags = table.data.column("flags").to_numpy()
     used = chosen[(flags[chosen] & LEFT_OUT) == 0]
     for flag, rows in report.flagged.items():
+        # Truncation and reasons to leave a row out are counted among all chosen rows, other flags among those that are used.
         among = chosen if flag in LEFT_OUT | RowFlag.TRUNCATED else used
         rows.add(among[(flags[among] & flag) != 0], source.place)
     return Part(table, source.place, used, source.config.weight)

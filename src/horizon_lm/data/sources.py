@@ -203,7 +203,7 @@ class Source:
         return replace(self, table=self.table.select([]))
 
     def rows(self, columns: Mapping[str, Sequence[Any]]) -> list[Any]:
-        """Return the rows of a part of the table, given as columns; without null fields if they are not kept as JSON."""
+        """Return the rows of a part of the table, given as columns. Rows that are not kept as JSON lose their null fields, which a table adds."""
         if self.is_json:
             return [json.loads(text) for text in columns[_JSON]]
         names, values = list(columns), list(columns.values())

@@ -39,7 +39,8 @@ class RenderedConversation:
 def render_checked(conversation: Conversation, render: Render) -> RenderedConversation:
     """Render a conversation and check that no answer or tool call is dropped.
 
-    Arguments of calls are given as they are, or as JSON text to templates that fail without, or print them in Python's syntax.
+    Arguments of tool calls are given as objects. If the template fails with these, or prints them in Python's syntax, they are given as
+    JSON text instead.
 
     Raises:
         RowError: the template drops an answer or a tool call.

@@ -69,7 +69,7 @@ class _Server:
             self._stop()
 
     def _running(self) -> subprocess.Popen[str]:
-        """Return the process of this process, started anew if there is none or it has ended."""
+        """Return the process that renders for this process, and start one if there is none or it has ended."""
         if self._process is not None and self._owner == os.getpid():
             if self._process.poll() is None:
                 return self._process
@@ -78,7 +78,9 @@ class _Server:
         return self._process
 
     def _start(self) -> subprocess.Popen[str]:
-        """Start a process that renders. One of a parent of this process is kept, but not used: two would read its answers."""
+        """Start a process that renders, and return it. A process that a fork has inherited is kept, but not used: this process and its parent
+        would read each other's answers.
+        """
         self._inherited.append(self._process)
         self._process, self._owner = None, os.getpid()
         file = Path(__file__).with_name("template_server.py")

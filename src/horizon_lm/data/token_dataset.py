@@ -217,12 +217,14 @@ class Part:
 
     def row_hashes(self, length: int | None = None) -> np.ndarray:
         """Return a hash of the tokens of each row in use, or of the first ``length`` of each sequence, uint64 (n,)."""
+        # Lengths that cut no row share one entry.
         key = None if length is None or length >= self.lengths.max(initial=0) else length
         if key not in self._hashes:
             self._hashes[key] = self._hash_rows(key)
         return self._hashes[key]
 
     def _hash_rows(self, length: int | None) -> np.ndarray:
+        """Compute the hashes of `row_hashes`; None hashes whole sequences. The hash of a preference chains its two sequences."""
         hashes = np.zeros(len(self.lengths), dtype=np.uint64)
         used = np.zeros(len(self.lengths), dtype=bool)
         used[self.indices] = True

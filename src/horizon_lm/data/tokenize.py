@@ -194,17 +194,21 @@ class ExampleTokenizer:
         return replace(kept, flags=flags)
 
     def _kept_messages(self, example: Conversation, rendered: TokenizedConversation) -> Sequence[Message]:
-        """Return the messages of which truncation keeps tokens; all of them if it is not certain which ones."""
+        """Return the messages of which truncation keeps tokens; all of them if it is not certain which ones.
+
+        Only the places of answers are known. So the last answer that is kept, in whole or in part, decides: the messages after it, up to
+        the first answer that is lost, count as kept if any text follows it.
+        """
         messages, starts, answers = example.messages, _starts(rendered.assistant), _answers(example)
         if self._keeps(len(rendered.ids) - 1) or len(starts) != len(answers):
             return messages
-        begun = sum(map(self._keeps, starts))
-        behind = messages[: answers[begun]] if begun < len(answers) else messages  # up to the first answer that is lost
-        if not begun:
-            return behind
-        end = np.flatnonzero(rendered.assistant[: self._max_length])[-1] + 1
+        num_kept = sum(map(self._keeps, starts))  # answers
+        before_lost = messages[: answers[num_kept]] if num_kept < len(answers) else messages
+        if not num_kept:
+            return before_lost
+        end = np.flatnonzero(rendered.assistant[: self._max_length])[-1] + 1  # of the last answer that is kept
         rest = self._tokenizer.decode(rendered.ids[end : self._max_length], skip_special_tokens=True)
-        return behind if has_text(rest) else messages[: answers[begun - 1] + 1]
+        return before_lost if has_text(rest) else messages[: answers[num_kept - 1] + 1]
 
     def _has_special_text(self, messages: Sequence[Message]) -> bool:
         """Return whether a message of another than the assistant has a special token, which the model reads as such."""
@@ -257,7 +261,8 @@ def _answers(example: Conversation) -> list[int]:
 
 
 def _completion_mask(assistant: np.ndarray, example: Conversation) -> np.ndarray:
-    """Return the mask of all tokens from the first answer after the prompt on; without a prompt, of the assistant's in the last answer.
+    """Return the mask (T,) of the completion: all tokens from the first answer after the prompt on or, in a row without a separate prompt,
+    the assistant's tokens in the last answer. ``assistant``: the mask (T,) of the assistant's tokens.
 
     Raises:
         RowError: the assistant's tokens are in more or fewer parts than the conversation has answers, or one of several answers after
@@ -272,14 +277,14 @@ def _completion_mask(assistant: np.ndarray, example: Conversation) -> np.ndarray
     first_message = example.num_prompt
     if first_message is None:  # the last answer, even if it is empty
         first_message = max((i for i, each in enumerate(example.messages) if each["role"] == "assistant"), default=0)
-    wanted = [index for index in answers if index >= first_message]
-    if not wanted:
+    after_prompt = [index for index in answers if index >= first_message]
+    if not after_prompt:
         return np.zeros(len(assistant), dtype=bool)
-    completion = np.arange(len(assistant)) >= starts[answers.index(wanted[0])]
+    completion = np.arange(len(assistant)) >= starts[answers.index(after_prompt[0])]
     if example.num_prompt is None:
         return assistant & completion
-    of_assistant = sum(each["role"] == "assistant" for each in example.messages[first_message:])
-    if of_assistant > len(wanted):
+    num_with_empty = sum(each["role"] == "assistant" for each in example.messages[first_message:])
+    if num_with_empty > len(after_prompt):
         raise RowError("an answer after the prompt is empty, and cannot be told from the tokens around it; remove it")
     return completion
 

@@ -55,7 +55,9 @@ def open_tokenizer(folder: Path, trust_remote_code: bool = False, gguf_file: str
 
 
 def _require_little_growth_of_file(path: Path) -> None:
-    """Raise ConfigError if the normalizer in a short ``tokenizer.json`` makes too many characters of one."""
+    """Raise ConfigError if the normalizer in a ``tokenizer.json`` makes too many characters of one. A file that is too long to be parsed twice
+    is checked once it is loaded (`_require_little_growth_of`).
+    """
     if not path.is_file() or path.stat().st_size > _MAX_PARSED_BYTES:
         return
     try:
