@@ -69,7 +69,7 @@ def _ranks_of_worst_machine(ranks: Sequence[CoreUse]) -> Sequence[CoreUse]:
 
 
 def _problem(worst: Sequence[CoreUse], is_only_machine: bool) -> str:
-    """Describe what the ranks of a machine lack; an empty text if it does not matter."""
+    """Describe the cores that the ranks of a machine lack; empty if these are less than half a core, or a tenth of all that they may use."""
     if missing_cores(worst) < max(0.5, 0.1 * sum(each.usable for each in worst)):
         return ""
     place = "" if is_only_machine else f" of {worst[0].host}"

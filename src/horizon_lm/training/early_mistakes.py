@@ -36,18 +36,18 @@ def mistakes_in_plan(config: RunConfig) -> Iterator[HorizonError]:
     are named.
     """
     of_model = [_require_name, _require_config, _require_peft, _require_adapter, _require_headers]
-    return _errors(config, [*of_model, *_first_rows(config)])
+    return _errors(config, [*of_model, *_checks_of_first_rows(config)])
 
 
 def mistakes_in_rows(config: RunConfig) -> Iterator[HorizonError]:
     """Yield the errors of what rows are tokenized from: the model's config and tokenizer, the chat template, and the rows."""
-    return _errors(config, [_require_name, _require_config, *_of_rows(config)])
+    return _errors(config, [_require_name, _require_config, *_checks_of_rows(config)])
 
 
 def mistakes_in_run(config: RunConfig) -> Iterator[HorizonError]:
     """Yield the errors of everything that a run needs."""
     checks = [
-        _require_name, _require_config, _require_weights, _require_peft, _require_adapter, *_of_rows(config),
+        _require_name, _require_config, _require_weights, _require_peft, _require_adapter, *_checks_of_rows(config),
         _require_trackers, require_known_metric,
     ]  # fmt: skip
     if os.environ.get("RANK", "0") == "0":  # the only one that writes, and may have begun
@@ -55,12 +55,12 @@ def mistakes_in_run(config: RunConfig) -> Iterator[HorizonError]:
     return _errors(config, checks)
 
 
-def _of_rows(config: RunConfig) -> list[Check]:
+def _checks_of_rows(config: RunConfig) -> list[Check]:
     """Return the checks of what rows are tokenized from, besides the model's config."""
-    return [_require_tokenizer, _require_template, _require_trl, *_first_rows(config)]
+    return [_require_tokenizer, _require_template, _require_trl, *_checks_of_first_rows(config)]
 
 
-def _first_rows(config: RunConfig) -> list[Check]:
+def _checks_of_first_rows(config: RunConfig) -> list[Check]:
     """Return a check of the first rows for each entry of ``datasets`` and ``eval_datasets``."""
     training, evaluation = config.datasets or (), config.eval_datasets or ()
     only = TRAINING if len(training) == 1 else None  # or rows of another entry may have answers
@@ -70,7 +70,7 @@ def _first_rows(config: RunConfig) -> list[Check]:
 
 
 def _errors(config: RunConfig, checks: Sequence[Check]) -> Iterator[HorizonError]:
-    """Yield the errors of some checks. What the system does not let them see is reported when it is needed."""
+    """Yield the errors of some checks. A check that the system does not let read a file is passed over: the run reports it on reading it."""
     for check in checks:
         with suppress(OSError):
             try:

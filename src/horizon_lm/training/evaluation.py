@@ -35,7 +35,8 @@ class Evaluation(Part):
         self._ranks, self._reporter, self._eval_sets = run.session.ranks, run.session.reporter, run.data.eval_sets
         self._training, self._saver, self._stop_if_interrupted = training, saver, stop_if_interrupted
         self._best = training.state.keep("best", BestModel(self._config))
-        self._last = training.state.keep("last_eval", Value[Sequence[Any]]((-1, None)))  # step and loss
+        # The step and the loss of the last evaluation, so that no step is evaluated twice.
+        self._last = training.state.keep("last_eval", Value[Sequence[Any]]((-1, None)))
         self.loss_before = training.state.keep("loss_before", Value[float | None](None))
 
     @property

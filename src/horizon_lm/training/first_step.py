@@ -31,7 +31,7 @@ class FirstStep:
         if self._is_over:
             train_step()
             return
-        shortage = self._try(train_step)
+        shortage = self._try_step(train_step)
         self._is_over = True
         if shortage is None:  # it fitted
             return
@@ -42,7 +42,7 @@ class FirstStep:
         self._training.optimizer.zero_grad()  # gradients of the failed attempt
         forward = forward_of(self._training.model)
         forward.reconfigure(forward.engine.options.with_choices(smaller.step.settings))
-        shortage = self._try(train_step)
+        shortage = self._try_step(train_step)
         if shortage is not None:
             raise self._run.admission.out_of_memory(
                 smaller, f"step {step} needed more device memory than there is, with a smaller plan, too ({shortage})"
@@ -62,7 +62,7 @@ class FirstStep:
         return replace(smaller, reasons=[problem, *smaller.reasons])
 
     def _use(self, plan: Plan, step: int) -> None:
-        """Use the smaller plan, with which a step was run, for the rest of the run."""
+        """Use the smaller plan, with which a step was run, for the rest of the run, and write it into the folder of the run."""
         settings, session = self._run.settings, self._run.session
         before = settings.config
         settings.use(plan)
@@ -72,7 +72,7 @@ class FirstStep:
         with session.reporter.attempt("plan.json"):
             session.run_dir.write_settings(settings.config, plan)
 
-    def _try(self, train_step: Callable[[], None]) -> str | None:
+    def _try_step(self, train_step: Callable[[], None]) -> str | None:
         """Run a step. Return None or, if the device has too little memory for it, the first line of the error."""
         optimizer = self._training.optimizer
         before = optimizer.num_steps, optimizer.num_skipped

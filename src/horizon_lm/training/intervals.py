@@ -76,7 +76,10 @@ class Intervals:
         """Return the checkpoints that the run writes and keeps, if each evaluation finds a better model."""
         config, last = self.config, self.num_steps - 1  # the last step after which anything is saved
         save_interval = self._steps_between(config.save_strategy, config.save_steps)
-        num_regular, of_best = last // save_interval, 0
+        num_regular, of_best = (
+            last // save_interval,
+            0,
+        )  # of_best: checkpoints that are written only because they are the best
         if config.load_best_model_at_end:
             eval_interval = self._steps_between(config.eval_strategy, config.eval_steps or config.logging_steps)
             of_both = last // math.lcm(save_interval, eval_interval)

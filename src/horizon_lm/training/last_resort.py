@@ -58,6 +58,7 @@ class LastResort:
         while failure is not None:
             signal = run_dir.ranks.agree("the end of the waiting", self.requested())
             own = [time.monotonic() - self._began, is_of_system(failure)]
+            # The first rank decides. An error of the system may pass, such as a full disk; others stay.
             waited, may_pass = run_dir.ranks.of_first("the waiting", own)
             if signal or waited >= _PATIENCE_SECONDS or not may_pass:
                 if self._export_elsewhere(model, tokenizer):

@@ -32,7 +32,9 @@ class NonFinite:
         self._num_searches, self._own_loss = 0, 0.0
 
     def finite_loss(self, loss: HostCopy, step: int, batch: Batch) -> float:
-        """Return the loss of all ranks as a number. Raise NonFiniteError if it is NaN or infinite, unless such steps are skipped."""
+        """Return the loss of all ranks as a number, and remember this rank's own. Raise NonFiniteError if the sum is NaN or infinite, unless
+        such steps are skipped.
+        """
         self._own_loss = float(loss.read())
         value = self._ranks.sum("the loss of a step", self._own_loss)
         if not math.isfinite(value) and self._config.non_finite == "raise":
@@ -45,7 +47,9 @@ class NonFinite:
         skipped_before = optimizer.num_skipped
         try:
             if not math.isfinite(loss):
-                optimizer.reject_step(f"the loss is {loss}")
+                optimizer.reject_step(
+                    f"the loss is {loss}"
+                )  # only marks it: `step` below raises the error, or skips the step
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NonFiniteWarning)  # reported below, with the rows
                 optimizer.step()
@@ -58,7 +62,9 @@ class NonFinite:
     def _rejection(self, error: NonFiniteError, optimizer: Any, loss: float, step: int, batch: Batch) -> NonFiniteError:
         """Return the error of a step that the optimizer has rejected with ``error``."""
         problem, cause = self._explain(optimizer.non_finite_unit, loss, step, batch)
-        if optimizer.partial_update:
+        if (
+            optimizer.partial_update
+        ):  # weights were changed already, so the message must not promise those of the step before
             return NonFiniteError(f"{error} {cause} Rows of this step: {shown_places(batch)}")
         if self._config.non_finite == "skip":  # too many steps in a row were skipped, so the optimizer raised
             limit = self._config.max_consecutive_skips
@@ -70,7 +76,8 @@ class NonFinite:
 
         All ranks call this, because all have the sums of the losses and of the squares of gradients.
 
-        ``unit``: the one whose gradient is not finite. If the loss is not, the first unit that is not finite is searched instead.
+        ``unit``: the unit whose gradient is not finite. If the loss is not finite, this is ignored, and the first unit is searched whose
+        output is not.
         """
         bad = self._search(batch, with_gradient=math.isfinite(loss))
         if math.isfinite(loss):
@@ -86,9 +93,8 @@ class NonFinite:
             sentences.append(
                 f"It comes from the rows of {'rank' if len(guilty) == 1 else 'ranks'} {', '.join(guilty)}."
             )
-        rows = [
-            row for _, of_rank in sorted(everyone, key=lambda each: bool(each[0])) for row in of_rank
-        ]  # theirs first
+        # The rows of guilty ranks come first.
+        rows = [row for _, of_rank in sorted(everyone, key=lambda each: bool(each[0])) for row in of_rank]
         try:
             if self._ranks.is_first:
                 folder = self._run_dir.path / "bad-batches"

@@ -99,7 +99,7 @@ def require_sane_schedule(config: RunConfig, num_steps: int) -> None:
 
 def _shares_of_peak(config: RunConfig, num_steps: int) -> Iterator[tuple[int, Any]]:
     """Yield about `_RATES` steps of a run, counted from 0, with the share of the learning rate that the schedule gives them."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)  # any will do
+    optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=config.learning_rate)  # a stand-in
     scheduler = _build_scheduler(optimizer, config, num_steps)
     for step in range(0, num_steps, -(-num_steps // _RATES)):
         with _calling_schedule(config):

@@ -140,7 +140,7 @@ class Ranks:
 
     @contextmanager
     def first_of_each_machine_first(self) -> Iterator[None]:
-        """Context manager: run this on the first rank of each machine, then on the others, which find its files."""
+        """Context manager: do the enclosed work on the first rank of each machine, then on its other ranks, which find the files made by it."""
         is_late = self.size > 1 and not is_first_of_machine()
         if is_late:
             self.wait_for_all("the files of the first rank of this machine")
@@ -224,13 +224,13 @@ class Ranks:
         return StepResult(
             value=sum(each.value / len(everyone) for each in everyone), weight=sum(each.weight for each in everyone),
             metrics={name: sum(each.metrics[name] for each in everyone) for name in own.metrics},
-            token_sums={name: _added([each.token_sums[name] for each in everyone]) for name in own.token_sums},
+            token_sums={name: _sum_micro_batches([each.token_sums[name] for each in everyone]) for name in own.token_sums},
             num_rows=sum(each.num_rows for each in everyone), num_trained=sum(each.num_trained for each in everyone),
             num_tokens=sum(each.num_tokens for each in everyone), energy=sum((each.energy for each in everyone), Energy(0.0, 0.0)),
         )  # fmt: skip
 
 
-def _added(ranks: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, int]]:
+def _sum_micro_batches(ranks: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, int]]:
     """Add up the sums and numbers of targets of the ranks' first micro-batches, of their second ones, and so on, as in TRL."""
     at_same_time = zip_longest(*ranks, fillvalue=(0.0, 0))  # a rank may have fewer than others
     return [(sum(total for total, _ in each), sum(count for _, count in each)) for each in at_same_time]

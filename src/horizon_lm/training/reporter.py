@@ -82,7 +82,7 @@ class Reporter:
                 self.print(f"warning: {output} failed ({first_line(error)}); the run goes on without it")
 
     def begin(self, file: LineFile | None, num_steps: int, logged: Callable[[Mapping[str, Any]], None]) -> None:
-        """Write metrics into a file from now on, if this rank has one, and pass each line on to ``logged``. Start the progress bar."""
+        """Start the progress bar. Lines of metrics go to ``file``, None on a rank without one, and to ``logged`` from now on."""
         self._file, self._num_steps, self._logged = file, num_steps, logged
         if self._bar is not None:
             with self.attempt("the progress bar"):

@@ -76,17 +76,19 @@ def _resume_line(point: ResumePoint) -> str:
 
 
 def rows_of_all_ranks(point: ResumePoint | None, config: RunConfig, num_ranks: int) -> int:
-    """Return the rows of a step of all ranks: those of the checkpoint, whatever its number of ranks was, unless settings change them."""
+    """Return the number of rows in a step of all ranks: that of the checkpoint, whatever the number of ranks is now, unless the settings
+    of the batch have changed.
+    """
     by_settings = config.rows_per_step * num_ranks
-    if point is None or _rows_of_rank(point, config) != config.rows_per_step:
+    if point is None or _saved_rows_of_rank(point, config) != config.rows_per_step:
         return by_settings
     return int(point.state.get("rows_per_step", by_settings))
 
 
-def _rows_of_rank(point: ResumePoint, config: RunConfig) -> int:
+def _saved_rows_of_rank(point: ResumePoint, config: RunConfig) -> int:
     """Return the rows of a step of one rank by the settings of a checkpoint's run."""
-    given = _saved_settings(point, "config", config)
-    return int(given["per_device_train_batch_size"] * given["gradient_accumulation_steps"])
+    saved = _saved_settings(point, "config", config)
+    return int(saved["per_device_train_batch_size"] * saved["gradient_accumulation_steps"])
 
 
 def open_point(folder: Path, verifies: bool = True) -> ResumePoint:
@@ -109,39 +111,40 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def apply_settings(config: RunConfig, point: ResumePoint, num_ranks: int = 1) -> tuple[RunConfig, list[str]]:
-    """Return the settings with which a run goes on, and warnings. Those that the plan may choose are as the checkpoint's plan chose them.
+    """Return the settings with which a run goes on, and warnings about changes.
 
-    With another number of ranks, the rows of a step stay those of the checkpoint.
+    Settings that are left to the plan, as they were before, have the values that the plan of the checkpoint's run chose. With another
+    number of ranks, a step keeps its number of rows.
 
     Raises:
         ConfigError: settings or versions have changed that decide the numbers of a run, or what it trains.
     """
     require_same_training(config, point.folder, bool(point.manifest.base))
     with reading(point):
-        given, now = _saved_settings(point, "config", config), settings_of(config)
-        changed = sorted(name for name in {**given, **now} if given.get(name) != now.get(name))
+        before, now = _saved_settings(point, "config", config), settings_of(config)  # both as the user has set them
+        changed = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
         may_change = settings_with(OnResume.FREE) | settings_with(OnResume.ROUNDING)
         settled = _saved_settings(point, "settled", config)
-        fatal = [_change(name, given, now) for name in changed if name not in may_change]
-        # What the plan has chosen may be set, and left to the plan again.
+        fatal = [_change(name, before, now) for name in changed if name not in may_change]
+        # The state of the checkpoint fits what its plan chose, so a setting may also be set to that, or left to the plan.
         of_state = [
             name
             for name in changed
             if name in settings_with(OnResume.STATE) and now[name] not in (settled.get(name), "auto")
         ]
-        rows_of_rank, rows_now = _rows_of_rank(point, config), config.rows_per_step * num_ranks
+        saved_rows_of_rank, rows_now = _saved_rows_of_rank(point, config), config.rows_per_step * num_ranks
         rows_before = point.state.get("rows_per_step", rows_now)
-        # The rows of a step may differ by the number of ranks alone.
-        if rows_of_rank != config.rows_per_step and rows_before != rows_now:
+        # Another number of ranks is no change of settings: the step keeps its rows (below).
+        if saved_rows_of_rank != config.rows_per_step and rows_before != rows_now:
             fatal.append(f"rows per step: {rows_before} -> {rows_now}")
         packages, installed = point.manifest.packages, installed_packages()
         fatal += [_change(name, packages, installed) for name in _VERSIONS if packages.get(name) != installed.get(name)]
-        warnings = _reject(point, fatal, config, of_state) + rounding_warnings(given, now)
-        update = {name: settled[name] for name in _OPEN_TO_PLAN if given[name] == now[name]}
+        warnings = _reject_or_warn(point, fatal, config, of_state) + rounding_warnings(before, now)
+        update = {name: settled[name] for name in _OPEN_TO_PLAN if before[name] == now[name]}
         rows = rows_of_all_ranks(point, config, num_ranks)
         if rows != rows_now:
-            before = rows // rows_of_rank
-            warnings.append(f"resume: {num_ranks} processes instead of {before}; a step keeps its {rows} rows")
+            ranks_before = rows // saved_rows_of_rank
+            warnings.append(f"resume: {num_ranks} processes instead of {ranks_before}; a step keeps its {rows} rows")
             update |= _batch_settings(config, rows_of_rank=math.ceil(rows / num_ranks))
         return config.model_copy(update=update), warnings
 
@@ -184,8 +187,8 @@ def choice_warnings(point: ResumePoint, given: RunConfig, config: RunConfig) -> 
     asked, now = settings_of(given), settings_of(config)
     asked_before, settled = (_saved_settings(point, kind, config) for kind in ("config", "settled"))
     # Where the user has changed a setting, another value is no choice of the plan.
-    same = [name for name in _OPEN_TO_PLAN if asked_before[name] == asked[name]]
-    return rounding_warnings({name: settled[name] for name in same}, {name: now[name] for name in same})
+    unchanged = [name for name in _OPEN_TO_PLAN if asked_before[name] == asked[name]]
+    return rounding_warnings({name: settled[name] for name in unchanged}, {name: now[name] for name in unchanged})
 
 
 def length_warnings(point: ResumePoint, num_steps: int) -> list[str]:
@@ -229,14 +232,16 @@ def require_same_rows(point: ResumePoint, position: Mapping[str, Any], config: R
             names = [name for name in ("weights", "seed", "epoch") if given.get(name) != position[name]]
             changes = ", ".join(_change(name, given, position) for name in names)
             change = f"the order of the rows{f' ({changes})' if changes else ''}"
-        return _reject(point, [change], config)
+        return _reject_or_warn(point, [change], config)
 
 
 _COUNTS = {"num_rows": "rows", "num_tokens": "tokens", "num_targets": "tokens to train on"}
 
 
 def _changes_of_rows(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return in what rows differ: their numbers, or else the tokens; and the tokenizer, if that has made them so."""
+    """Describe how the rows differ from those before: by counts, or else by tokens alone; and by the tokenizer, the chat template or the
+    packages, if these have changed. Both arguments are results of `data_position`.
+    """
     counts = [
         f"{before[name]:,} -> {now[name]:,} {unit}"
         for name, unit in _COUNTS.items()
@@ -269,7 +274,7 @@ def require_same_model(point: ResumePoint, model_config: Mapping[str, Any], conf
     """Return warnings about a changed config.json. Raise ConfigError unless changes are allowed."""
     given = point.state["model_config"]
     names = sorted(name for name in {**given, **model_config} if given.get(name) != model_config.get(name))
-    return _reject(point, [f"config.json: {name}" for name in names], config)
+    return _reject_or_warn(point, [f"config.json: {name}" for name in names], config)
 
 
 def starting_weights(point: ResumePoint | None, folder: Path, config: RunConfig) -> tuple[str, list[str]]:
@@ -288,10 +293,12 @@ def starting_weights(point: ResumePoint | None, folder: Path, config: RunConfig)
         was, name = point.state["config"]["model_name_or_path"], config.model_name_or_path
         named = f"{was} -> {name}" if was != name else name
         change = f"the weights of the model ({named}; a resumed run goes on with those of its checkpoint)"
-        return before, _reject(point, [change], config)
+        return before, _reject_or_warn(point, [change], config)
 
 
-def _reject(point: ResumePoint, changes: Sequence[str], config: RunConfig, of_state: Sequence[str] = ()) -> list[str]:
+def _reject_or_warn(
+    point: ResumePoint, changes: Sequence[str], config: RunConfig, of_state: Sequence[str] = ()
+) -> list[str]:
     """Raise ConfigError for changes that a resumed run may not have. Return them as a warning if ``resume_with_changes`` is set.
 
     Args:

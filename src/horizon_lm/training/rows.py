@@ -130,9 +130,9 @@ def load_data(
     preprocess = preprocess_config(config, day)
     eval_preprocess = _eval_preprocess_config(config, preprocess)
 
-    def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, config: PreprocessConfig) -> PreparedData:
-        """Return the rows before and after packing, with what was found in them, and in their lengths."""
-        packed, lost = pack_rows(rows, config)
+    def prepared(name: str, findings: Sequence[Finding], rows: TokenTable, options: PreprocessConfig) -> PreparedData:
+        """Return the rows before and after packing. Add to their findings what packing has cut, and rows that are too long for the model."""
+        packed, lost = pack_rows(rows, options)
         findings = [*([cut_before_answer(lost)] if lost.count else []), *findings]
         if not len(packed):
             raise no_row_left(name, findings)
@@ -140,22 +140,23 @@ def load_data(
 
     report = prepare(config.datasets or (), tokenizer, preprocess)
     rows, parts, eval_length = report.rows, list[PreparedData](), row_length_limit(eval_preprocess)
-    found = check_rows(report, tokenizer)
+    found_in_training = check_rows(report, tokenizer)
     if config.test_split_size is not None and len(rows):
         eval_rows, rows = _split(report, config.test_split_size, _data_seed(config))
         found_in_eval: list[Finding] = []
-        if eval_length != row_length_limit(preprocess):  # training packs whole rows
+        # If training or eval sets alone pack whole rows, the held-out rows are tokenized again, cut as those of eval sets.
+        if eval_length != row_length_limit(preprocess):
             chosen = [part.indices for part in eval_rows.parts]
             eval_report = prepare(config.datasets or (), tokenizer, eval_preprocess, chosen)
             eval_rows, found_in_eval = eval_report.rows, check_rows(eval_report, tokenizer)
         found_in_eval += check_overlap(eval_rows, rows, eval_length)
         parts.append(prepared("held_out", found_in_eval, eval_rows, eval_preprocess))
-    training = prepared(TRAINING, found, rows, preprocess)
+    training = prepared(TRAINING, found_in_training, rows, preprocess)
     # The names of eval sets from files follow that of the held-out rows, if there are any.
     for name, dataset in zip(config.eval_set_names[len(parts) :], config.eval_datasets or (), strict=True):
         eval_report = prepare([dataset], tokenizer, eval_preprocess)
-        found = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows, eval_length)]
-        parts.append(prepared(name, found, eval_report.rows, eval_preprocess))
+        found_in_eval = [*check_rows(eval_report, tokenizer), *check_overlap(eval_report.rows, rows, eval_length)]
+        parts.append(prepared(name, found_in_eval, eval_report.rows, eval_preprocess))
     sampler = training_sampler(config, training.packed, rows_per_step)
     loader = Loader(training.packed, sampler, rank, num_ranks, config.rows_kept_together)
     eval_sets = {each.name: each.packed for each in parts}
@@ -194,8 +195,8 @@ def training_sampler(config: RunConfig, rows: TokenTable, rows_per_step: int | N
 
 
 def estimate_sampler(config: RunConfig, num_ranks: int = 1) -> Sampler | None:
-    """Return a sampler with about as many rows as that of the run, from the sizes of the datasets alone. Its order is not that of the run.
-    None without datasets, or if packing will change the number of rows.
+    """Return a sampler with about as many rows as the run's, made from the sizes of the datasets alone, so its order is another one.
+    Return None without datasets, or if packing will change the number of rows.
     """
     if not config.datasets or (isinstance(config, TextConfig) and config.packing):
         return None

@@ -99,11 +99,11 @@ class RunCheckpoints:
         """Begin to write the checkpoint of a step, unless it is written already. First wait until the one before is on disk."""
         self.wait()
         try:
-            target = self._next(step)
+            target = self._claim_folder(step)
             if target is None:
                 self.best = self.path(step) if best else self.best
                 return
-            published = partial(self._published, target, is_best=best)
+            published = partial(self._record_and_prune, target, is_best=best)
             saving = self._write(target, state=state, published=published, wait=False, rate_limit=self._rate_limit)
             self._running = step, saving  # whose end or failure `report` prints
         except Exception as error:  # of the disk, or of a tokenizer's writer
@@ -133,8 +133,11 @@ class RunCheckpoints:
         self.elsewhere = elsewhere
         return elsewhere
 
-    def _next(self, step: int) -> Path | None:
-        """Return the folder for a step's checkpoint; None if it is written already. Rename a foreign one, or raise OSError on all ranks."""
+    def _claim_folder(self, step: int) -> Path | None:
+        """Return the folder for a step's checkpoint; None if the checkpoint is written already.
+
+        A folder of this name that is not of this run is renamed. If that fails, OSError is raised on all ranks.
+        """
         target, problem, is_kept = self.path(step), "", False
         if self._ranks.is_first:
             is_kept = target in self._kept
@@ -180,17 +183,17 @@ class RunCheckpoints:
             ConfigError: it is damaged, or became unreadable meanwhile.
             StreamingError: so did the last one, and the weights in memory are of two models.
         """
-        if not (problem := self._read(folder)):
+        if not (problem := self._try_loading(folder)):
             return
-        if again := self._read(last):
+        if again := self._try_loading(last):
             raise StreamingError(
                 f"{problem}, and {again}, so the weights in memory are of two models, and none was exported. When they can be read "
                 f"again: horizon-lm export {folder} OUT, or {last}"
             )
         raise ConfigError(problem)
 
-    def _read(self, folder: Path) -> str:
-        """Load the weights of a checkpoint. Return the reason if a rank cannot; empty if all could."""
+    def _try_loading(self, folder: Path) -> str:
+        """Load the weights of a checkpoint into the model. Return the reason if a rank could not read it; empty if all could."""
         problem = ""
         manifest = verify_copies(self._ranks.mesh, folder)
         try:
@@ -199,8 +202,10 @@ class RunCheckpoints:
             problem = f"{folder} became unreadable ({first_line(error)})"
         return self._ranks.agree("the weights of a checkpoint", problem)
 
-    def _published(self, folder: Path, is_best: bool) -> None:
-        """Delete the oldest checkpoints beyond the limit; called in the thread that has written the new one.
+    def _record_and_prune(self, folder: Path, is_best: bool) -> None:
+        """Record a new checkpoint, and delete those that it replaces: the oldest beyond the limit, and those of a run that is overwritten.
+
+        This is called in the thread that has written the checkpoint.
 
         The next `save` waits for this thread. Until then others read at most `last`, so the list of checkpoints is replaced and
         never changed in place.

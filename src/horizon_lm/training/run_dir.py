@@ -59,8 +59,8 @@ class RunDir:
         self.metrics, self.samples = LineFile(self.path / "metrics.jsonl"), LineFile(self.path / "samples.jsonl")
         self.model_dir, self.is_exported = self.path / "model", False
         self.second: Path | None = None
-        self._lock, self._saved, self._export_bytes = RunLock(self.path), list[Path](), 0
-        self._held_a_run = False  # before this one
+        self._lock, self._step_exports, self._export_bytes = RunLock(self.path), list[Path](), 0
+        self._held_a_run = False  # the folder had an earlier run in it
         self._replaceable: dict[Path, Contents | None] = {}  # folders of an earlier run, as they were
         self._scratch: tempfile.TemporaryDirectory[str] | None = None  # of another rank than the first
         if self.ranks.is_first:
@@ -196,25 +196,26 @@ class RunDir:
         has not changed since this one began.
         """
         before = self._replaceable.get(target)
-        return target in self._saved or (before is not None and before == _contents(old))
+        return target in self._step_exports or (before is not None and before == _contents(old))
 
     def problem(self, error: Exception, folder: Path | None = None, name: str = "output_dir") -> HorizonError:
-        """Return the error of a run whose folder, or another one, cannot be written to."""
+        """Return the error of a run that cannot write into ``folder``, by default its own. ``name``: the setting, for the message."""
         return unwritable(name, folder or self.path, error, self._export_bytes)
 
-    def save(self, model: Any, tokenizer: Any, step: int) -> str:
-        """Export a checkpoint after a step, unless that was done, and delete the oldest checkpoints beyond ``save_total_limit``.
+    def export_and_prune(self, model: Any, tokenizer: Any, step: int) -> str:
+        """Export the model after a step as ``checkpoint-STEP``, unless that was done. Then delete the oldest of these exports beyond
+        ``save_total_limit``.
 
         Returns:
-            As `write_model`.
+            As `write_model`: a line about files that are not ours.
         """
         target = self.path / f"checkpoint-{step}"
-        if target in self._saved:
+        if target in self._step_exports:
             return ""
         line = self.write_model(model, tokenizer, target)
-        self._saved.append(target)
-        while self._config.save_total_limit and len(self._saved) > self._config.save_total_limit:
-            oldest = self._saved.pop(0)
+        self._step_exports.append(target)
+        while self._config.save_total_limit and len(self._step_exports) > self._config.save_total_limit:
+            oldest = self._step_exports.pop(0)
             if self.ranks.is_first:
                 self._disk.remove(oldest)
         return line
@@ -230,9 +231,9 @@ class RunDir:
         if checkpoint is not None:
             elsewhere = "" if checkpoint.parent == self.path else f" with --resume_from_checkpoint {checkpoint}"
             return f"Kept: {checkpoint}. Run the same command again{elsewhere} to go on from there"
-        if self._saved:
+        if self._step_exports:
             return (
-                f"Kept: the model after an earlier step in {self._saved[-1]}. With save_only_model a run cannot be resumed; to start "
+                f"Kept: the model after an earlier step in {self._step_exports[-1]}. With save_only_model a run cannot be resumed; to start "
                 "over, run the same command with --overwrite_output_dir true"
             )
         return f"Kept: {self.metrics.path}. There is no checkpoint yet; run the same command again to start over"

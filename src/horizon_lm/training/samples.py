@@ -82,9 +82,9 @@ def prompt_inputs(tokenizer: Any, prompt: str, system: str | None = None, day: s
     return inputs
 
 
-def end_line(tokenizer: Any, settings: Any, trained: Sequence[int]) -> str:
-    """Return a line on the tokens that end trained answers and are none of a generation config; empty if all of them are."""
-    known = end_tokens(settings)
+def end_line(tokenizer: Any, generation_config: Any, trained: Sequence[int]) -> str:
+    """Return a line about the tokens that end trained answers (``trained``) but are no end tokens of a generation config; empty without any."""
+    known = end_tokens(generation_config)
     shown, beside = (
         ", ".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
         for tokens in ([token for token in trained if token not in known], known)

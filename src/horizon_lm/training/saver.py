@@ -26,6 +26,7 @@ class Saver(Part):
         self._run, self._training, self._config = run, training, run.settings.config
         session = run.session
         self._ranks, self._run_dir, self._reporter = session.ranks, session.run_dir, session.reporter
+        # All arguments of `save_checkpoint` that are the same for each checkpoint.
         write = partial(
             save_checkpoint, model=training.model, optimizer=training.optimizer, arrays=training.objectives.reference,
             add_files=lambda part: write_side_files(part, run.tokenizer, session.run_dir.settings),
@@ -53,7 +54,7 @@ class Saver(Part):
         """Begin to write a checkpoint, or export the model with ``save_only_model``."""
         with self._training.metrics.exclude_from_timing(), self._reporter.attempt(f"saving checkpoint-{step}"):
             if self._config.save_only_model:
-                if line := self._run_dir.save(self._training.model, self._run.tokenizer, step):
+                if line := self._run_dir.export_and_prune(self._training.model, self._run.tokenizer, step):
                     self._reporter.print(line)
             else:
                 self.checkpoints.save(step, self._state(step), best)
@@ -143,9 +144,10 @@ class Saver(Part):
         """Export the trained model, once the running checkpoint is on disk. Its weights are never given up."""
         self.checkpoints.wait()
         interrupts = self._run.session.interrupts
+        # Functions, because a signal or another checkpoint may come while it waits.
         last_resort = LastResort(
             run_dir=self._run_dir, report=self._reporter.print, requested=lambda: interrupts.requested,
-            save_checkpoint=lambda: self.keep(step), last_checkpoint=lambda: self.checkpoints.last,
+            save_checkpoint=partial(self.keep, step), last_checkpoint=lambda: self.checkpoints.last,
         )  # fmt: skip
         last_resort.export(self._training.model, self._run.tokenizer)
 

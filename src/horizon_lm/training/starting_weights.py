@@ -1,4 +1,4 @@
-"""Tell the weights that a run starts from, by a sample of their bytes: a run that is resumed does not read them again."""
+"""Identify the weights that a run starts from by a sample of their bytes, so that a resumed run need not read all of them again."""
 
 import os
 from pathlib import Path
@@ -11,9 +11,9 @@ _PIECES, _PIECE_BYTES = 256, 4096  # of each file
 
 
 def sample_weights(folder: Path, gguf_file: str | None) -> str:
-    """Return the xxh3-128 of a sample of a model's weights: of the sizes of its files, and of pieces that are spread evenly over each.
+    """Return the xxh3-128 of the sizes of a model's weight files, and of pieces that are spread evenly over each.
 
-    Weights of another model or training have another one. It is the same wherever the files lie.
+    Weights of another model or training have another hash; the folder does not matter.
     """
     digest = xxhash.xxh3_128()
     for path in weight_files(folder) if gguf_file is None else [folder / gguf_file]:
