@@ -94,7 +94,9 @@ def save_checkpoint(
 
 
 def _require_between_steps(engine: Engine, optimizer: SlabOptimizer | None) -> None:
-    """Raise StreamingError if weights and moments are not those of the end of a step. Updates that were interrupted are issued."""
+    """Raise StreamingError if a step is under way. Updates that were interrupted are issued first, so that weights and moments are
+    those of the end of a step.
+    """
     if optimizer is not None:
         _require_own(optimizer, engine)
     engine.resume_interrupted()
@@ -317,7 +319,7 @@ def _write_side_files(engine: Engine, part: Path, add_files: Callable[[Path], No
 
 
 def _require_own(optimizer: Any, engine: Engine) -> None:
-    """Raise an error for an optimizer whose state a checkpoint of this model cannot hold."""
+    """Raise ConfigError for an optimizer that is none of horizon_lm, and StreamingError for one of another model."""
     if not isinstance(optimizer, SlabOptimizer):
         raise ConfigError(
             f"checkpoints hold the state of an optimizer of horizon_lm, such as AdamW, not of {type(optimizer).__name__}; save that "

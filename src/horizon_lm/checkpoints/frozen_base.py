@@ -40,7 +40,7 @@ def hash_base(store: Store, mesh: Mesh) -> Mapping[str, str]:
 
 def _hash_units(store: Store, units: Sequence[Unit]) -> Mapping[str, str]:
     """Return the hashes of units, all of which are in this process."""
-    slabs = _hashed(store, units)
+    slabs = _slabs_to_hash(store, units)
     with ThreadPoolExecutor(usable_cores()) as threads:
         return dict(zip((first.name for first, *_ in slabs), threads.map(_hash, slabs), strict=True))
 
@@ -55,13 +55,13 @@ def _hash_shared_units(store: Store, units: Sequence[Unit], mesh: Mesh) -> Mappi
         with borrowing(mesh, store):
             for unit in units:
                 with store.whole(unit):
-                    own |= {slabs[0].name: _hash(slabs) for slabs in _hashed(store, [unit])}
+                    own |= {slabs[0].name: _hash(slabs) for slabs in _slabs_to_hash(store, [unit])}
     of_first: Mapping[str, str] = mesh.exchange("the hashes of the base", own)[0]
     return of_first
 
 
-def _hashed(store: Store, units: Iterable[Unit]) -> list[tuple[Slab, ...]]:
-    """Return the slabs of units that are hashed together, without empty ones."""
+def _slabs_to_hash(store: Store, units: Iterable[Unit]) -> list[tuple[Slab, ...]]:
+    """Return the groups of slabs of some units, each of which has one hash, without empty ones."""
     found = [slabs for unit in units for slabs in store.units[unit].hashed]
     return [slabs for slabs in found if any(slab.layout.numel for slab in slabs)]
 

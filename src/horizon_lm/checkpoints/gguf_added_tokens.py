@@ -33,9 +33,10 @@ def notes_on_added(added: list[dict[str, Any]]) -> list[str]:
 
 
 def _hidden(added: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield added tokens of which llama.cpp finds the longer one where they meet in text, and a tokenizer the other one.
+    """Yield pairs of added tokens that overlap in some text, where llama.cpp finds the first one of the pair, and a tokenizer the second one.
 
-    A tokenizer finds the one that begins first, and tokens in text as it is before those in normalized text.
+    llama.cpp looks for the longest token first. A tokenizer takes the token that begins first, and looks for tokens in text as it is before
+    those in normalized text.
     """
     texts = [each["content"] for each in added if len(each["content"]) <= _LONGEST]
     beginning: dict[str, list[str]] = {}  # tokens, by what they begin with
@@ -43,7 +44,7 @@ def _hidden(added: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         for length in range(1, len(text)):
             beginning.setdefault(text[:length], []).append(text)
     for text in texts:
-        for start in range(1, len(text)):
+        for start in range(1, len(text)):  # where a longer token may begin, inside of this one
             longer = (each for each in beginning.get(text[start:], ()) if len(each) > len(text))
             # Of runs of one character, both find the longest.
             yield from ((each, text) for each in longer if len({*text, *each}) > 1)

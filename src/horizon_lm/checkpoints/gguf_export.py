@@ -71,6 +71,7 @@ def export_gguf(model: str | Path, target: str | Path, dtype: str | None = None)
         raise ConfigError("--format gguf needs the package gguf: pip install 'horizon-lm[gguf]'")
     architecture, skeleton = ARCHITECTURES[config.model_type], skeletons.open_skeleton(source, config)
     tokenizer = read_tokenizer(source, config.vocab_size, skeleton.generation_config)
+    # Before anything is written, a file without weights is read back, to compare its config with the model's.
     with tempfile.TemporaryDirectory() as name:
         header = Path(name) / FILE
         with closing(_describe(config, tokenizer, header)) as writer:

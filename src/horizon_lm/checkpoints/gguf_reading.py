@@ -97,14 +97,16 @@ def _notes_on_llama_cpp(config: Any) -> list[str]:
 
 
 def _remedy(config: Any, key: str) -> str:
-    """Return what a user may change to write a config in which this key is not kept; empty if there is nothing."""
+    """Return the end of a message with the change of ``config.json`` that lets a config be written without this key; empty if there is none."""
     if key != "sliding_window" or config.sliding_window is None:
         return ""
     return f"; set max_position_embeddings to {config.sliding_window} in its config.json, for contexts in which both compute the same"
 
 
 def _align(config: Any, own: dict[str, Any], read: dict[str, Any]) -> None:
-    """Replace settings in both by those of the other, where both mean the same."""
+    """Make settings equal, in ``own`` or in ``read``, that differ but mean the same: a head width that follows from others, and a window
+    that covers the whole context.
+    """
     if own.get("head_dim") is None and read.get("head_dim") == config.hidden_size // config.num_attention_heads:
         own["head_dim"] = read["head_dim"]
     for settings, other in ((own, read), (read, own)):

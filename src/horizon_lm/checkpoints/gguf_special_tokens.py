@@ -59,6 +59,7 @@ def read_special_tokens(tokenizer: Any, folder: Path, vocab_size: int, generatio
     of_model = {"bos": generation_config.bos_token_id, "eos": next(iter(ends), None)}
     own = {name: getattr(tokenizer, f"{name}_token_id") for name in _KINDS}
     own = {name: number for name, number in own.items() if number in numbers}
+    # A token that is added to texts gets the name if no token has it yet (`setdefault`).
     for name, added, where in (("bos", before, "before"), ("eos", after, "after")):
         if added and added != [own.setdefault(name, added[0])]:
             raise ModelNotSupportedError(
@@ -84,7 +85,9 @@ def read_special_tokens(tokenizer: Any, folder: Path, vocab_size: int, generatio
 
 
 def _added_to_text(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before and after each text."""
+    """Return the tokens that a tokenizer puts before and after each text, found by tokenizing one with and without the post-processor, which
+    is removed meanwhile.
+    """
     found, backend = list(tokenizer("a")["input_ids"]), tokenizer.backend_tokenizer
     processor, backend.post_processor = backend.post_processor, None
     text = backend.encode("a").ids

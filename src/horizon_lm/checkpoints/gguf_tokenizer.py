@@ -115,7 +115,8 @@ def _byte_level(described: dict[str, Any], special: SpecialTokens, folder: Path,
 
 
 def _with_byte_fallback(described: dict[str, Any], special: SpecialTokens, folder: Path, vocab_size: int) -> Tokenizer:
-    """Return a tokenizer with scores instead of merges: llama.cpp joins first the pair whose token has the highest score.
+    """Return a tokenizer with scores instead of merges: llama.cpp joins first the pair whose token has the highest score. Added tokens that
+    llama.cpp would not find, but merges make, are removed from ``described``.
 
     Raises:
         ModelNotSupportedError: no scores have the effect of the merges, or text is prepared in a way that llama.cpp does not have.
@@ -174,7 +175,9 @@ def _split(described: dict[str, Any], folder: Path) -> str:
 
 
 def _pattern(before: list[dict[str, Any]]) -> str | None:
-    """Return the expression by which text is split before bytes are taken; None if it is not, and an empty one for any other way."""
+    """Return the expression by which text is split before its bytes are mapped; None if text is not split then, and an empty text if it is
+    split in a way that no expression describes.
+    """
     match before:
         case []:
             return None
@@ -240,10 +243,10 @@ def _scores(described: dict[str, Any], folder: Path) -> dict[str, float]:
 
 
 def _groups_by_token(pairs: list[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
-    """Yield the merges in the shortest runs in which all merges of a token are in one run.
+    """Yield the merges in order, cut into the shortest groups such that all merges of a token are in one group.
 
-    A run has several tokens if their merges are mixed. So transformers writes those of tokens with equal scores, such as runs of
-    spaces: by the lengths of the pairs.
+    A group has several tokens if their merges alternate. transformers writes merges in this way for tokens with equal scores, such as runs
+    of spaces, which it sorts by the lengths of the pairs.
     """
     last_index = {"".join(pair): index for index, pair in enumerate(pairs)}  # of a merge of each token
     start = end = 0

@@ -161,24 +161,28 @@ class _MergedFolder:
             require_untransposed(checkpoint, conversion, find_parts(plain))
         check_headers(plain, checkpoint, conversion)
         self._headers = checkpoint.headers()
-        self._first = parameter_names(plain)  # first names of parameters, by all of their names: tied ones have several
+        # The first names of parameters, by all of their names: tied ones have several.
+        self._first_name = parameter_names(plain)
         self._shapes = {name: tensor.shape for name, tensor in plain.state_dict().items()}
-        self._target: dict[str, Target] = {}  # by the name of each tensor that it gives
+        self._targets: dict[str, Target] = {}  # by the name of each tensor that it gives
         for target in conversion.targets:
-            self._target |= dict.fromkeys(self._meta_of_target(target), target)
-        self._source = self._find_sources()
-        sources = {name: next(iter(target.sources)) for name, target in self._source.items() if target is not None}
+            self._targets |= dict.fromkeys(self._meta_of_target(target), target)
+        self._stored_target = self._find_stored_targets()
+        sources = {
+            name: next(iter(target.sources)) for name, target in self._stored_target.items() if target is not None
+        }
         dtypes = {name: dtype_of(self._headers[source]) for name, source in sources.items()}
         # What `dtype` applies to, by names in the model and in the checkpoint.
         self._converted = self._find_converted()
-        targets = [target for name, target in self._target.items() if name in self._converted]
+        targets = [target for name, target in self._targets.items() if name in self._converted]
         self._converted_sources = {source for target in targets for source in target.sources}
         self._layers = MergedLayers(adapted, adapter, dtypes, self._read)
         self._groups = self._layers.groups
         self.untied = self._find_untied()
         self._units = self._find_units(conversion.targets)
-        first_names = [name for name in self._shapes if self._first.get(name) == name]
-        separate = [name for name in self.untied if self._first[name] != name]  # parameters of their own from now on
+        first_names = [name for name in self._shapes if self._first_name.get(name) == name]
+        # Names of tied parameters that are parameters of their own from now on.
+        separate = [name for name in self.untied if self._first_name[name] != name]
         self.num_params = sum(self._shapes[name].numel() for name in first_names + separate)
         own = plain.config.dtype
         self.main_dtype = dtype or (own if isinstance(own, torch.dtype) else next(iter(dtypes.values())))
@@ -198,23 +202,28 @@ class _MergedFolder:
                 require_finite(name, tensor, f"the merged model, in {tensor.dtype}")
         return found
 
-    def _find_sources(self) -> dict[str, Target | None]:
-        """Return the target of each tensor of the model, which may have another name of a tied one; None if it is not stored."""
-        by_first_name = {self._first.get(name, name): target for name, target in self._target.items()}
-        return {name: self._target.get(name) or by_first_name.get(self._first.get(name, name)) for name in self._shapes}
+    def _find_stored_targets(self) -> dict[str, Target | None]:
+        """Return the target that gives each tensor of the model, perhaps under another name of a tied parameter; None if the checkpoint has
+        no such tensor.
+        """
+        by_first_name = {self._first_name.get(name, name): target for name, target in self._targets.items()}
+        return {
+            name: self._targets.get(name) or by_first_name.get(self._first_name.get(name, name))
+            for name in self._shapes
+        }
 
     def _find_converted(self) -> set[str]:
         """Return the parameters that the dtype of the merged model applies to: not those that transformers keeps in float32."""
-        names = set(self._first)
+        names = set(self._first_name)
         if self._dtype is None:
             return names
-        in_float32 = kept_in_float32(self._model, self._first, self._dtype)
-        return names - in_float32 - created_in_float32(self._model, self._first)
+        in_float32 = kept_in_float32(self._model, self._first_name, self._dtype)
+        return names - in_float32 - created_in_float32(self._model, self._first_name)
 
     def _find_untied(self) -> list[str]:
         """Return all names of the parameters that are one in the base, and have different values once adapters are merged."""
         names_of: dict[str, list[str]] = {}  # by the first name of a parameter
-        for name, first in self._first.items():
+        for name, first in self._first_name.items():
             names_of.setdefault(first, []).append(name)
         group_of = {name: index for index, names in enumerate(self._groups) for name in names}
         untied = []
@@ -226,7 +235,7 @@ class _MergedFolder:
         return untied
 
     def _value(self, name: str, group: int | None) -> torch.Tensor:
-        """Return a tensor of the merged model, into which a group of adapters is merged; None for none."""
+        """Return a tensor of the merged model. ``group``: index of the group of adapters that changes it; None if none does."""
         if group is None:
             return self._read(name)
         base = {each: self._read(each) for each in self._groups[group]}
@@ -241,24 +250,26 @@ class _MergedFolder:
         by_target: dict[int, _Unit] = {}  # by the id of the target
         merged: list[_Unit] = []
         for index, names in enumerate(self._groups):
-            own = {id(self._target[name]): self._target[name] for name in names if name in self._target}
+            # Targets cannot be hashed, so they are known by their ids.
+            own = {id(self._targets[name]): self._targets[name] for name in names if name in self._targets}
             unit = _Unit(groups=[index])
             overlapping = {id(by_target[key]): by_target[key] for key in own if key in by_target}
             for other in overlapping.values():  # of earlier groups that are merged into some of the same tensors
                 unit.absorb(other)
                 merged.remove(other)
             unit.targets += [target for key, target in own.items() if key not in by_target]
-            unit.added += [name for name in names if name not in self._target and self._is_added(name)]
+            unit.added += [name for name in names if name not in self._targets and self._is_added(name)]
             by_target |= dict.fromkeys((id(target) for target in unit.targets), unit)
             merged.append(unit)
         in_groups = {name for names in self._groups for name in names}
-        merged += [_Unit(added=[n]) for n in self.untied if n not in in_groups and n not in self._target]
+        # The other names of parameters that were tied, which no group changes.
+        merged += [_Unit(added=[n]) for n in self.untied if n not in in_groups and n not in self._targets]
         unit_of = {source: by_target[id(t)] for t in targets if id(t) in by_target for source in t.sources}
         return [*self._in_order(unit_of), *(unit for unit in merged if not unit.targets and unit.added)]
 
     def _is_added(self, name: str) -> bool:
         """Return whether a tensor of the model is written though the checkpoint has none of its name."""
-        return name in self.untied or self._source[name] is None
+        return name in self.untied or self._stored_target[name] is None
 
     def _in_order(self, unit_of: Mapping[str, _Unit]) -> Iterator[_Unit]:
         """Yield merged units in the order of their first tensors in the checkpoint, and between them units of copied tensors.
@@ -291,7 +302,7 @@ class _MergedFolder:
         return {name: torch.empty(h.shape, dtype=dtype_of(h), device="meta") for name, h in headers.items()}
 
     def _meta_of_merged(self, unit: _Unit) -> dict[str, torch.Tensor]:
-        """Return meta tensors of those that `_merge` returns."""
+        """Return the tensors that `_merge` would return, as meta tensors."""
         found = {name: tensor for target in unit.targets for name, tensor in self._meta_of_target(target).items()}
         return found | {name: self._read(name).to("meta") for name in unit.added}
 
@@ -311,7 +322,7 @@ class _MergedFolder:
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of a unit by their names in the folder, in the dtype of the merged model.
 
-        ``copies`` have their names in the checkpoint, and ``values``, which are all others, those in the model.
+        ``copies`` has copied tensors by their names in the checkpoint, and ``values`` all others, by their names in the model.
         """
         emitted = self._cast(copies, self._converted_sources)
         cast = self._cast(values, self._converted)
@@ -335,7 +346,7 @@ class _MergedFolder:
 
     def _read(self, name: str) -> torch.Tensor:
         """Return a tensor of the base by its name in the model; the value of a new model if the checkpoint has none."""
-        target = self._source[name]
+        target = self._stored_target[name]
         if target is None:
             value: torch.Tensor = self._model.state_dict()[name]
             return value
@@ -343,7 +354,7 @@ class _MergedFolder:
         if name in found:
             return found[name]
         # stored under another name of a tied parameter
-        return next(tensor for other, tensor in found.items() if self._first[other] == self._first[name])
+        return next(tensor for other, tensor in found.items() if self._first_name[other] == self._first_name[name])
 
     def _read_target(self, target: Target) -> dict[str, torch.Tensor]:
         """Return the tensors of the base that a target gives, by their names in the model. Reject values that are not finite."""

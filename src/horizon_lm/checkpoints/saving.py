@@ -51,7 +51,7 @@ def unit_file(slab: Slab, moments: Moments | None) -> UnitFile:
     """Return the layout of the file of a slab of weights."""
 
     def section(suffix: str, values: torch.Tensor, parts: Mapping[str, Part], own: slice) -> Section:
-        """Return the section of the slab's values of a kind, of which this rank owns a range."""
+        """Return the section for some values of the slab, cut to the range that this rank owns."""
         return Section(suffix, values, parts) if slab.shard.is_whole else Section(suffix, values, _cut(parts, own), own)
 
     sections = [section(WEIGHT, slab.weights, _parts(slab.layout), slab.own)]
@@ -225,7 +225,7 @@ class CheckpointWriter:
             self.discard()
 
     def abandon(self, error: BaseException) -> None:
-        """Let the checkpoint fail, with the first error: the threads stop writing at their next chunk."""
+        """Mark the checkpoint as failed, unless it was before: the threads stop writing at their next chunk."""
         self.saving.error = self.saving.error or error
 
     def discard(self) -> None:
@@ -320,7 +320,8 @@ class CheckpointWriter:
         self._published()
 
     def _take_over(self) -> list[TensorEntry]:
-        """Wait until the other ranks have written their parts, and return their tensors.
+        """Wait until the other ranks have written their parts, and take over their entries (`_hand_over`): add those of files to this rank's,
+        and return those of tensors. The files that held them are removed.
 
         Raises:
             OSError: another rank could not write its part.
