@@ -173,12 +173,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-# Packages whose lines say nothing about where a warning comes from: they lie between a user's call and ours.
+# Packages whose lines do not show a user where a warning comes from: their calls lie between the user's call and `warn`.
 _BETWEEN = ("horizon_lm", "torch", "contextlib", "functools")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that names the line of other code which has led here, however many of our calls lie between."""
+    """Issue a warning that names the line of the caller's code that led here, however many calls of ours or of `_BETWEEN` lie between."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back

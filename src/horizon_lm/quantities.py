@@ -27,7 +27,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_size(text: str | int) -> int:
-    """Convert a size as `parse_bytes` does; raise ConfigError, too, for a bare number, which is almost always a forgotten unit."""
+    """Convert a size as `parse_bytes` does. Raise ConfigError, too, for less than a page: almost always a number whose unit was forgotten."""
     num_bytes = parse_bytes(text)
     if num_bytes < PAGE:
         has_unit = isinstance(text, str) and text.strip()[-1].isalpha()

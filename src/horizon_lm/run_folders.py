@@ -14,7 +14,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run, in the order of their steps. They have been complete, and may be damaged now."""
+    """Return the checkpoints in the folder of a run, in the order of their steps. All were complete once, but may be damaged now."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
     return sorted(
         (path for path, match in steps.items() if match and is_checkpoint(path)),
@@ -23,7 +23,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def place_of_model(folder: Path) -> str:
-    """Return where the model is, of a folder that was given as a model or as adapters but is a run's, or a checkpoint; empty for others."""
+    """Return a sentence about where the model is if a folder, given as that of a model or of adapters, is a checkpoint or the folder of a run;
+    empty for any other folder.
+    """
     if is_checkpoint(folder):
         return f"{folder} is a checkpoint of a run; make a model of it: horizon-lm export {folder} OUT"
     if _is_model(folder):
@@ -40,7 +42,7 @@ def place_of_model(folder: Path) -> str:
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raise ConfigError, naming the model, if a folder that was given as a model or as adapters is a run's, or a checkpoint."""
+    """Raise ConfigError with the place of the model if a folder is a checkpoint or the folder of a run, and not that of a model or adapters."""
     if place := place_of_model(folder):
         raise ConfigError(place)
 

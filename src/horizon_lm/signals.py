@@ -12,7 +12,7 @@ _arrived = ""  # the name of the signal that has interrupted the command
 
 
 def interrupt_on_stop_signals() -> None:
-    """Let a command end on each of these signals as on SIGINT. Signals that are ignored stay ignored."""
+    """Install `interrupt_once` as the handler of all `STOP_SIGNALS`, except for signals that are ignored or have another handler."""
     global _command
     _command = os.getpid()
     for each in STOP_SIGNALS:
@@ -21,7 +21,9 @@ def interrupt_on_stop_signals() -> None:
 
 
 def interrupt_once(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, and ignore all further signals that ask for an end. A forked child just ends."""
+    """Handle a signal: remember its name, ignore all further signals that ask for an end, and raise KeyboardInterrupt. A forked child, which
+    has inherited this handler, ends by the signal itself.
+    """
     global _arrived
     if os.getpid() != _command:
         signal.signal(number, signal.SIG_DFL)

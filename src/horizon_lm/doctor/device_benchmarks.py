@@ -158,10 +158,10 @@ class LinkRates:
 
 def link_rates(device: Device, rounds: Rounds) -> LinkRates:
     """Return the transfer rates of an open device's link."""
-    return _cuda(device, rounds) if device.torch_device.type == "cuda" else _cpu(rounds)
+    return _cuda_link_rates(device, rounds) if device.torch_device.type == "cuda" else _cpu_link_rates(rounds)
 
 
-def _cpu(rounds: Rounds) -> LinkRates:
+def _cpu_link_rates(rounds: Rounds) -> LinkRates:
     """Return the rates of inline copies: weights widened from bf16 to fp32, and gradients landed in bf16 and squared.
 
     Copies run in one thread and never overlap, so ``both`` is the rate of consecutive copies.
@@ -186,7 +186,7 @@ def _cpu(rounds: Rounds) -> LinkRates:
     return LinkRates(to_device, back, 2 / (1 / to_device + 1 / back))
 
 
-def _cuda(device: Device, rounds: Rounds) -> LinkRates:
+def _cuda_link_rates(device: Device, rounds: Rounds) -> LinkRates:
     """Return the rates of copies of registered memory (page-locked if possible), with one stream for each direction."""
     where, num_bytes = device.torch_device, 2**20 if rounds.quick else _CUDA_BYTES
     on_host = [device.host_buffer(num_bytes).zero_() for _ in range(2)]

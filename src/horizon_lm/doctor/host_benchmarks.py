@@ -72,9 +72,9 @@ class UpdateTime(NamedTuple):
 def update_time(precision: str, device: Device, cores: int, available: int, rounds: Rounds) -> UpdateTime:
     """Measure an optimizer step, from `step` until the last weight is written.
 
-    Two models are timed, with as many units of other sizes, so their difference is that of the parameters alone: starting the
-    update of a unit takes a third of the time of small blocks. They have blocks of SmolLM2-135M, and such with a wider feed-forward
-    layer, with random weights and gradients. As in training, a GPU reserves some cores for its threads.
+    Two models with the same number of units are timed, so the difference of their times is due to their parameters alone; starting the
+    update of a unit takes a third of the time of small blocks. One has blocks of SmolLM2-135M, the other one blocks with a wider feed-forward
+    layer; weights and gradients are random. As in training, a GPU reserves some cores for its threads.
 
     Args:
         precision: precision of the weights.

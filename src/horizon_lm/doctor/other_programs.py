@@ -55,7 +55,9 @@ def cores_of_others(processes: Sequence[CoreUse]) -> float:
 
 
 def missing_cores(processes: Sequence[CoreUse]) -> float:
-    """Return how many of the cores that these processes of one machine may use were not left to them."""
+    """Return how many of the cores that these processes of one machine may use were taken by other programs. These are first assumed to use
+    the cores that the processes may not use.
+    """
     return cores_of_others(processes) + sum(each.usable for each in processes) - processes[0].cores
 
 

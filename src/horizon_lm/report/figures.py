@@ -257,7 +257,7 @@ def _fill(figure: Figure, row: int, traces: Sequence[Scatter], **axis: Any) -> N
 
 
 def _noted(title: str, traces: Sequence[Scatter]) -> dict[str, Any]:
-    """Return an axis from 0 if the traces begin near it; otherwise one that says that it begins elsewhere."""
+    """Return the properties of an axis that begins at 0 or, if the values lie far from 0, elsewhere with a note about it in the title."""
     note = axis_note(value for trace in traces for value in trace.y)
     return {"title": f"{title}<br>({note})"} if note else {"title": title, "rangemode": "tozero"}
 

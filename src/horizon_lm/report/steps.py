@@ -79,12 +79,14 @@ def _view(name: str, colour: str, trace: Trace | None) -> StepView | None:
 def _cut(span: Span, start: float, end: float) -> Span:
     """Return the part of an operation inside a step, in seconds from the step's start."""
     begun = max(span.start, start)
-    reached = min(max(span.reached, start), begun)
+    reached = min(max(span.reached, start), begun)  # when its stream had finished all earlier operations
     return replace(span, start=begun - start, end=min(span.end, end) - start, reached=reached - start)
 
 
 def _memory_within(trace: Trace, counter: str, start: float, end: float) -> list[tuple[float, float]]:
-    """Return the bytes in use from the start of a step to its end, by the seconds from which on they are in use."""
+    """Return the changes of the bytes in use within a step: seconds since its start, and the bytes in use from then on. The last point is at
+    the end of the step. The list is empty without samples.
+    """
     points = [(moment, sample[counter]) for moment, sample in trace.samples if counter in sample and moment < end]
     at_start = [(0.0, used) for moment, used in points if moment <= start][-1:]
     within = at_start + [(moment - start, used) for moment, used in points if moment > start]

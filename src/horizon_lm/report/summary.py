@@ -143,9 +143,9 @@ def _memory(run: Run) -> list[Statistic]:
 def _compared(
     name: str, value: float, text: Callable[[float], str], source: str, word: str, expected: float | None
 ) -> Statistic:
-    """Return a measured statistic with its source, such as the median, and the expected value, with what that is called.
+    """Return a measured statistic with its ``source``, such as "median", and the ``expected`` value after a ``word`` such as "planned".
 
-    Without a source (an empty text) or an expected value (None), these are left out. ``text`` formats values.
+    An empty source, or None as the expected value, is left out. ``text`` formats values.
     """
     parts = [source] if source else []
     if expected is not None:
